@@ -1,0 +1,62 @@
+# Two commands for a new user: `make serve` and `make test`. `make help` lists the rest.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# Arguments for the command behind a target: make serve ARGS="--tp 2"
+ARGS ?=
+
+.PHONY: help
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+.PHONY: install
+install: $(INSTALLED) ## Make the virtual environment with pinned dependencies
+
+# torch goes first: a range that another package asks for must find the pinned build in place.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; name one with PYTHON=...")'
+	@$(PYTHON) -m venv $(VENV) || { echo "error: the virtual environment could not be made; on Debian and Ubuntu install the package python3-venv." >&2; exit 1; }
+	@echo "Installing dependencies into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
+	@$(BIN)/python -m pip install --constraint constraints.txt torch | { grep -E '^(Collecting|Downloading|Installing|Successfully)' || true; }
+	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[all,dev]' | { grep -E '^(Downloading|Installing|Successfully)' || true; }
+	@touch $@
+
+.PHONY: serve
+serve: $(INSTALLED) ## Serve the default model on http://127.0.0.1:8000 until Ctrl-C
+	@exec $(BIN)/ryzanstein up $(ARGS)
+
+.PHONY: test
+test: lint test-only ## Lint, types and all tests, with coverage
+
+.PHONY: test-only
+test-only: $(INSTALLED) ## All tests, with coverage, without lint
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest $(ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report --fail-under=90
+
+.PHONY: lint
+lint: $(INSTALLED) ## Format, lint, types and import rules
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+.PHONY: format
+format: $(INSTALLED) ## Format the code
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+.PHONY: bench
+bench: $(INSTALLED) ## Run the workloads against a running server (make bench ARGS="--workload W2")
+	@$(BIN)/python -m benchmarks.serve $(ARGS)
+
+.PHONY: clean
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* .import_linter_cache *.egg-info

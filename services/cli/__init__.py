@@ -1,0 +1,1 @@
+"""The command `ryzanstein`: the local stack and the operator's commands."""

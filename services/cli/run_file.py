@@ -1,0 +1,71 @@
+"""The note that a running stack leaves, so that `status` and `chat` find it.
+
+It holds the password of the stack's NATS server and is readable by its owner alone.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from shared.errors import ConfigurationError
+
+
+class RunFile(msgspec.Struct, frozen=True):
+    """A local stack that is up."""
+
+    pid: int
+    gateway_url: str
+    nats_url: str
+    nats_user: str
+    nats_password: str
+
+
+def write_run_file(data_dir: Path, content: RunFile) -> None:
+    path = _path(data_dir)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(content))
+
+
+def read_run_file(data_dir: Path) -> RunFile | None:
+    """The stack that runs on `data_dir`; None when there is none (a note left by a dead one counts not)."""
+    try:
+        content = msgspec.json.decode(_path(data_dir).read_bytes(), type=RunFile)
+        os.kill(content.pid, 0)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return content
+
+
+def remove_run_file(data_dir: Path) -> None:
+    _path(data_dir).unlink(missing_ok=True)
+
+
+def lock(data_dir: Path) -> IO[bytes]:
+    """Takes the data directory for this process; close the file to give it back.
+
+    Raises `ConfigurationError` when another stack has it, or it cannot be written.
+    """
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        file = (data_dir / "lock").open("ab")
+    except OSError as error:
+        raise ConfigurationError(
+            f"The data directory {data_dir} cannot be used ({error.strerror}); choose another with --data-dir."
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigurationError(
+            f"Another stack already runs on the data directory {data_dir}; stop it, or choose another "
+            "directory with --data-dir."
+        ) from None
+    return file
+
+
+def _path(data_dir: Path) -> Path:
+    return data_dir / "stack.json"

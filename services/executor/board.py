@@ -1,0 +1,195 @@
+"""The ring's board: counters that every rank writes and the orchestrator reads, in shared memory.
+
+It stays readable when a rank is stopped or dead, and writing costs no message. One writer per
+field, each field an aligned 64-bit integer, so that no lock is needed:
+
+    | header: state, load, totals          (leader) |
+    | rank 0: pid, started, finished, ...  (rank 0) |
+    | rank 1: ...                          (rank 1) |
+"""
+
+import mmap
+import os
+from enum import IntEnum
+from pathlib import Path
+
+import msgspec
+
+from shared.messages import GroupLoad, RankBeat
+
+_WORD = 8
+
+
+class RingState(IntEnum):
+    STARTING = 0
+    READY = 1
+    DRAINING = 2
+
+
+class _Header(IntEnum):
+    STATE = 0
+    RUNNING = 1
+    WAITING = 2
+    WAITING_TOKENS = 3
+    FREE_BLOCKS = 4
+    TOTAL_BLOCKS = 5
+    LOOP_BEAT = 6
+    STEPS = 7
+    STEP_NS = 8
+    PROMPT_TOKENS = 9
+    OUTPUT_TOKENS = 10
+    CACHED_TOKENS = 11
+    PREEMPTIONS = 12
+    SIZE = 16
+
+
+class _Rank(IntEnum):
+    PID = 0
+    STARTED = 1
+    FINISHED = 2
+    PROGRESS = 3
+    LOADED = 4
+    TO_LOAD = 5
+    SIZE = 8
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """What a ring has done since it started."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+class RankBoard:
+    """One rank's row, for that rank to write."""
+
+    def __init__(self, words: memoryview, offset: int) -> None:
+        self._words = words
+        self._offset = offset
+        words[offset + _Rank.PID] = os.getpid()
+
+    def begin(self, step: int) -> None:
+        self._words[self._offset + _Rank.STARTED] = step
+
+    def tick(self) -> None:
+        """Something was computed: called once per layer."""
+        self._words[self._offset + _Rank.PROGRESS] += 1
+
+    def end(self, step: int) -> None:
+        self._words[self._offset + _Rank.FINISHED] = step
+
+    def loaded(self, done: int, total: int) -> None:
+        """Bytes of weights read, of how many."""
+        self._words[self._offset + _Rank.TO_LOAD] = total
+        self._words[self._offset + _Rank.LOADED] = done
+
+
+class RingBoard:
+    """The whole board."""
+
+    def __init__(self, path: Path, ranks: int, *, create: bool = False) -> None:
+        self._ranks = ranks
+        size = (_Header.SIZE + ranks * _Rank.SIZE) * _WORD
+        if create:
+            path.write_bytes(bytes(size))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+        self._words = memoryview(self._map).cast("q")
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+
+    # --- written by the leader -------------------------------------------------------------------
+
+    def set_state(self, state: RingState) -> None:
+        self._words[_Header.STATE] = state
+
+    def set_load(self, load: GroupLoad) -> None:
+        words = self._words
+        words[_Header.RUNNING] = load.running
+        words[_Header.WAITING] = load.waiting
+        words[_Header.WAITING_TOKENS] = load.waiting_tokens
+        words[_Header.FREE_BLOCKS] = load.free_blocks
+        words[_Header.TOTAL_BLOCKS] = load.total_blocks
+
+    def loop_beat(self) -> None:
+        """The leader's event loop turns."""
+        self._words[_Header.LOOP_BEAT] += 1
+
+    def add_step(self, nanoseconds: int, prompt_tokens: int, output_tokens: int) -> None:
+        words = self._words
+        words[_Header.STEPS] += 1
+        words[_Header.STEP_NS] += nanoseconds
+        words[_Header.PROMPT_TOKENS] += prompt_tokens
+        words[_Header.OUTPUT_TOKENS] += output_tokens
+
+    def set_cache_totals(self, cached_tokens: int, preemptions: int) -> None:
+        self._words[_Header.CACHED_TOKENS] = cached_tokens
+        self._words[_Header.PREEMPTIONS] = preemptions
+
+    def rank(self, rank: int) -> RankBoard:
+        """The row of `rank`, for the process that is this rank."""
+        return RankBoard(self._words, self._row(rank))
+
+    # --- read by the orchestrator ----------------------------------------------------------------
+
+    @property
+    def state(self) -> RingState:
+        return RingState(self._words[_Header.STATE])
+
+    @property
+    def load(self) -> GroupLoad:
+        words = self._words
+        return GroupLoad(
+            running=words[_Header.RUNNING],
+            waiting=words[_Header.WAITING],
+            waiting_tokens=words[_Header.WAITING_TOKENS],
+            free_blocks=words[_Header.FREE_BLOCKS],
+            total_blocks=words[_Header.TOTAL_BLOCKS],
+        )
+
+    @property
+    def loop_beats(self) -> int:
+        return self._words[_Header.LOOP_BEAT]
+
+    @property
+    def totals(self) -> Totals:
+        words = self._words
+        return Totals(
+            steps=words[_Header.STEPS],
+            step_seconds=words[_Header.STEP_NS] / 1e9,
+            prompt_tokens=words[_Header.PROMPT_TOKENS],
+            output_tokens=words[_Header.OUTPUT_TOKENS],
+            cached_tokens=words[_Header.CACHED_TOKENS],
+            preemptions=words[_Header.PREEMPTIONS],
+        )
+
+    @property
+    def loaded(self) -> float:
+        """Share of all ranks' weights that has been read, 0 to 1."""
+        done = sum(self._words[self._row(rank) + _Rank.LOADED] for rank in range(self._ranks))
+        total = sum(self._words[self._row(rank) + _Rank.TO_LOAD] for rank in range(self._ranks))
+        return done / total if total else 0.0
+
+    def beats(self) -> list[RankBeat]:
+        """Progress of every rank that has started. Work is in flight for a rank from the moment the
+        leader has begun the step, whether the rank has seen the plan or not."""
+        begun = self._words[self._row(0) + _Rank.STARTED]
+        found = []
+        for rank in range(self._ranks):
+            row = self._words[self._row(rank) : self._row(rank) + _Rank.SIZE]
+            if row[_Rank.PID]:
+                finished = row[_Rank.FINISHED]
+                found.append(
+                    RankBeat(rank, row[_Rank.PID], finished, row[_Rank.PROGRESS], in_flight=begun > finished)
+                )
+        return found
+
+    @staticmethod
+    def _row(rank: int) -> int:
+        return _Header.SIZE + rank * _Rank.SIZE

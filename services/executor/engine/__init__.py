@@ -1,0 +1,1 @@
+"""Continuous batching, step plans, sampling, and the engines that execute the plans."""

@@ -1,0 +1,89 @@
+"""Whether a request can be taken at all: what a ring refuses before it costs anything."""
+
+import msgspec
+
+from services.executor.engine.protocol import EngineSpec
+from services.executor.engine.sampling_state import problem_with
+from shared.errors import (
+    ConfigurationError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    QueueFull,
+    RyzansteinError,
+)
+from shared.messages import GenerationRequest, Refusal
+
+
+class BatchSettings(msgspec.Struct, frozen=True):
+    """How much a ring takes on at once."""
+
+    max_batch_tokens: int = 512
+    """Tokens that one step computes at most, prefill and decode together."""
+    max_sequences: int = 64
+    """Sequences that run at once."""
+    max_waiting: int = 1024
+    """Accepted sequences that wait for a place; more are refused, to be tried elsewhere or later."""
+
+    def validate(self) -> None:
+        """Raises `ConfigurationError` naming the setting that is out of range."""
+        if self.max_sequences < 1:
+            raise ConfigurationError(f"max_sequences is {self.max_sequences}; set 1 or more.")
+        if self.max_waiting < 0:
+            raise ConfigurationError(f"max_waiting is {self.max_waiting}; set 0 or more.")
+        if self.max_batch_tokens < self.max_sequences:
+            raise ConfigurationError(
+                f"max_batch_tokens is {self.max_batch_tokens}, fewer than max_sequences "
+                f"({self.max_sequences}); every running sequence needs a token in each step."
+            )
+
+
+def kv_capacity(spec: EngineSpec) -> int:
+    """Tokens that the whole KV cache holds."""
+    return spec.num_blocks * spec.block_size
+
+
+def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:
+    """Why no ring of this model could compute the request; a bad token id would take a GPU down."""
+    if not request.prompt:
+        return InvalidRequest("The prompt has no tokens; send at least one.")
+    if request.max_tokens < 1:
+        return InvalidRequest(f"max_tokens is {request.max_tokens}; ask for 1 or more.")
+    for name, tokens in (("prompt", request.prompt), ("generated", request.generated)):
+        if tokens and not (min(tokens) >= 0 and max(tokens) < spec.vocab_size):
+            return InvalidRequest(
+                f"The request's {name} has a token outside the model's vocabulary of {spec.vocab_size}; "
+                "use the model's own tokenizer."
+            )
+    problem = problem_with(request.sampling, spec.vocab_size)
+    return InvalidRequest(f"The sampling parameter {problem}.") if problem else None
+
+
+def too_long(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:
+    """Whether not even one more token fits the context or the KV cache."""
+    tokens = len(request.prompt) + len(request.generated)
+    if tokens >= spec.context_length:
+        return ContextLengthExceeded(
+            f"The prompt has {tokens} tokens and the model's context is {spec.context_length}, answer "
+            "included; send a shorter prompt."
+        )
+    return kv_exhausted(tokens, spec)
+
+
+def kv_exhausted(tokens: int, spec: EngineSpec) -> RyzansteinError | None:
+    """Whether `tokens` tokens are more than the whole KV cache holds."""
+    if tokens <= kv_capacity(spec):
+        return None
+    return ContextLengthExceeded(
+        f"{tokens} tokens do not fit the group's KV cache of {kv_capacity(spec)} tokens; shorten the "
+        "request or give the group more KV blocks."
+    )
+
+
+def queue_full(waiting: int) -> RyzansteinError:
+    """For a request that finds `waiting` others before it, as many as may wait."""
+    return QueueFull(f"The group has {waiting} waiting requests and takes no more; try again later.")
+
+
+def refusal(request: GenerationRequest, error: RyzansteinError) -> Refusal:
+    """`error` as the answer to a dispatch."""
+    return Refusal(request.generation_id, error.code, error.message, error.retryable)

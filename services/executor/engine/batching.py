@@ -1,0 +1,403 @@
+"""Continuous batching: which tokens of which sequences a ring computes in its next step.
+
+The batch is `{sequence: number of tokens}`; prefill and decode are not told apart. A step is two
+calls, `schedule()` and `update()`; requests may be added and cancelled between them.
+
+      add ──▶ waiting ──admit──▶ running ──▶ ended          urgency: lane (recovery, interactive,
+                 ▲                  │                       batch), then arrival
+                 └────preempt───────┘
+    one step:  1. decodes, most urgent first; when blocks run out, the least urgent running sequence
+                  gives up its blocks and is computed again later
+               2. what is left of the token budget: prompts in chunks, most urgent first, running or
+                  admitted now
+
+No hang: the most urgent running sequence always advances, since it may take every other's blocks
+and one that does not fit the whole cache ends with an error. With none running, the first that waits
+is admitted, since it fits the whole cache.
+"""
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
+from operator import attrgetter
+
+from services.executor.engine import admission
+from services.executor.engine.admission import BatchSettings
+from services.executor.engine.plan import StepPlan
+from services.executor.engine.plan_builder import Chunk, build_plan
+from services.executor.engine.protocol import EngineSpec, SampledToken
+from services.executor.engine.sequence import Ending, Sequence, SequenceState, finish_reason
+from services.executor.kv_cache.allocator import BlockAllocator
+from services.executor.kv_cache.prefix_index import root_digest
+from shared.errors import InternalError, RyzansteinError
+from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
+
+Entries = dict[str, list[TokenEntry]]
+"""New tokens and endings by consumer."""
+
+_URGENCY = attrgetter("urgency")
+_REMEMBERED = 4096
+"""Ended generations that are remembered, so that a redelivered request is not computed again."""
+
+
+class ContinuousBatcher:
+    """Decides every step of one ring, and owns its sequences and KV blocks. No clock, no I/O.
+
+    Life of a step: `schedule()` → the engine executes the plan, in any thread → `update()` or
+    `fail_step()`. One step is under way at most. A sequence that is cancelled meanwhile keeps its
+    blocks until the step is over, since the ranks still write to them.
+    """
+
+    def __init__(self, spec: EngineSpec, settings: BatchSettings, namespace: str = "") -> None:
+        """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'."""
+        settings.validate()
+        self._spec = spec
+        self._settings = settings
+        self._root = root_digest(namespace)
+        self._allocator = BlockAllocator(spec.num_blocks, spec.block_size)
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        # Both lists are sorted by urgency.
+        self._live: dict[str, Sequence] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._owed: Entries = {}
+        self._batch: list[Chunk] = []
+        self._sampling: list[Sequence] = []
+        self._arrivals = 0
+        self._blocked = (-1, -1)
+        self.step = 0
+        """The last step that was scheduled; the first is 1."""
+        self.preemptions = 0
+        """Sequences that have had to give up their blocks."""
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def add(self, request: GenerationRequest) -> Refusal | None:
+        """Takes a request on; a `Refusal` says why not. Safe while a step is under way.
+
+        A repeat of an attempt, or an attempt older than the known one, is accepted and ignored. A
+        newer attempt takes the place of the older, which falls silent.
+        """
+        if request.attempt <= self._known_attempt(request.generation_id):
+            return None
+        self._replace(request.generation_id)
+        error = admission.malformed(request, self._spec)
+        if error is not None:
+            return admission.refusal(request, error)
+        if self._finished_before(request):
+            return None
+        error = admission.too_long(request, self._spec)
+        if error is None and len(self._waiting) >= self._settings.max_waiting:
+            error = admission.queue_full(len(self._waiting))
+        if error is not None:
+            return admission.refusal(request, error)
+        self._arrivals += 1
+        sequence = Sequence(request, self._arrivals, self._spec.block_size, self._root)
+        self._live[request.generation_id] = sequence
+        insort(self._waiting, sequence, key=_URGENCY)
+        return None
+
+    def cancel(self, generation_ids: Iterable[str]) -> None:
+        """Ends generations with `finish="cancelled"`; unknown ids are ignored.
+
+        Safe while a step is under way: its result for them is dropped.
+        """
+        for generation_id in generation_ids:
+            sequence = self._live.get(generation_id)
+            if sequence is None:
+                continue
+            if sequence.in_flight:
+                sequence.ending = Ending.CANCELLED
+            else:
+                self._end(sequence, sequence.entry([], "cancelled"))
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def schedule(self) -> tuple[StepPlan, list[Sequence]] | None:
+        """The next step, and the sequences that get a token, aligned with the plan's `sample_rows`.
+
+        None when there is nothing to compute; entries may be owed then (`take_entries`).
+        """
+        if self._batch:
+            raise InternalError("A step was scheduled while another is under way.")
+        self._make_way()
+        preemptions = self.preemptions
+        batch = self._decodes()
+        # A sequence that has just given up its blocks must not take them back in the same step.
+        self._add_prefills(batch, admitting=self.preemptions == preemptions)
+        if not batch:
+            return None
+        for chunk in batch:
+            chunk.sequence.in_flight = True
+        self.step += 1
+        plan, self._sampling = build_plan(self.step, batch, self._spec.block_size)
+        self._batch = batch
+        return plan, list(self._sampling)
+
+    def update(self, sampled: Seq[SampledToken]) -> Entries:
+        """Ends the step under way: `sampled` is the engine's answer. Returns all entries owed."""
+        if len(sampled) != len(self._sampling):
+            raise InternalError(f"The step gave {len(sampled)} tokens for {len(self._sampling)} sequences.")
+        sampling, batch = self._sampling, self._close_step()
+        for sequence, length in batch:
+            sequence.num_computed += length
+            self._seal(sequence)
+        for sequence, result in zip(sampling, sampled, strict=True):
+            if sequence.ending is Ending.NONE:
+                self._receive(sequence, result)
+        self._settle(batch)
+        return self.take_entries()
+
+    def fail_step(self, error: RyzansteinError, rows: Collection[int] | None = None) -> Entries:
+        """Ends the step under way without a result, and its sequences with `error`.
+
+        With `rows` (indices into `sample_rows`) only those sequences end; the others are computed again.
+        """
+        sampling, batch = self._sampling, self._close_step()
+        failed = [chunk.sequence for chunk in batch] if rows is None else [sampling[row] for row in rows]
+        for sequence in failed:
+            if sequence.ending is Ending.NONE:
+                self._fail(sequence, [], error)
+        self._settle(batch)
+        return self.take_entries()
+
+    def fail_all(self, error: RyzansteinError) -> Entries:
+        """Ends everything with `error`, the step under way included: the ring is lost, or leaves."""
+        batch = self._close_step()
+        self._settle(batch)
+        for sequence in list(self._live.values()):
+            self._fail(sequence, [], error)
+        return self.take_entries()
+
+    def take_entries(self) -> Entries:
+        """Entries that are owed without a step (ends of waiting sequences); each is given out once."""
+        entries, self._owed = self._owed, {}
+        return entries
+
+    # --- what others see -------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` or `take_entries` has something to give."""
+        return bool(self._waiting or self._running or self._owed)
+
+    def load(self) -> GroupLoad:
+        """How full the ring is."""
+        unfinished = sum(s.remaining for s in self._running if s.remaining > 1)
+        return GroupLoad(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            waiting_tokens=unfinished + sum(s.remaining for s in self._waiting),
+            free_blocks=self._allocator.available,
+            total_blocks=self._allocator.num_blocks,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
+        self._allocator.check(s.table for s in self._running)
+        for sequences in (self._waiting, self._running):
+            assert sequences == sorted(sequences, key=_URGENCY), "a queue is out of order"
+        assert len(self._running) <= self._settings.max_sequences, "too many sequences run"
+        queued = {id(s) for s in (*self._waiting, *self._running) if s.ending is not Ending.REPLACED}
+        assert queued == {id(s) for s in self._live.values()}, "a sequence is in no queue, or an ended one is"
+
+    # --- scheduling ------------------------------------------------------------------------------
+
+    def _make_way(self) -> None:
+        """Sequences of the batch lane give up their places to a more urgent one that waits."""
+        if not self._waiting or _is_batch(self._waiting[0]):
+            return
+        head = self._waiting[0]
+        lent = sum(len(s.table) for s in self._running if _is_batch(s))
+        if self._allocator.available + lent < self._allocator.blocks_for(len(head.tokens)):
+            return
+        while self._running and _is_batch(self._running[-1]) and self._place(head) is None:
+            self._preempt(self._running[-1])
+
+    def _decodes(self) -> list[Chunk]:
+        """One token for every running sequence that has only one to compute."""
+        batch = []
+        for sequence in list(self._running):
+            if sequence.state is SequenceState.RUNNING and sequence.remaining == 1 and self._grow(sequence):
+                batch.append(Chunk(sequence, 1))
+        return batch
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Sees that the table covers all tokens; False when the sequence itself had to give up its blocks.
+
+        Victims come from the end of the order of urgency, so they are not in the batch yet.
+        """
+        while self._allocator.blocks_for(len(sequence.tokens)) > len(sequence.table):
+            if self._allocator.available:
+                sequence.table.extend(self._allocator.allocate(1))
+                continue
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _add_prefills(self, batch: list[Chunk], admitting: bool) -> None:
+        """Fills the token budget with prompts, most urgent first. An admitted one may need one token only."""
+        budget = self._settings.max_batch_tokens - len(batch)
+        prefills = [s for s in reversed(self._running) if s.remaining > 1]
+        while budget > 0:
+            head = self._waiting[0] if admitting and self._waiting else None
+            if head is not None and (not prefills or head.urgency < prefills[-1].urgency):
+                admitting = self._admit(head)
+                if not admitting:
+                    continue
+                sequence = head
+            elif prefills:
+                sequence = prefills.pop()
+            else:
+                return
+            length = min(sequence.remaining, budget)
+            batch.append(Chunk(sequence, length))
+            budget -= length
+
+    def _place(self, sequence: Sequence) -> list[int] | None:
+        """The cached blocks of a waiting sequence's beginning; None when there is no room for it now.
+
+        Beside others it leaves a few blocks free, so that their decodes do not push it out at once.
+        """
+        if len(self._running) >= self._settings.max_sequences:
+            return None
+        attempt = (sequence.arrival, self._allocator.releases)
+        if self._running and attempt == self._blocked:
+            return None
+        tokens = len(sequence.tokens)
+        shared = self._allocator.match(sequence.chain, (tokens - 1) // self._spec.block_size)
+        reserve = max(1, self._spec.num_blocks // 100) if self._running else 0
+        needed = self._allocator.blocks_for(tokens) - len(shared) + reserve
+        if self._allocator.room_after(shared) < needed:
+            self._blocked = attempt
+            return None
+        return shared
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Moves the first waiting sequence into the batch, with blocks for all tokens it has."""
+        shared = self._place(sequence)
+        if shared is None:
+            return False
+        self._allocator.share(shared)
+        sequence.table.extend(shared)
+        missing = self._allocator.blocks_for(len(sequence.tokens)) - len(shared)
+        sequence.table.extend(self._allocator.allocate(missing))
+        sequence.num_sealed = len(shared)
+        sequence.num_computed = len(shared) * self._spec.block_size
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_tokens)
+        self._waiting.remove(sequence)
+        insort(self._running, sequence, key=_URGENCY)
+        sequence.state = SequenceState.RUNNING
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Its tokens stay; what is still cached when its turn comes again is not computed again."""
+        self._running.remove(sequence)
+        self._free(sequence)
+        sequence.state = SequenceState.WAITING
+        insort(self._waiting, sequence, key=_URGENCY)
+        self.preemptions += 1
+
+    # --- results ---------------------------------------------------------------------------------
+
+    def _close_step(self) -> list[Chunk]:
+        batch, self._batch, self._sampling = self._batch, [], []
+        for chunk in batch:
+            chunk.sequence.in_flight = False
+        return batch
+
+    def _seal(self, sequence: Sequence) -> None:
+        """Registers the blocks that the step has filled, for whoever begins with the same tokens."""
+        full = sequence.num_computed // self._spec.block_size
+        if full > sequence.num_sealed:
+            sequence.chain.grow()
+            for block in range(sequence.num_sealed, full):
+                self._allocator.seal(sequence.table[block], sequence.chain.key(block))
+            sequence.num_sealed = full
+
+    def _receive(self, sequence: Sequence, result: SampledToken) -> None:
+        sequence.append(result.token)
+        logprobs = None if result.logprobs is None else [result.logprobs]
+        finish = sequence.finish_reason(self._spec.context_length)
+        too_long = admission.kv_exhausted(len(sequence.tokens), self._spec)
+        if finish:
+            self._end(sequence, sequence.entry([result.token], finish, logprobs))
+        elif too_long is not None:
+            self._fail(sequence, [result], too_long)
+        else:
+            self._owe(sequence.request.consumer, sequence.entry([result.token], "", logprobs))
+
+    def _settle(self, batch: list[Chunk]) -> None:
+        """Ends the sequences that were cancelled or replaced while the step was under way."""
+        for sequence, _ in batch:
+            if sequence.ending is Ending.CANCELLED:
+                self._end(sequence, sequence.entry([], "cancelled"))
+            elif sequence.ending is Ending.REPLACED:
+                self._end(sequence, None)
+
+    # --- ends ------------------------------------------------------------------------------------
+
+    def _known_attempt(self, generation_id: str) -> int:
+        """The newest attempt that was taken on; -1 for an unknown generation."""
+        sequence = self._live.get(generation_id)
+        return sequence.request.attempt if sequence else self._ended.get(generation_id, -1)
+
+    def _replace(self, generation_id: str) -> None:
+        sequence = self._live.pop(generation_id, None)
+        if sequence is None:
+            return
+        self._remember(sequence.request)
+        if sequence.in_flight:
+            sequence.ending = Ending.REPLACED
+        else:
+            self._end(sequence, None)
+
+    def _finished_before(self, request: GenerationRequest) -> bool:
+        """An earlier attempt may have been lost after its last token and before saying so."""
+        last = request.generated[-1] if request.generated else None
+        finish = finish_reason(request, len(request.generated), last, self._spec.context_length)
+        if finish:
+            entry = TokenEntry(
+                request.generation_id, request.attempt, len(request.generated), [], finish=finish
+            )
+            self._owe(request.consumer, entry)
+            self._remember(request)
+        return bool(finish)
+
+    def _fail(self, sequence: Sequence, last: list[SampledToken], error: RyzansteinError) -> None:
+        self._end(sequence, sequence.error_entry(last, error))
+
+    def _end(self, sequence: Sequence, entry: TokenEntry | None) -> None:
+        """Takes the sequence out of everything; without `entry` nobody is told."""
+        if sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+            self._free(sequence)
+        else:
+            self._waiting.remove(sequence)
+        sequence.state = SequenceState.ENDED
+        if entry is not None:
+            del self._live[sequence.request.generation_id]
+            self._remember(sequence.request)
+            self._owe(sequence.request.consumer, entry)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._allocator.release(sequence.table)
+        del sequence.table[:]
+        sequence.num_computed = sequence.num_sealed = 0
+
+    def _owe(self, consumer: str, entry: TokenEntry) -> None:
+        self._owed.setdefault(consumer, []).append(entry)
+
+    def _remember(self, request: GenerationRequest) -> None:
+        self._ended[request.generation_id] = request.attempt
+        self._ended.move_to_end(request.generation_id)
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+
+def _is_batch(sequence: Sequence) -> bool:
+    return sequence.request.lane == "batch"

@@ -1,0 +1,66 @@
+"""The step plan: what every rank of a ring computes in one step.
+
+A plan is the only thing that the leader sends to the other ranks. It holds token ids, positions
+and block ids, never tensors or Python objects, so that a step costs one short message per rank.
+
+    flat batch (T tokens, S sequences; decodes first, then prefill chunks)
+
+      token_ids   [ d0 | d1 | d2 | p3 p3 p3 p3 | p4 p4 ]       T = 9
+      query_lens  [ 1    1    1    4             2     ]       S = 5, sum = T
+      sample_rows [ 0    1    2    6                   ]       rows of the flat batch that get logits
+                                                               (p4 is a chunk that is not its prompt's last)
+"""
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+
+
+class StepPlan(msgspec.Struct, array_like=True, frozen=True):
+    """One forward pass over a flat batch. Every array travels as little-endian int32 bytes.
+
+    Sequences with exactly one token in this step (decodes) come first; `num_decodes` says how many.
+    """
+
+    step: int
+    num_decodes: int
+    token_ids: bytes
+    """int32 [T]: the tokens to compute."""
+    positions: bytes
+    """int32 [T]: absolute position of each token in its sequence."""
+    slots: bytes
+    """int32 [T]: where each token's key and value go: block id * block size + offset."""
+    query_lens: bytes
+    """int32 [S]: tokens of each sequence in this step."""
+    context_lens: bytes
+    """int32 [S]: tokens of each sequence in the cache once this step has run."""
+    block_tables: bytes
+    """int32 [sum of ceil(context_len / block size)]: the sequences' block tables, end to end."""
+    sample_rows: bytes
+    """int32 [R]: rows of the flat batch whose logits the sampler needs, in ascending order."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(StepPlan)
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """The plan as MessagePack."""
+    return _encoder.encode(plan)
+
+
+def decode_plan(payload: bytes | bytearray | memoryview) -> StepPlan:
+    """The plan in `payload`; raises `msgspec.DecodeError` when it is not one."""
+    return _decoder.decode(payload)
+
+
+def as_int32(payload: bytes) -> Int32Array:
+    """A read-only view of one of a plan's arrays, without a copy."""
+    return np.frombuffer(payload, dtype="<i4")
+
+
+def to_bytes(values: Int32Array | list[int]) -> bytes:
+    """`values` as little-endian int32 bytes."""
+    return np.asarray(values, dtype="<i4").tobytes()

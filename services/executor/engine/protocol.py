@@ -1,0 +1,68 @@
+"""What the leader asks of an engine, whichever engine it is.
+
+Life cycle: built with its settings → `load()` once → `execute()` any number of times, one at a time,
+always from the same thread → `close()` once. The real engine runs a tensor-parallel ring; the stub
+computes nothing at a set speed. The leader cannot tell them apart.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from services.executor.engine.plan import StepPlan
+from services.executor.engine.sampling_state import SamplingState
+from shared.errors import InternalError
+from shared.messages import TokenLogprobs
+
+ProgressCallback = Callable[[int, int], None]
+"""Called while loading with (bytes done, bytes in all)."""
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """What a loaded engine can hold: the numbers that the leader plans with."""
+
+    block_size: int
+    """Tokens per KV block."""
+    num_blocks: int
+    """KV blocks in all, the same on every rank."""
+    context_length: int
+    """Most tokens (prompt and output) that one sequence may have."""
+    vocab_size: int
+
+
+class SampledToken(msgspec.Struct, frozen=True):
+    """The token chosen for one row of a step, with its log probabilities where asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+class BadLogits(InternalError):
+    """Some rows of logits are not numbers. `rows` are their indices."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__(
+            f"The model's logits of rows {rows} are NaN or infinite; check the weights and the data type."
+        )
+        self.rows = rows
+
+
+class Engine(Protocol):
+    """Computes steps. Knows nothing of requests, queues or the network to the clients."""
+
+    def load(self, progress: ProgressCallback) -> EngineSpec:
+        """Brings the model into memory. Raises `shared.errors.ModelLoadError` with the remedy."""
+        ...
+
+    def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        """Runs one step and samples one token per row of `plan.sample_rows`, in their order.
+
+        Raises `BadLogits` when some rows are not numbers, and `shared.errors.RingLost` when a rank is
+        gone; the engine is of no more use then.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees everything. Safe to call twice, and after a failure."""
+        ...

@@ -1,0 +1,236 @@
+"""The real engine: a tensor-parallel ring of ranks over torch.
+
+leader   plan ──▶ plan channel ──▶ followers
+         forward ◀── collectives ──▶ forward
+         logits ──▶ sampler ──▶ tokens
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed re-exports them without saying so
+
+from services.executor.board import RankBoard, RingBoard
+from services.executor.engine.plan import StepPlan
+from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
+from services.executor.engine.sampling import Sampler
+from services.executor.engine.sampling_state import SamplingState
+from services.executor.kv_cache.store import (
+    DEFAULT_SEQUENCES,
+    KvStore,
+    StoreShape,
+    default_budget,
+    plan_num_blocks,
+)
+from services.executor.model.checkpoints import resolve_model
+from services.executor.model.collectives import Collectives, SingleRank, TorchDistributed
+from services.executor.model.loader import context_length, load_config, load_model
+from services.executor.model.runner import ModelRunner
+from services.executor.model.sharding import ShardLayout
+from services.executor.plan_channel import PlanListener, PlanReceiver, PlanSender
+from services.executor.ring import RankSpec, Rendezvous
+from services.executor.settings import ExecutorSettings
+from shared.errors import ConfigurationError
+
+JOIN_TIMEOUT = 120.0
+
+
+class RingEngine:
+    """`Engine` of the leader: rank 0 of the ring, and the one that samples."""
+
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        spec: RankSpec,
+        board: RingBoard,
+        announce: Callable[[Rendezvous], None],
+    ) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._board = board.rank(0)
+        self._announce = announce
+        self._sampler = Sampler()
+        self._sender = PlanSender([])
+        self._member: RingMember | None = None
+
+    def load(self, progress: ProgressCallback) -> EngineSpec:
+        device = choose_device(self._settings, self._spec.rank)
+        set_threads(self._settings)
+        collectives = self._meet(device)
+        self._member = RingMember.load(self._settings, self._spec, self._board, device, collectives, progress)
+        return self._member.engine_spec
+
+    def _meet(self, device: torch.device) -> Collectives:
+        """Waits for the other ranks. A ring of one has nobody to meet."""
+        world = self._spec.world_size
+        if world == 1:
+            return SingleRank()
+        host = self._settings.ring_host
+        listener = PlanListener(host)
+        store = TCPStore(host, 0, world, is_master=True, wait_for_workers=False)
+        self._announce(Rendezvous(host, listener.port, store.port))
+        self._sender = listener.accept(world - 1, JOIN_TIMEOUT)
+        return join(store, self._spec, device)
+
+    def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        assert self._member is not None, "the engine has not been loaded"
+        self._board.begin(plan.step)
+        self._sender.send(plan)
+        logits = self._member.runner.forward(plan, self._board.tick)
+        assert logits is not None, "rank 0 gets the logits"
+        sampled = self._sampler.sample(logits, samples)
+        self._board.end(plan.step)
+        return sampled
+
+    def close(self) -> None:
+        self._sender.close()
+        if self._member is not None:
+            self._member.collectives.close()
+            self._member = None
+
+
+def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, rendezvous: Rendezvous) -> None:
+    """The life of every other rank. Returns when the leader closes the ring."""
+    mine = board.rank(spec.rank)
+    device = choose_device(settings, spec.rank)
+    set_threads(settings)
+    store = TCPStore(rendezvous.host, rendezvous.store_port, spec.world_size, is_master=False)
+    receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, JOIN_TIMEOUT)
+    member = RingMember.load(
+        settings, spec, mine, device, join(store, spec, device), lambda done, total: None
+    )
+    while (plan := receiver.receive()) is not None:
+        mine.begin(plan.step)
+        member.runner.forward(plan, mine.tick)
+        mine.end(plan.step)
+
+
+class RingMember:
+    """One rank's share of model and cache."""
+
+    def __init__(self, runner: ModelRunner, collectives: Collectives, engine_spec: EngineSpec) -> None:
+        self.runner = runner
+        self.collectives = collectives
+        self.engine_spec = engine_spec
+
+    @classmethod
+    def load(
+        cls,
+        settings: ExecutorSettings,
+        spec: RankSpec,
+        board: RankBoard,
+        device: torch.device,
+        collectives: Collectives,
+        progress: ProgressCallback,
+    ) -> "RingMember":
+        """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
+        directory = model_directory(settings)
+        config = load_config(directory)
+        layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
+        dtype = choose_dtype(settings, device, config)
+
+        def report(done: int, total: int) -> None:
+            board.loaded(done, total)
+            progress(done, total)
+
+        model = load_model(directory, dtype, layout, collectives, device, report)
+        longest = context_length(config)
+        if settings.context_length > longest:
+            raise ConfigurationError(
+                f"--context-length {settings.context_length} is more than the model was made for; "
+                f"choose {longest} or less."
+            )
+        context = settings.context_length or longest
+        shape = StoreShape(
+            config.num_hidden_layers, settings.block_size, layout.kv_heads.size, layout.head_dim, dtype
+        )
+        blocks = _agree_on_blocks(shape, context, settings, device, collectives)
+        runner = ModelRunner(model, KvStore(shape, blocks, device), collectives, device)
+        runner.warm_up()
+        collectives.barrier()
+        return cls(runner, collectives, EngineSpec(settings.block_size, blocks, context, runner.vocab_size))
+
+
+def _agree_on_blocks(
+    shape: StoreShape,
+    context: int,
+    settings: ExecutorSettings,
+    device: torch.device,
+    collectives: Collectives,
+) -> int:
+    """The smallest number of blocks that any rank can hold."""
+    if settings.kv_memory:
+        budget, cap = settings.kv_memory, None
+    else:
+        # Ranks of one host share its memory; each GPU has its own.
+        ranks_sharing = collectives.world_size if device.type == "cpu" else 1
+        budget = default_budget(device) // ranks_sharing
+        cap = DEFAULT_SEQUENCES if device.type == "cpu" else None
+    mine = plan_num_blocks(shape.bytes_per_block, shape.block_size, context, budget, cap)
+    counts = torch.zeros(collectives.world_size, dtype=torch.int64, device=device)
+    counts[collectives.rank] = mine
+    return int(collectives.all_reduce(counts).min())
+
+
+def model_directory(settings: ExecutorSettings) -> Path:
+    """The directory of the model that the settings name. Raises `ModelLoadError`."""
+    return resolve_model(settings.model, settings.model_cache, lambda stage, done, total: None)
+
+
+def choose_device(settings: ExecutorSettings, rank: int) -> torch.device:
+    """Rank r takes GPU r of its host; CPU where there is none or it was asked for."""
+    use_cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    if not use_cuda:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigurationError("--device cuda was asked for and torch sees no GPU; use --device cpu.")
+    if rank >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"--tp {settings.tp} needs {settings.tp} GPUs and this host has {torch.cuda.device_count()}; "
+            "use a smaller --tp."
+        )
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_dtype(settings: ExecutorSettings, device: torch.device, config: object) -> torch.dtype:
+    """`auto`: bf16 on a GPU and on CPUs that multiply it natively, for models stored in 16 bits; else fp32."""
+    if settings.dtype != "auto":
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
+    stored = getattr(config, "dtype", None)
+    if stored in (torch.float32, "float32"):
+        return torch.float32
+    return torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 natively (AVX512-BF16 or AMX; Arm's BF16 extension)."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def set_threads(settings: ExecutorSettings) -> None:
+    """Shares the cores out among the ranks of this host, unless told otherwise."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(settings.threads or max(1, cores // settings.tp))
+
+
+def join(store: Store, spec: RankSpec, device: torch.device) -> Collectives:
+    """Joins the process group: NCCL on GPUs, gloo on CPUs."""
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        timeout=timedelta(days=1),  # a hang is seen by the orchestrator, and idle is no hang
+    )
+    assert dist.group.WORLD is not None
+    return TorchDistributed(dist.group.WORLD)

@@ -1,0 +1,137 @@
+"""What the sampler knows of one sequence, and where its random numbers come from. Free of torch.
+
+The random number of a token depends on (seed, position) alone: whoever computes position 17 of a
+generation draws what anybody else would have drawn. It is the `position`-th output of SplitMix64
+(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) started at
+the mixed seed, so that neighbouring seeds give unrelated streams.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.messages import SamplingParams
+
+Int64Array = NDArray[np.int64]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+GREEDY_TEMPERATURE = 1e-5
+"""At or below this temperature the most likely token is taken: the quotient says nothing more."""
+
+
+def random_bits(seed: int, position: int) -> int:
+    """64 random bits, a pure function of the two unsigned 64-bit numbers."""
+    return _mix(_mix(seed + _GAMMA) + (position + 1) * _GAMMA)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1 - 2**-52], a pure function of `seed` and `position`.
+
+    52 bits and not 53, so that `uniform * total` is below `total` whatever the rounding.
+    """
+    return (random_bits(seed, position) >> 12) * 2.0**-52
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser (Stafford's variant 13 of MurmurHash3's)."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class TokenCounts:
+    """Distinct tokens and how often each is in the output, as arrays that grow in place."""
+
+    def __init__(self, prompt: Iterable[int], output: Iterable[int]) -> None:
+        """Prompt tokens are listed with count 0."""
+        self._slots: dict[int, int] = {}
+        self._ids: Int64Array = np.zeros(16, np.int64)
+        self._counts: Int64Array = np.zeros(16, np.int64)
+        for token in prompt:
+            self._slot(token)
+        for token in output:
+            self.add(token)
+
+    @property
+    def ids(self) -> Int64Array:
+        """int64 [distinct tokens], each once. A view: do not keep it over an `add`."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> Int64Array:
+        """int64 [distinct tokens]: occurrences in the output, aligned with `ids`."""
+        return self._counts[: len(self._slots)]
+
+    def add(self, token: int) -> None:
+        """`token` has been put out once more."""
+        self._counts[self._slot(token)] += 1
+
+    def _slot(self, token: int) -> int:
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        self._ids[slot] = token
+        return slot
+
+
+class SamplingState:
+    """How one sequence's next token is chosen. Costs nothing for parameters that are off."""
+
+    def __init__(self, params: SamplingParams, prompt: Seq[int], generated: Seq[int]) -> None:
+        """`generated`: output tokens so far, those of earlier attempts included."""
+        self.params = params
+        self.position = len(generated)
+        """Index of the next output token, counted over all attempts."""
+        self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
+        self.counts: TokenCounts | None = None
+        """Tokens that penalties apply to; None without penalties."""
+        if params.repetition_penalty != 1.0:
+            self.counts = TokenCounts(prompt, generated)
+        elif params.presence_penalty or params.frequency_penalty:
+            self.counts = TokenCounts((), generated)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether penalties or biases change the logits."""
+        return self.counts is not None or bool(self.params.logit_bias)
+
+    def uniform(self) -> float:
+        """The random number of the next token, in [0, 1)."""
+        return uniform(self.params.seed, self.position)
+
+    def advance(self, token: int) -> None:
+        """`token` has been put out."""
+        self.position += 1
+        if self.counts is not None:
+            self.counts.add(token)
+
+
+def problem_with(params: SamplingParams, vocab_size: int) -> str | None:
+    """What is wrong with `params`, as half a sentence; None when they can be sampled with."""
+    ranges = (
+        ("temperature", params.temperature, 0.0, 1e6),
+        ("top_k", params.top_k, 0, 1 << 31),
+        ("top_p", params.top_p, 0.0, 1.0),
+        ("min_p", params.min_p, 0.0, 1.0),
+        ("seed", params.seed, 0, _MASK),
+        ("repetition_penalty", params.repetition_penalty, 1e-6, 1e6),
+        ("presence_penalty", params.presence_penalty, -1e6, 1e6),
+        ("frequency_penalty", params.frequency_penalty, -1e6, 1e6),
+        ("logprobs", params.logprobs, -1, vocab_size),
+    )
+    biases = params.logit_bias.items()
+    checks = chain(
+        ranges,
+        ((f"logit_bias[{token}]", bias, -1e6, 1e6) for token, bias in biases),
+        (("a token of logit_bias", token, 0, vocab_size - 1) for token, _ in biases),
+    )
+    for name, value, least, most in checks:
+        if not least <= value <= most:  # NaN fails this too
+            return f"{name} is {value} and must be between {least:g} and {most:g}"
+    return None

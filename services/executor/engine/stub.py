@@ -1,0 +1,100 @@
+"""An engine that computes nothing, at a set speed: for tests and benchmarks of everything around it.
+
+Its text is a pure function, so that every token of a stream can be checked from outside: the token
+at output position p of a generation is `stub_token(seed, p, vocab_size)`, whatever the prompt, the
+batch, the ring or the attempt. Tokens are bytes of lower-case English letters and spaces.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from services.executor.engine.plan import StepPlan
+from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
+from services.executor.engine.sampling_state import SamplingState, random_bits
+from shared.errors import ConfigurationError, InternalError
+from shared.messages import TokenLogprobs
+
+_ALPHABET = b"abcdefghijklmnopqrstuvwxyz      "
+"""32 tokens, six of them spaces: words of about five letters."""
+
+STUB_EOS_TOKEN = 0
+"""The stub's end-of-sequence token. It never produces it."""
+
+
+def stub_token(seed: int, position: int, vocab_size: int = 256) -> int:
+    """The stub's token at output `position` (from 0, over all attempts) of a generation with `seed`.
+
+    The value of a lower-case ASCII letter or a space: `alphabet[random_bits(seed, position) % 32]`.
+    """
+    if vocab_size <= max(_ALPHABET):
+        raise ConfigurationError(
+            f"The stub engine's vocabulary is {vocab_size} and must be at least {max(_ALPHABET) + 1}."
+        )
+    return _ALPHABET[random_bits(seed, position) % len(_ALPHABET)]
+
+
+class StubSettings(msgspec.Struct, frozen=True):
+    """How fast the stub is, and what it claims to hold."""
+
+    step_ms: float = 0.0
+    """Milliseconds that every step takes."""
+    us_per_token: float = 0.0
+    """Microseconds more for every token computed, prompt tokens included."""
+    block_size: int = 16
+    num_blocks: int = 4096
+    context_length: int = 8192
+    vocab_size: int = 256
+
+    def validate(self) -> None:
+        """Raises `ConfigurationError` naming the setting that is out of range."""
+        for name in ("step_ms", "us_per_token"):
+            if not 0 <= getattr(self, name) < 1e9:
+                raise ConfigurationError(f"The stub engine's {name} is {getattr(self, name)}; set 0 or more.")
+        for name in ("block_size", "num_blocks", "context_length"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"The stub engine's {name} is {getattr(self, name)}; set 1 or more.")
+        stub_token(0, 0, self.vocab_size)
+
+
+class StubEngine:
+    """`services.executor.engine.protocol.Engine` without a model."""
+
+    def __init__(self, settings: StubSettings, sleep: Callable[[float], None] = time.sleep) -> None:
+        """`sleep` takes seconds; it runs in the thread that calls `execute`."""
+        settings.validate()
+        self._settings = settings
+        self._sleep = sleep
+        self._loaded = False
+
+    def load(self, progress: ProgressCallback) -> EngineSpec:
+        """At once: there are no weights."""
+        progress(1, 1)
+        self._loaded = True
+        settings = self._settings
+        return EngineSpec(
+            settings.block_size, settings.num_blocks, settings.context_length, settings.vocab_size
+        )
+
+    def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        """Waits as long as the settings say, then one token per row that is sampled."""
+        if not self._loaded:
+            raise InternalError("The stub engine was asked for a step while it is not loaded.")
+        if len(plan.sample_rows) // 4 != len(samples):
+            raise InternalError(
+                f"Step {plan.step} samples {len(plan.sample_rows) // 4} rows for {len(samples)} sequences."
+            )
+        tokens = len(plan.token_ids) // 4
+        self._sleep(self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6)
+        return [self._sample(state) for state in samples]
+
+    def close(self) -> None:
+        self._loaded = False
+
+    def _sample(self, state: SamplingState) -> SampledToken:
+        token = stub_token(state.params.seed, state.position, self._settings.vocab_size)
+        wanted = state.params.logprobs
+        # The stub is sure of its token: probability 1.
+        logprobs = TokenLogprobs(0.0, [(token, 0.0)] if wanted else []) if wanted >= 0 else None
+        return SampledToken(token, logprobs)

@@ -1,0 +1,102 @@
+"""Which KV blocks hold which tokens, so that a prompt's known beginning is not computed again.
+
+A full block is named by a chain of hashes: its digest covers its own tokens and the digest of the
+block before it, hence the whole prefix. Digests are the same in every process (BLAKE2b, RFC 7693),
+so that two services can speak of the same prefix.
+
+      root ──▶ digest 0 ──▶ digest 1 ──▶ digest 2          digest i = H(digest i-1, tokens of block i)
+               tokens 0..15 tokens 16..31 tokens 32..47
+"""
+
+from array import array
+from hashlib import blake2b
+from typing import NamedTuple
+
+_DIGEST_SIZE = 16
+
+
+def root_digest(namespace: str) -> bytes:
+    """Where a chain begins. Different namespaces (models, say) never share a block."""
+    return blake2b(namespace.encode(), digest_size=_DIGEST_SIZE).digest()
+
+
+def block_digest(parent: bytes, tokens: bytes) -> bytes:
+    """Digest (16 bytes) of a full block: `parent` is the digest before it, `tokens` its int32 tokens."""
+    return blake2b(parent + tokens, digest_size=_DIGEST_SIZE).digest()
+
+
+class BlockKey(NamedTuple):
+    """What a full block holds."""
+
+    digest: bytes
+    parent: bytes
+    tokens: bytes
+
+
+class BlockChain:
+    """The digests of a sequence's full blocks. Every token is hashed once, as blocks fill."""
+
+    def __init__(self, tokens: "array[int]", block_size: int, root: bytes) -> None:
+        """`tokens` (int32) is the sequence's own array: the chain follows it as it grows."""
+        self._tokens = tokens
+        self._block_size = block_size
+        self._digests = [root]
+        self.grow()
+
+    def grow(self) -> None:
+        """Takes up the blocks that have become full."""
+        for block in range(len(self), len(self._tokens) // self._block_size):
+            self._digests.append(block_digest(self._digests[-1], self._tokens_of(block)))
+
+    def key(self, block: int) -> BlockKey:
+        """What the sequence's `block`-th block (from 0) holds once it is full."""
+        return BlockKey(self._digests[block + 1], self._digests[block], self._tokens_of(block))
+
+    def __len__(self) -> int:
+        """Full blocks that have been hashed."""
+        return len(self._digests) - 1
+
+    def _tokens_of(self, block: int) -> bytes:
+        return self._tokens[block * self._block_size : (block + 1) * self._block_size].tobytes()
+
+
+class PrefixIndex:
+    """Full blocks by digest. One per ring: block ids mean nothing elsewhere.
+
+    Invariant: `_blocks` and `_keys` are inverse to each other; a digest names one block at most.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._keys: dict[int, BlockKey] = {}
+
+    def find(self, key: BlockKey) -> int | None:
+        """The block that holds `key`. The tokens are compared: a hash alone is not believed."""
+        block = self._blocks.get(key.digest)
+        return block if block is not None and self._keys[block] == key else None
+
+    def put(self, block: int, key: BlockKey) -> bool:
+        """Makes `block` findable; False when another block holds the same tokens already."""
+        if block in self._keys:
+            raise ValueError(f"block {block} is in the prefix index already")
+        if key.digest in self._blocks:
+            return False
+        self._blocks[key.digest] = block
+        self._keys[block] = key
+        return True
+
+    def remove(self, block: int) -> None:
+        """Forgets `block`; its id may be written again."""
+        del self._blocks[self._keys.pop(block).digest]
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def check(self) -> None:
+        """Raises AssertionError where the invariant does not hold."""
+        assert len(self._blocks) == len(self._keys), "two blocks share a digest"
+        for digest, block in self._blocks.items():
+            assert self._keys[block].digest == digest, f"block {block} is filed under a foreign digest"

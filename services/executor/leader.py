@@ -1,0 +1,239 @@
+"""The leader of a ring: takes requests from NATS, runs step after step, publishes the tokens.
+
+    dispatch ──▶ batcher.add           event loop: answers NATS while a step is computed
+                 batcher.schedule ──▶ engine.execute   (engine thread)
+    tokens  ◀── batcher.update    ◀──┘
+
+All decisions are the batcher's; this shell only moves messages and time.
+"""
+
+import asyncio
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import structlog
+
+from services.executor.board import RingBoard, RingState
+from services.executor.engine.admission import BatchSettings
+from services.executor.engine.batching import ContinuousBatcher, Entries
+from services.executor.engine.plan import StepPlan
+from services.executor.engine.protocol import BadLogits, Engine, EngineSpec, SampledToken
+from services.executor.engine.sequence import Sequence
+from services.executor.naming import served_name
+from services.executor.ring import Drained, RankSpec, Ready
+from services.executor.settings import ExecutorSettings
+from shared import subjects
+from shared.bus import Bus
+from shared.errors import NoGroupAvailable, RyzansteinError
+from shared.messages import (
+    Cancel,
+    ControlCommand,
+    ControlReply,
+    DispatchBatch,
+    DispatchReply,
+    GenerationRequest,
+    ModelCard,
+    Refusal,
+    TokenEntry,
+    TokenFrame,
+)
+from shared.stores import Bucket, ObjectStore
+
+if TYPE_CHECKING:
+    from services.executor.rank import Orchestrator
+
+log = structlog.get_logger(__name__)
+
+LOOP_BEAT_INTERVAL = 0.5
+
+
+class Leader:
+    """Rank 0's event loop. One step is in flight at most."""
+
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        spec: RankSpec,
+        board: RingBoard,
+        engine: Engine,
+        orchestrator: "Orchestrator",
+    ) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._board = board
+        self._engine = engine
+        self._orchestrator = orchestrator
+        self._model = served_name(settings)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._wake = asyncio.Event()
+        self._draining = False
+        self._drain_by = 0.0
+
+    async def run(self) -> None:
+        """Loads, serves until drained. Raises what makes the ring unusable."""
+        loop = asyncio.get_running_loop()
+        self._orchestrator.on_drain(lambda: loop.call_soon_threadsafe(self._drain))
+        engine_spec = await loop.run_in_executor(self._thread, self._engine.load, lambda done, total: None)
+        self._batcher = ContinuousBatcher(
+            engine_spec,
+            BatchSettings(
+                max_batch_tokens=max(self._settings.max_batch_tokens, self._settings.max_sequences),
+                max_sequences=self._settings.max_sequences,
+                max_waiting=self._settings.max_waiting,
+            ),
+            self._model,
+        )
+        self._board.set_load(self._batcher.load())
+        self._bus = await Bus.connect(self._settings, f"executor/{self._spec.instance}/rank-0")
+        beating = asyncio.create_task(self._beat())
+        try:
+            await self._announce(engine_spec)
+            await self._step_loop()
+            await self._bus.flush()
+            self._orchestrator.send(Drained())
+        finally:
+            beating.cancel()
+            await self._bus.close()
+            self._engine.close()
+
+    async def _announce(self, engine_spec: EngineSpec) -> None:
+        """Tells the gateways of the model, listens for requests, and says that the group is ready."""
+        card, bundle = await asyncio.to_thread(self._read_card, engine_spec)
+        if bundle:
+            store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)
+            if await store.get(card.tokenizer) is None:
+                await store.put(card.tokenizer, bundle)
+        await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).put(self._model, card)
+        group = self._spec.group
+        await self._bus.subscribe(subjects.dispatch(group), DispatchBatch, self._on_dispatch)
+        await self._bus.subscribe(subjects.control(group), ControlCommand, self._on_control)  # type: ignore[arg-type]
+        await self._bus.flush()
+        self._board.set_state(RingState.READY)
+        self._orchestrator.send(Ready(self._model))
+        log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.num_blocks)
+
+    def _read_card(self, engine_spec: EngineSpec) -> tuple[ModelCard, bytes]:
+        from services.executor.model_card import read_card, stub_card
+
+        if self._settings.engine == "stub":
+            return stub_card(self._model, engine_spec), b""
+        from services.executor.engine.ring_engine import model_directory
+
+        return read_card(model_directory(self._settings), self._model, engine_spec)
+
+    # --- from NATS -------------------------------------------------------------------------------
+
+    async def _on_dispatch(self, batch: DispatchBatch) -> DispatchReply:
+        accepted: list[str] = []
+        refused: list[Refusal] = []
+        for request in batch.requests:
+            refusal = self._refuse_draining(request) if self._draining else self._batcher.add(request)
+            if refusal is None:
+                accepted.append(request.generation_id)
+            else:
+                refused.append(refusal)
+            log.info(
+                "refused" if refusal else "accepted",
+                request_id=request.request_id,
+                generation_id=request.generation_id,
+                attempt=request.attempt,
+                prompt_tokens=len(request.prompt),
+                reason=refusal.code if refusal else "",
+            )
+        self._wake.set()
+        load = self._batcher.load()
+        self._board.set_load(load)
+        return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, load)
+
+    async def _on_control(self, command: ControlCommand) -> ControlReply:
+        if isinstance(command, Cancel):
+            self._batcher.cancel(command.generation_ids)
+            self._wake.set()
+        else:
+            self._drain()
+        return ControlReply(ok=True)
+
+    def _refuse_draining(self, request: GenerationRequest) -> Refusal:
+        reason = f"The group {self._spec.group} is draining; another takes the request."
+        return Refusal(request.generation_id, NoGroupAvailable.code, reason)
+
+    def _drain(self) -> None:
+        """Nothing more is accepted; what runs may finish within the grace time."""
+        if not self._draining:
+            self._draining = True
+            self._drain_by = time.monotonic() + self._settings.drain_grace
+            self._board.set_state(RingState.DRAINING)
+            log.info("draining", group=self._spec.group)
+            self._wake.set()
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    async def _step_loop(self) -> None:
+        """One step after the other while there is work; returns when the group is drained."""
+        while True:
+            if self._draining and (not self._batcher.has_work or time.monotonic() >= self._drain_by):
+                await self._hand_back()
+                return
+            scheduled = self._batcher.schedule()
+            if scheduled is None:
+                await self._publish(self._batcher.take_entries())
+                self._board.set_load(self._batcher.load())
+                if not self._batcher.has_work and not self._draining:
+                    self._wake.clear()
+                    await self._wake.wait()
+                continue
+            plan, sequences = scheduled
+            began = time.perf_counter_ns()
+            entries = await self._execute(plan, sequences)
+            prompt_tokens = len(plan.token_ids) // 4 - plan.num_decodes
+            self._board.add_step(time.perf_counter_ns() - began, prompt_tokens, len(sequences))
+            self._board.set_load(self._batcher.load())
+            await self._publish(entries)
+
+    async def _execute(self, plan: StepPlan, sequences: list[Sequence]) -> Entries:
+        """One step in the engine's thread. Rows that are no numbers end their own sequences only."""
+        samples = [sequence.sampling for sequence in sequences]
+        loop = asyncio.get_running_loop()
+        try:
+            sampled: list[SampledToken] = await loop.run_in_executor(
+                self._thread, self._engine.execute, plan, samples
+            )
+        except BadLogits as error:
+            log.error("bad_logits", error=str(error))
+            return self._batcher.fail_step(error, error.rows)
+        return self._batcher.update(sampled)
+
+    async def _publish(self, entries: Entries) -> None:
+        """One frame per consumer: live and, by the same publish, into the journal."""
+        for consumer, of_consumer in entries.items():
+            frame = TokenFrame(self._spec.group, self._spec.epoch, self._batcher.step, of_consumer)
+            try:
+                await self._bus.publish(subjects.tokens(consumer), frame)
+            except RyzansteinError as error:
+                log.error("frame_lost", consumer=consumer, error=str(error))
+            for entry in of_consumer:
+                if entry.finish:
+                    self._log_end(entry)
+
+    def _log_end(self, entry: TokenEntry) -> None:
+        log.info(
+            "finished",
+            generation_id=entry.generation_id,
+            reason=entry.finish,
+            output_tokens=entry.position + len(entry.tokens),
+            error=entry.error,
+        )
+
+    async def _hand_back(self) -> None:
+        """Ends what has not finished with an error that another ring's attempt makes good."""
+        error = NoGroupAvailable(f"The group {self._spec.group} has left; another one goes on.")
+        await self._publish(self._batcher.fail_all(error))
+
+    async def _beat(self) -> None:
+        """Shows that the event loop turns, which a stopped process cannot."""
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                self._board.loop_beat()
+                await asyncio.sleep(LOOP_BEAT_INTERVAL)

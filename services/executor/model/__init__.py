@@ -1,0 +1,1 @@
+"""Transformers' model code under our own parallel layers, loader and attention."""

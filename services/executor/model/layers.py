@@ -1,0 +1,129 @@
+"""Linear and embedding layers that hold one rank's share of their weights.
+
+Each layer says which slice of the checkpoint's tensor it wants, so that the loader reads nothing else.
+
+    column parallel    weight rows split      x whole -> y split
+    row parallel       weight columns split   x split -> y partial, summed over the ranks
+    vocabulary         rows split             ids -> partial rows, summed; hidden -> local logits
+
+Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from services.executor.model.collectives import Collectives
+from services.executor.model.sharding import Span, split_dimension
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """`span` of dimension `dim` of a checkpoint tensor whose size there is `full`."""
+
+    dim: int
+    span: Span
+    full: int
+
+
+class ShardedLayer(nn.Module):
+    """A layer that holds part of what the checkpoint stores under its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slices: dict[str, TensorSlice] = {}
+        """For each parameter of this layer, what of the checkpoint's tensor of that name it holds."""
+        self.elsewhere: frozenset[str] = frozenset()
+        """Parameters of the checkpoint that another rank holds for all."""
+
+    def _hold(self, name: str, like: Tensor, piece: TensorSlice) -> None:
+        """Registers parameter `name`: `piece` of `like`, without memory yet."""
+        shape = list(like.shape)
+        shape[piece.dim] = piece.span.size
+        empty = torch.empty(shape, dtype=like.dtype, device="meta")
+        self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.slices[name] = piece
+
+
+class ColumnParallelLinear(ShardedLayer):
+    """`span` of a linear layer's outputs. [..., in] -> [..., span]."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, span: Span):
+        super().__init__()
+        self._hold("weight", linear.weight, TensorSlice(0, span, linear.out_features))
+        self.register_parameter("bias", None)
+        if linear.bias is not None:
+            self._hold("bias", linear.bias, TensorSlice(0, span, linear.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(ShardedLayer):
+    """`span` of a linear layer's inputs, summed over the ranks. [..., span] -> [..., out].
+
+    Rank 0 alone holds the bias: added on every rank, it would count once per rank.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, span: Span, collectives: Collectives):
+        super().__init__()
+        self._collectives = collectives
+        self._hold("weight", linear.weight, TensorSlice(1, span, linear.in_features))
+        self.register_parameter("bias", None)
+        bias: Tensor | None = getattr(linear, "bias", None)
+        if bias is not None and collectives.rank == 0:
+            self._hold("bias", bias, TensorSlice(0, Span(0, linear.out_features), linear.out_features))
+        elif bias is not None:
+            self.elsewhere = frozenset({"bias"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._collectives.all_reduce(functional.linear(x, self.weight, self.bias))
+
+
+class VocabParallelEmbedding(ShardedLayer):
+    """`span` of the vocabulary's embeddings. int64 [...] -> [..., hidden], whole on every rank."""
+
+    weight: nn.Parameter
+
+    def __init__(self, embedding: nn.Embedding, span: Span, collectives: Collectives):
+        super().__init__()
+        self._collectives = collectives
+        self._span = span
+        self._hold("weight", embedding.weight, TensorSlice(0, span, embedding.num_embeddings))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if self._collectives.world_size == 1:
+            return functional.embedding(token_ids, self.weight)
+        local = token_ids - self._span.start
+        foreign = (local < 0) | (local >= self._span.size)
+        rows = functional.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self._collectives.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
+
+
+class VocabParallelHead(ShardedLayer):
+    """`span` of the output layer: local logits only, [..., hidden] -> [..., span]."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, head: nn.Linear, rank: int, world_size: int):
+        super().__init__()
+        spans = split_dimension(head.out_features, world_size)
+        self.widths = [span.size for span in spans]
+        """Logits of each rank, in rank order."""
+        piece = TensorSlice(0, spans[rank], head.out_features)
+        self._hold("weight", head.weight, piece)
+        self.register_parameter("bias", None)
+        if head.bias is not None:
+            self._hold("bias", head.bias, piece)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.weight, self.bias)

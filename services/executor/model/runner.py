@@ -1,0 +1,93 @@
+"""One rank's forward pass over a step plan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from services.executor.engine.plan import StepPlan, as_int32, to_bytes
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.collectives import Collectives
+from services.executor.model.layers import VocabParallelHead
+from services.executor.model.step_context import StepContext
+
+
+def _widths(model: Any) -> list[int]:
+    head = model.get_output_embeddings()
+    assert isinstance(head, VocabParallelHead)
+    return head.widths
+
+
+def _no_progress() -> None:
+    return
+
+
+class ModelRunner:
+    """Runs step plans on one rank's share of a model. Every rank of the ring runs the same plans in order."""
+
+    def __init__(self, model: nn.Module, store: KvStore, collectives: Collectives, device: torch.device):
+        self._model: Any = model
+        self._store = store
+        self._collectives = collectives
+        self._device = device
+        self._widths = _widths(model)
+
+    @property
+    def vocab_size(self) -> int:
+        return sum(self._widths)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan, on_layer: Callable[[], None] = _no_progress) -> Tensor | None:
+        """Computes one step; `on_layer` is called once per layer, as a sign of progress.
+
+        Returns the logits of `plan.sample_rows`, float32 [R, vocab], on rank 0 and None on the others.
+        R may be 0. Raises `shared.errors.RingLost` when another rank is gone.
+        """
+        step = StepContext(plan, self._store, on_layer)
+        rows = self._int64(plan.sample_rows)
+        # The model's own forward applies what some do to logits (scaling, soft caps): both work on shares.
+        local = self._model(
+            input_ids=self._int64(plan.token_ids).unsqueeze(0),
+            position_ids=self._int64(plan.positions).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+            step=step,
+        ).logits[0]
+        if rows.shape[0] == 0:
+            return local.new_empty((0, self.vocab_size), dtype=torch.float32) if self._is_leader else None
+        parts = self._collectives.gather_to_leader(local, self._widths)
+        if parts is None:
+            return None
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return whole.float()
+
+    def warm_up(self) -> None:
+        """Runs one step of two tokens through block 0, which must be free: what cannot run fails here.
+
+        Raises `shared.errors.ModelLoadError` when the model asks for what attention does not support.
+        """
+        one_block = to_bytes([0])
+        tokens = min(2, self._store.block_size)
+        indices = to_bytes(np.arange(tokens, dtype=np.int32))
+        self.forward(
+            StepPlan(
+                step=0,
+                num_decodes=0,
+                token_ids=to_bytes([0] * tokens),
+                positions=indices,
+                slots=indices,
+                query_lens=to_bytes([tokens]),
+                context_lens=to_bytes([tokens]),
+                block_tables=one_block,
+                sample_rows=to_bytes([tokens - 1]),
+            )
+        )
+
+    @property
+    def _is_leader(self) -> bool:
+        return self._collectives.rank == 0
+
+    def _int64(self, payload: bytes) -> Tensor:
+        return torch.from_numpy(as_int32(payload).astype(np.int64)).to(self._device)

@@ -1,0 +1,165 @@
+"""Who holds what: how heads, vocabulary and other dimensions are split over the ranks of a ring.
+
+Pure arithmetic. Every split is contiguous, so that a rank reads one slice of each checkpoint tensor.
+
+    kv heads >= ranks     whole KV groups, uneven where they do not divide; no KV head stored twice
+      9 q over 3 kv, 2 ranks      rank 0: q 0-5, kv 0-1      rank 1: q 6-8, kv 2
+
+    kv heads < ranks      one KV head per rank, held by as few ranks as needed, its q heads spread
+      8 q over 2 kv, 3 ranks      rank 0: q 0-1, kv 0        rank 1: q 2-3, kv 0     rank 2: q 4-7, kv 1
+
+Either way a rank has the same number of q heads for each of its KV heads.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shared.errors import ConfigurationError, ModelLoadError
+
+_MULTIPLES = (64, 32, 16, 8)
+"""Row counts that matrix kernels like, best first."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The half-open range [start, stop) of a dimension."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def scaled(self, factor: int) -> "Span":
+        """The same span counted in units `factor` times smaller: heads to rows."""
+        return Span(self.start * factor, self.stop * factor)
+
+
+@dataclass(frozen=True)
+class HeadCounts:
+    """The attention shape of a whole model."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_config(cls, config: object) -> "HeadCounts":
+        """Reads a transformers text configuration. Raises `ModelLoadError` where heads are not uniform."""
+        q_heads = _count(config, "num_attention_heads")
+        kv_heads = _count(config, "num_key_value_heads", default=q_heads)
+        head_dim = getattr(config, "head_dim", None)
+        if head_dim is None:
+            hidden = _count(config, "hidden_size")
+            if hidden % q_heads:
+                raise ModelLoadError(
+                    f"The model's hidden size {hidden} is not a multiple of its {q_heads} attention heads; "
+                    "its config.json must name head_dim."
+                )
+            head_dim = hidden // q_heads
+        if q_heads % kv_heads:
+            raise ModelLoadError(
+                f"The model has {q_heads} attention heads over {kv_heads} KV heads, which do not group evenly; "
+                "serve a model whose attention heads are a multiple of its KV heads."
+            )
+        return cls(q_heads, kv_heads, int(head_dim))
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """What one rank holds of a model. Equal inputs give equal layouts, so ranks agree without talking."""
+
+    rank: int
+    world_size: int
+    total: HeadCounts
+    q_heads: Span
+    kv_heads: Span
+
+    @classmethod
+    def from_config(cls, config: object, world_size: int, rank: int) -> "ShardLayout":
+        """Layout of `rank` out of `world_size` for a transformers configuration.
+
+        Raises `ConfigurationError` when there are more ranks than attention heads, `ModelLoadError`
+        when the configuration's heads cannot be split.
+        """
+        return cls.of(HeadCounts.from_config(config), world_size, rank)
+
+    @classmethod
+    def of(cls, total: HeadCounts, world_size: int, rank: int) -> "ShardLayout":
+        """Layout of `rank` out of `world_size` for the head counts `total`."""
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(f"Rank {rank} is outside a ring of {world_size}; ranks count from 0.")
+        if world_size > total.q_heads:
+            raise ConfigurationError(
+                f"The model has {total.q_heads} attention heads and cannot be split over {world_size} ranks; "
+                f"use --tp {total.q_heads} or less."
+            )
+        group = total.q_heads // total.kv_heads
+        if total.kv_heads >= world_size:
+            kv_heads = split(total.kv_heads, world_size)[rank]
+            return cls(rank, world_size, total, kv_heads.scaled(group), kv_heads)
+        return cls(rank, world_size, total, *_replicated_heads(total.kv_heads, group, world_size, rank))
+
+    @property
+    def head_dim(self) -> int:
+        return self.total.head_dim
+
+    @property
+    def q_per_kv(self) -> int:
+        """q heads of this rank for each of its KV heads."""
+        return self.q_heads.size // self.kv_heads.size
+
+    def dimension(self, size: int) -> Span:
+        """This rank's span of a plain dimension (MLP width, vocabulary) of `size`.
+
+        Uneven where it does not divide. What is left over goes to the last ranks, because uneven
+        heads go to the first, and rank 0 leads as well.
+        """
+        return split_dimension(size, self.world_size)[self.rank]
+
+
+def split(total: int, parts: int) -> list[Span]:
+    """`total` cut into `parts` contiguous spans that differ by at most one; the first are the larger."""
+    base, larger = divmod(total, parts)
+    bounds = [0]
+    for part in range(parts):
+        bounds.append(bounds[-1] + base + (part < larger))
+    return [Span(start, stop) for start, stop in pairwise(bounds)]
+
+
+def split_dimension(size: int, parts: int) -> list[Span]:
+    """`size` cut into `parts` spans in multiples that matrix kernels like; the last are the larger.
+
+    Raises `ConfigurationError` when `size` is smaller than `parts`.
+    """
+    if size < parts:
+        raise ConfigurationError(
+            f"A dimension of {size} cannot be split over {parts} ranks; use --tp {size} or less."
+        )
+    multiple = next((m for m in _MULTIPLES if size % m == 0 and size // m >= parts), 1)
+    sizes = [span.size * multiple for span in reversed(split(size // multiple, parts))]
+    bounds = [sum(sizes[:part]) for part in range(parts + 1)]
+    return [Span(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _replicated_heads(kv_heads: int, group: int, world_size: int, rank: int) -> tuple[Span, Span]:
+    """(q span, kv span) of `rank` when several ranks share one KV head of `group` q heads."""
+    for head, ranks in enumerate(split(world_size, kv_heads)):
+        if ranks.start <= rank < ranks.stop:
+            share = split(group, ranks.size)[rank - ranks.start]
+            first = head * group
+            return Span(first + share.start, first + share.stop), Span(head, head + 1)
+    raise AssertionError("every rank holds a KV head")
+
+
+def _count(config: object, name: str, default: int | None = None) -> int:
+    value = getattr(config, name, None)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or value < 1:
+        raise ModelLoadError(
+            f"The model's config.json has {name} = {value!r} where one positive number is needed; "
+            "models with other shapes per layer are not served."
+        )
+    return value

@@ -1,0 +1,165 @@
+"""A step plan as the tensors that attention needs, made once per step and shared by all layers.
+
+Decodes are gathered in buckets of similar length, so that padding stays small and a bucket's keys
+and values stay in the processor's cache:
+
+    lengths in blocks   9 9 8 | 3 3 2 2      two buckets, padded to 9 and to 3
+
+Layers differ at most in their sliding window, so what depends on it is made once per window.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.executor.engine.plan import StepPlan, as_int32
+from services.executor.kv_cache.store import KvStore
+
+_CPU_GATHER_BYTES = 4 << 20
+"""Keys and values gathered at once on a CPU: about what its caches hold."""
+_GPU_GATHER_BYTES = 256 << 20
+_PADDING = 0.75
+"""A sequence joins a bucket when it is at least this share of the bucket's longest."""
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DecodeBucket:
+    """Decodes that attend together: rows [start, stop) of the ordered decodes."""
+
+    start: int
+    stop: int
+    blocks: Tensor
+    """int64 [n * B]: their block tables, padded."""
+    mask: Tensor
+    """model dtype [n, 1, 1, B * block size]: 0 where a token attends, -inf elsewhere."""
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """All decodes of a step for one window."""
+
+    order: Tensor | None
+    """int64 [D]: rows of the flat batch in bucket order; None where that is their own order."""
+    buckets: list[DecodeBucket]
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """One sequence's rows [start, stop) of the flat batch."""
+
+    start: int
+    stop: int
+    blocks: Tensor | None
+    """int64 [B]: its block table from the first block in the window; None when the chunk is all it needs."""
+    mask: Tensor | None
+    """model dtype [rows, keys]: 0 where a token attends, -inf elsewhere; None for plain causal attention."""
+
+
+class StepContext:
+    """What attention needs to know of a step. Reaches it as the keyword argument `step`."""
+
+    def __init__(self, plan: StepPlan, store: KvStore, on_layer: Callable[[], None]):
+        self.store = store
+        self.on_layer = on_layer
+        """Called once per layer, as a sign of progress."""
+        self.num_decodes = plan.num_decodes
+        self.slots = self._to_device(as_int32(plan.slots))
+        """int64 [T]"""
+        self._query_lens: Int64Array = as_int32(plan.query_lens).astype(np.int64)
+        self._context_lens: Int64Array = as_int32(plan.context_lens).astype(np.int64)
+        self._tables = as_int32(plan.block_tables)
+        blocks = -(-self._context_lens // store.block_size)
+        self._table_starts: Int64Array = np.cumsum(blocks) - blocks
+        self._decodes: dict[int | None, DecodeBatch] = {}
+        self._prefills: dict[int | None, list[PrefillChunk]] = {}
+
+    def decodes(self, window: int | None) -> DecodeBatch:
+        """The decodes, for layers that see `window` tokens back (None: all)."""
+        if window not in self._decodes:
+            self._decodes[window] = self._decode_batch(window)
+        return self._decodes[window]
+
+    def prefills(self, window: int | None) -> list[PrefillChunk]:
+        """The prefill chunks, for layers that see `window` tokens back (None: all)."""
+        if window not in self._prefills:
+            rows = np.cumsum(self._query_lens)
+            self._prefills[window] = [
+                self._prefill_chunk(sequence, int(rows[sequence]), window)
+                for sequence in range(self.num_decodes, len(self._query_lens))
+            ]
+        return self._prefills[window]
+
+    def _decode_batch(self, window: int | None) -> DecodeBatch:
+        size = self.store.block_size
+        lengths = self._context_lens[: self.num_decodes]
+        oldest = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+        first = oldest // size
+        blocks = -(-lengths // size) - first
+        order: Int64Array = np.argsort(-blocks, kind="stable")
+        buckets = []
+        for start, stop in bucket_bounds(blocks[order], self._most_blocks()):
+            rows = order[start:stop]
+            width = int(blocks[rows[0]])
+            # Padding repeats the sequence's last block: its own data, whatever other sequences hold.
+            column = np.minimum(np.arange(width), blocks[rows, None] - 1)
+            tables = self._tables[self._table_starts[rows, None] + first[rows, None] + column]
+            keys = first[rows, None] * size + np.arange(width * size)
+            seen = (keys >= oldest[rows, None]) & (keys < lengths[rows, None])
+            mask = self._mask(seen)[:, None, None, :]
+            buckets.append(DecodeBucket(start, stop, self._to_device(tables.ravel()), mask))
+        natural = len(buckets) <= 1 and np.array_equal(order, np.arange(len(order)))
+        return DecodeBatch(None if natural else self._to_device(order), buckets)
+
+    def _most_blocks(self) -> int:
+        limit = _CPU_GATHER_BYTES if self.store.device.type == "cpu" else _GPU_GATHER_BYTES
+        return limit * self.store.shape.num_layers // self.store.shape.bytes_per_block
+
+    def _prefill_chunk(self, sequence: int, stop: int, window: int | None) -> PrefillChunk:
+        size = self.store.block_size
+        query, context = int(self._query_lens[sequence]), int(self._context_lens[sequence])
+        begin = context - query
+        fresh = begin == 0
+        if fresh and (window is None or window >= context):
+            return PrefillChunk(stop - query, stop, None, None)
+        first = 0 if window is None else max(begin - window + 1, 0) // size
+        last = -(-context // size)
+        keys = np.arange(context) if fresh else np.arange(first * size, last * size)
+        queries = np.arange(begin, context)[:, None]
+        seen = keys <= queries
+        if window is not None:
+            seen &= keys > queries - window
+        table = self._table_starts[sequence]
+        blocks = None if fresh else self._to_device(self._tables[table + first : table + last])
+        return PrefillChunk(stop - query, stop, blocks, self._mask(seen))
+
+    def _mask(self, seen: NDArray[np.bool_]) -> Tensor:
+        hidden = torch.from_numpy(~seen).to(self.store.device)
+        mask = torch.zeros(seen.shape, dtype=self.store.shape.dtype, device=self.store.device)
+        return mask.masked_fill_(hidden, float("-inf"))
+
+    def _to_device(self, values: NDArray[np.int32] | Int64Array) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.store.device)
+
+
+def bucket_bounds(blocks: Int64Array, most: int) -> list[tuple[int, int]]:
+    """[start, stop) of each bucket of sequences whose lengths in `blocks` descend.
+
+    A bucket, padded to its first, holds at most `most` blocks (or a single sequence), and nothing in it
+    is shorter than three quarters of its first by more than two blocks.
+    """
+    bounds: list[tuple[int, int]] = []
+    start = 0
+    for index in range(1, len(blocks) + 1):
+        width = int(blocks[start])
+        if index == len(blocks) or (
+            (index - start + 1) * width > most or blocks[index] < min(width * _PADDING, width - 2)
+        ):
+            bounds.append((start, index))
+            start = index
+    return bounds

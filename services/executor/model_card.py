@@ -1,0 +1,70 @@
+"""What a group tells the others of its model: the card, and the tokenizer's files for the gateways."""
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from services.executor.engine.protocol import EngineSpec
+from services.executor.model.loader import load_config
+from shared.bus import encode
+from shared.errors import ModelLoadError
+from shared.messages import ModelCard, TokenizerBundle
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+)
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def stub_card(model: str, spec: EngineSpec) -> ModelCard:
+    """The stub's card: one token per byte, no tokenizer, no end of sequence."""
+    return ModelCard(model, spec.context_length, spec.vocab_size, [], "", int(time.time()))
+
+
+def read_card(directory: Path, model: str, spec: EngineSpec) -> tuple[ModelCard, bytes]:
+    """(card, tokenizer bundle) of the model in `directory`. Raises `ModelLoadError`."""
+    bundle = read_bundle(directory)
+    generation = _read_json(directory / "generation_config.json")
+    eos = generation.get("eos_token_id") or load_config(directory).eos_token_id or []
+    card = ModelCard(
+        model=model,
+        context_length=spec.context_length,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=[eos] if isinstance(eos, int) else list(eos),
+        tokenizer=hashlib.sha256(bundle).hexdigest(),
+        created=int(time.time()),
+        defaults={name: generation[name] for name in DEFAULTS if generation.get(name) is not None},
+    )
+    return card, bundle
+
+
+def read_bundle(directory: Path) -> bytes:
+    """The tokenizer's files, as they travel."""
+    files = {
+        name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()
+    }
+    if "tokenizer.json" not in files:
+        raise ModelLoadError(
+            f"The directory {directory} has no tokenizer.json, which gateways need; save the model's fast "
+            "tokenizer there (AutoTokenizer.from_pretrained(...).save_pretrained(...))."
+        )
+    return encode(TokenizerBundle(files))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelLoadError(f"The file {path} is not JSON ({error}); fetch the model again.") from None
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"The file {path} is not a JSON object; fetch the model again.")
+    return content

@@ -1,0 +1,169 @@
+"""The executor service: keeps one ring up, tells the world how it is, takes it down in good order.
+
+It imports no torch and does no work per step: it reads the ring's board once per heartbeat.
+"""
+
+import asyncio
+import contextlib
+import time
+from typing import ClassVar
+
+import structlog
+
+from services.executor.board import RingState
+from services.executor.metrics import RingCollector
+from services.executor.naming import served_name
+from services.executor.ring import Ring, RingEnd
+from services.executor.settings import ExecutorSettings
+from shared.errors import ConfigurationError, error_from_code
+from shared.lifecycle import Service
+from shared.messages import GroupBeat, GroupLoad, ServiceName
+from shared.progress import ProgressWatch
+from shared.telemetry import Health
+
+log = structlog.get_logger(__name__)
+
+FIRST_PAUSE = 0.2
+LONGEST_PAUSE = 10.0
+STABLE_AFTER = 60.0
+
+
+class ExecutorService(Service):
+    """Supervises the ring of one group."""
+
+    name: ClassVar[ServiceName] = "executor"
+
+    def __init__(self, settings: ExecutorSettings) -> None:
+        super().__init__(settings)
+        self._executor_settings = settings
+        if not settings.model and settings.engine == "torch":
+            raise ConfigurationError(
+                "No model is named; give --model or set RYZANSTEIN_MODEL to a directory, a GGUF file "
+                "or a hub name."
+            )
+        self.group = settings.group or self.instance
+        self._model = served_name(settings)
+        self._ring: Ring | None = None
+        self._message = ""
+        self._was_ready = False
+        self._stopping = asyncio.Event()
+        self._collector = RingCollector(lambda: self._ring.board if self._ring else None)
+        self.registry.register(self._collector)
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self.spawn(self._supervise(), "supervise")
+        self.spawn(self._watch_progress(), "watch-progress")
+
+    async def stop(self) -> None:
+        """Drains the ring: what runs may finish; what does not is continued by another ring."""
+        self._stopping.set()
+        ring = self._ring
+        if ring is None:
+            return
+        if ring.ready.is_set():
+            ring.drain()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ring.wait_end(), self._executor_settings.drain_grace + 5)
+        self._ring = None
+        await ring.kill()
+
+    async def _supervise(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._stopping.is_set():
+            ring = self._ring = Ring(self._executor_settings, self.group, self.instance)
+            began = time.monotonic()
+            try:
+                end = await self._live(ring)
+            finally:
+                if not self._stopping.is_set():
+                    self._ring = None
+                    await ring.kill()
+            if self._stopping.is_set():
+                return
+            if self._is_final(end):
+                return
+            self._collector.restarts += 1
+            self._message = end.reason
+            log.warning("ring_lost", group=self.group, epoch=ring.epoch, reason=end.reason)
+            await self.beat_now()
+            pause = FIRST_PAUSE if time.monotonic() - began > STABLE_AFTER else min(pause * 2, LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+
+    async def _live(self, ring: Ring) -> RingEnd:
+        await ring.start()
+        ready = asyncio.create_task(ring.ready.wait())
+        ended = asyncio.create_task(ring.wait_end())
+        try:
+            await asyncio.wait(
+                {ready, ended},
+                return_when=asyncio.FIRST_COMPLETED,
+                timeout=self._executor_settings.start_timeout,
+            )
+            if ready.done():
+                self._was_ready, self._model, self._message = True, ring.model, ""
+                log.info("ring_ready", group=self.group, model=ring.model, epoch=ring.epoch)
+                await self.beat_now()
+            elif not ended.done():
+                ring.lose(f"the ring was not ready within {self._executor_settings.start_timeout:g} s")
+            return await ended
+        finally:
+            ready.cancel()
+            ended.cancel()
+
+    def _is_final(self, end: RingEnd) -> bool:
+        """A drained group leaves; a model that has never loaded will not load next time either."""
+        if end.kind == "drained":
+            self.end()
+            return True
+        if end.kind == "failed" and not self._was_ready:
+            error = error_from_code(end.code, end.reason)
+            if not error.retryable:
+                self.fail(error)
+                return True
+        return False
+
+    # --- watching --------------------------------------------------------------------------------
+
+    async def _watch_progress(self) -> None:
+        """Gives the ring up when a rank, or the leader's event loop, has stood still for too long."""
+        watch = ProgressWatch(self._executor_settings.hung_after)
+        while True:
+            await asyncio.sleep(min(0.5, self._executor_settings.hung_after / 4))
+            ring = self._ring
+            if ring is None or not ring.ready.is_set():
+                continue
+            now = time.monotonic()
+            if watch.stands_still((ring.epoch, "loop"), (ring.board.loop_beats,), True, now):
+                ring.lose("the leader has stood still")
+            for beat in ring.board.beats():
+                counters = (beat.step, beat.progress)
+                if watch.stands_still((ring.epoch, beat.rank), counters, beat.in_flight, now):
+                    ring.lose(f"rank {beat.rank} (process {beat.pid}) is hung in step {beat.step + 1}")
+
+    def group_beat(self) -> GroupBeat:
+        ring = self._ring
+        ready = ring is not None and ring.ready.is_set()
+        if ring is None:
+            return GroupBeat(self.group, self._model, 0, "starting", [], GroupLoad(), message=self._message)
+        draining = self.state == "draining" or ring.board.state is RingState.DRAINING
+        return GroupBeat(
+            group=self.group,
+            model=self._model,
+            epoch=ring.epoch,
+            state="starting" if not ready else "draining" if draining else "ready",
+            ranks=ring.board.beats(),
+            load=ring.board.load,
+            loaded=1.0 if ready else ring.board.loaded,
+            message=self._message,
+        )
+
+    def health(self) -> Health:
+        base = super().health()
+        if not base.ready:
+            return base
+        if self._ring is None or not self._ring.ready.is_set():
+            reason = self._message or "the ring is starting"
+            return Health(self.name, self.instance, self.state, ready=False, reason=reason)
+        return base

@@ -1,0 +1,105 @@
+"""The process of one rank: `python -m services.executor.rank EVENTS_FD`, started by the orchestrator.
+
+Standard input brings the rank's specification, where the ring meets, and later "drain"; its end
+means that the orchestrator is gone, and the rank goes too. Rank 0 is the leader.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import structlog
+import uvloop
+
+from services.executor.board import RingBoard
+from services.executor.ring import Failed, RankEvent, RankSpec, Rendezvous
+from services.executor.settings import ExecutorSettings
+from shared.errors import InternalError, RyzansteinError
+from shared.telemetry import configure_logging
+
+log = structlog.get_logger(__name__)
+
+
+class Orchestrator:
+    """The rank's line to the process that started it."""
+
+    def __init__(self, commands: BinaryIO, events_fd: int) -> None:
+        self._commands = commands
+        self._events_fd = events_fd
+        self._on_drain: Callable[[], object] | None = None
+
+    def read_spec(self) -> RankSpec:
+        return msgspec.json.decode(self._commands.readline(), type=RankSpec)
+
+    def read_rendezvous(self) -> Rendezvous:
+        return msgspec.json.decode(self._commands.readline(), type=Rendezvous)
+
+    def send(self, event: RankEvent) -> None:
+        os.write(self._events_fd, msgspec.json.encode(event) + b"\n")
+
+    def on_drain(self, callback: Callable[[], object]) -> None:
+        """Calls `callback`, from another thread, when the orchestrator wants the ring to drain."""
+        self._on_drain = callback
+
+    def listen(self) -> None:
+        """Ends the process when the orchestrator is gone."""
+        threading.Thread(target=self._listen, name="orchestrator", daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self._commands:
+            if line == b"drain\n" and self._on_drain is not None:
+                self._on_drain()
+        os._exit(1)
+
+
+def main() -> int:
+    orchestrator = Orchestrator(sys.stdin.buffer, int(sys.argv[1]))
+    spec = orchestrator.read_spec()
+    settings = ExecutorSettings.model_validate(spec.settings)
+    configure_logging("executor", spec.instance, level=settings.log_level, fmt=settings.log_format)
+    structlog.contextvars.bind_contextvars(rank=spec.rank, epoch=spec.epoch)
+    board = RingBoard(Path(spec.board), spec.world_size)
+    try:
+        if spec.rank == 0:
+            _lead(settings, spec, board, orchestrator)
+        else:
+            _follow(settings, spec, board, orchestrator)
+    except RyzansteinError as error:
+        orchestrator.send(Failed(error.code, str(error)))
+        return 1
+    except Exception as error:
+        log.exception("rank_failed")
+        message = f"Rank {spec.rank} of group {spec.group} failed: {type(error).__name__}: {error}."
+        orchestrator.send(Failed(InternalError.code, message))
+        return 1
+    return 0
+
+
+def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestrator: Orchestrator) -> None:
+    from services.executor.engine.factory import make_engine
+    from services.executor.leader import Leader
+
+    engine = make_engine(settings, spec, board, orchestrator.send)
+    orchestrator.listen()
+    leader = Leader(settings, spec, board, engine, orchestrator)
+    uvloop.run(leader.run())
+
+
+def _follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestrator: Orchestrator) -> None:
+    from services.executor.engine.factory import follow
+
+    rendezvous = orchestrator.read_rendezvous()
+    orchestrator.listen()
+    follow(settings, spec, board, rendezvous)
+
+
+if __name__ == "__main__":
+    # Not sys.exit: threads of the engine and of NCCL must not be able to hold up a rank that is done.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,61 @@
+"""Settings of an executor: one group, one model, one ring."""
+
+from pathlib import Path
+from typing import Literal
+
+from platformdirs import user_cache_path
+from pydantic import Field
+
+from shared.config import CommonSettings
+
+DType = Literal["auto", "bf16", "fp32"]
+
+
+class ExecutorSettings(CommonSettings):
+    """One executor group: a tensor-parallel ring of `tp` ranks that serves one model."""
+
+    model: str = ""
+    """Directory, GGUF file or hub name of the model."""
+    served_model_name: str = ""
+    """Name that clients use; empty: made from `model`."""
+    group: str = ""
+    """Name of the group; empty: the instance's name."""
+    tp: int = Field(default=1, ge=1, le=64)
+    """Ranks of the ring (tensor parallelism)."""
+    dtype: DType = "auto"
+    """Of weights and computation; `auto`: bf16 where the hardware computes it fast, else fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    engine: Literal["torch", "stub"] = "torch"
+    """`stub` computes nothing at a set speed, for tests and benchmarks of the control plane."""
+    model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
+    """Where converted models are kept."""
+    context_length: int = Field(default=0, ge=0)
+    """Most tokens of one sequence; 0: what the model was made for."""
+    max_sequences: int = Field(default=64, ge=1)
+    """Most sequences in one step."""
+    max_batch_tokens: int = Field(default=512, ge=1)
+    """Token budget of one step: long prompts are prefilled in chunks of at most this."""
+    max_waiting: int = Field(default=1024, ge=1)
+    """Most accepted sequences that wait for the batch; more are refused for the time being."""
+    block_size: int = Field(default=16, ge=1)
+    """Tokens per KV block."""
+    kv_memory: int = Field(default=0, ge=0)
+    """Bytes for the KV cache of each rank; 0: from the free memory."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of each rank; 0: the cores shared out among the ranks."""
+    ring_host: str = "127.0.0.1"
+    """Address on which the ranks of the ring meet."""
+    hung_after: float = Field(default=5.0, gt=0)
+    """Seconds without progress, with work in flight, after which the ring is taken down and up."""
+    start_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds that a ring may take to load."""
+    drain_grace: float = Field(default=10.0, ge=0)
+    """Seconds that running generations get to finish at shutdown; the rest continue elsewhere."""
+    stub_step_ms: float = Field(default=0.0, ge=0)
+    """Stub engine: milliseconds per step."""
+    stub_us_per_token: float = Field(default=0.0, ge=0)
+    """Stub engine: microseconds per token of a step."""
+    stub_blocks: int = Field(default=65536, ge=1)
+    """Stub engine: KV blocks."""
+    stub_context_length: int = Field(default=8192, ge=2)
+    """Stub engine: context length."""

@@ -1,0 +1,1 @@
+"""What all services share: messages, subjects, bus, settings, errors, life cycle, telemetry."""

@@ -1,0 +1,107 @@
+"""Every error that crosses a service boundary, in one tree.
+
+    RyzansteinError
+    ├── InvalidRequest            the client must change the request
+    │   ├── UnknownModel
+    │   ├── ContextLengthExceeded
+    │   └── PayloadTooLarge
+    ├── Unavailable               the same request may succeed later (retryable)
+    │   ├── QueueFull
+    │   ├── NoGroupAvailable
+    │   ├── DeadlineExceeded
+    │   ├── BrokerUnavailable
+    │   └── RingLost
+    ├── ConfigurationError        the operator must change a setting
+    │   ├── PortInUse
+    │   └── ModelLoadError
+    └── InternalError             a fault of ours
+
+`code` is stable and travels on the wire; `retryable` says whether the very same request may be
+handed in again. Messages are one sentence: what is wrong, where, and what to do.
+"""
+
+from typing import ClassVar
+
+
+class RyzansteinError(Exception):
+    """Root of the tree. `str(error)` is the sentence for the user."""
+
+    code: ClassVar[str] = "internal_error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        """The field of the request that is at fault, where there is one."""
+        self.retry_after = retry_after
+        """Seconds after which a retry makes sense, where that is known."""
+
+
+class InvalidRequest(RyzansteinError):
+    code = "invalid_request"
+
+
+class UnknownModel(InvalidRequest):
+    code = "model_not_found"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class PayloadTooLarge(InvalidRequest):
+    code = "payload_too_large"
+
+
+class Unavailable(RyzansteinError):
+    code = "unavailable"
+    retryable = True
+
+
+class QueueFull(Unavailable):
+    code = "queue_full"
+
+
+class NoGroupAvailable(Unavailable):
+    code = "no_group_available"
+
+
+class DeadlineExceeded(Unavailable):
+    code = "deadline_exceeded"
+
+
+class BrokerUnavailable(Unavailable):
+    code = "broker_unavailable"
+
+
+class RingLost(Unavailable):
+    code = "ring_lost"
+
+
+class ConfigurationError(RyzansteinError):
+    code = "configuration_error"
+
+
+class PortInUse(ConfigurationError):
+    code = "port_in_use"
+
+
+class ModelLoadError(ConfigurationError):
+    code = "model_load_error"
+
+
+class InternalError(RyzansteinError):
+    code = "internal_error"
+
+
+def error_from_code(code: str, message: str) -> RyzansteinError:
+    """The error that was sent over the wire as `code`; an unknown code becomes an `InternalError`."""
+    return _BY_CODE.get(code, InternalError)(message)
+
+
+def _tree(root: type[RyzansteinError]) -> list[type[RyzansteinError]]:
+    return [root, *(kind for child in root.__subclasses__() for kind in _tree(child))]
+
+
+_BY_CODE = {kind.code: kind for kind in reversed(_tree(RyzansteinError))}

@@ -1,0 +1,87 @@
+"""uvicorn inside a service that has a life of its own: our socket, our signals, TCP_NODELAY."""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from shared.errors import ConfigurationError, PortInUse
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: the system chooses. Raises `PortInUse`, `ConfigurationError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigurationError(
+            f"The address {host!r} cannot be resolved ({error.strerror}); set RYZANSTEIN_HOST or --host."
+        ) from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it: a token must not wait for the acknowledgement of the last one.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Port {port} on {host} is taken by another program; stop it, or choose another with --port."
+            ) from None
+        raise ConfigurationError(f"Cannot listen on {host}:{port}: {error.strerror}.") from None
+    sock.setblocking(False)
+    return sock
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the service's own life cycle."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves an ASGI application on a bound socket until `stop`."""
+
+    def __init__(self, app: Any, sock: socket.socket, **options: Any) -> None:
+        self._sock = sock
+        self._server = _Uvicorn(
+            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **options)
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """`host:port` that it listens on."""
+        host, port = self._sock.getsockname()[:2]
+        return f"{host}:{port}"
+
+    async def start(self) -> None:
+        """Returns once connections are accepted."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise ConfigurationError(f"The HTTP server on {self.address} ended at its start.")
+            await asyncio.sleep(0.005)
+
+    async def stop(self, *, grace: float = 5.0) -> None:
+        """Stops accepting, waits up to `grace` seconds for open responses, then closes; twice is safe."""
+        if self._task is None:
+            self._sock.close()
+            return
+        self._server.should_exit = True
+        try:
+            await asyncio.wait_for(asyncio.shield(self._task), grace)
+        except TimeoutError:
+            self._server.force_exit = True
+            await self._task
+        self._task = None

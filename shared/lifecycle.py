@@ -1,0 +1,210 @@
+"""The life of a service process: start, run until a signal or a fault, stop.
+
+starting ──start()──▶ ready ──SIGTERM, SIGINT──▶ draining ──stop()──▶ gone
+                         └──── fail(error) ────────▶ draining
+"""
+
+import abc
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, ClassVar
+
+import structlog
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from shared import subjects
+from shared.bus import Bus
+from shared.config import CommonSettings, SettingsT, parse_settings
+from shared.errors import RyzansteinError
+from shared.http_server import HttpServer, bind
+from shared.messages import GroupBeat, Heartbeat, ServiceName, ServiceStatus
+from shared.telemetry import Health, OpsApp, configure_logging, new_registry
+
+log = structlog.get_logger(__name__)
+
+
+class Service(abc.ABC):
+    """Base of the four services: connection, operations endpoint, heartbeats, background tasks.
+
+    A subclass implements `start` and `stop`; both run in the service's event loop.
+    """
+
+    name: ClassVar[ServiceName]
+
+    def __init__(self, settings: CommonSettings) -> None:
+        self.settings = settings
+        self.instance = settings.instance or f"{self.name}-{secrets.token_hex(3)}"
+        self.state: ServiceStatus = "starting"
+        self.registry: CollectorRegistry = new_registry()
+        self._bus: Bus | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._http: HttpServer | None = None
+        self._ended = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    # --- for subclasses --------------------------------------------------------------------------
+
+    @property
+    def bus(self) -> Bus:
+        assert self._bus is not None, "the service has not been started"
+        return self._bus
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the service's HTTP port; empty before it listens."""
+        return self._http.address if self._http else ""
+
+    @abc.abstractmethod
+    async def start(self) -> None:
+        """Takes up the work. The bus is connected and its streams exist."""
+
+    @abc.abstractmethod
+    async def stop(self) -> None:
+        """Lays the work down without losing any. The bus is still connected."""
+
+    def health(self) -> Health:
+        """What /health and /ready say; a subclass adds its own conditions."""
+        connected = self._bus is not None and self._bus.connected
+        reason = "" if connected else "NATS is not connected"
+        if self.state != "ready":
+            reason = f"the service is {self.state}"
+        return Health(self.name, self.instance, self.state, not reason, reason)
+
+    def group_beat(self) -> GroupBeat | None:
+        """What the heartbeat says of a group; executors answer."""
+        return None
+
+    def make_app(self) -> Any:
+        """The ASGI application on the service's HTTP port."""
+        return OpsApp(self.health, self.registry)
+
+    def listen_port(self) -> int:
+        return self.settings.ops_port
+
+    def server_options(self) -> dict[str, Any]:
+        """Options for uvicorn."""
+        return {}
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs `work` in the background; should it raise, the service ends with that error."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the service because of `error`."""
+        self._failure = self._failure or error
+        self._ended.set()
+
+    def end(self) -> None:
+        """Ends the service in good order."""
+        self._ended.set()
+
+    # --- the life --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Start, wait for the end, stop. Raises what made the service fail."""
+        sock = bind(self.settings.host, self.listen_port())
+        self._http = HttpServer(self.make_app(), sock, **self.server_options())
+        try:
+            self._bus = await Bus.connect(self.settings, f"{self.name}/{self.instance}")
+            await self._bus.ensure_streams()
+            await self._http.start()
+            self.spawn(self._beat(), "heartbeat")
+            await self.start()
+            if not self._ended.is_set():
+                self.state = "ready"
+                log.info("ready", address=self.address)
+            await self._ended.wait()
+        finally:
+            await self._shut_down()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _shut_down(self) -> None:
+        self.state = "draining"
+        with contextlib.suppress(Exception):
+            await self.beat_now()
+        try:
+            if self._bus is not None:
+                await self.stop()
+        finally:
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._http is not None:
+                await self._http.stop()
+            self.state = "gone"
+            if self._bus is not None:
+                with contextlib.suppress(Exception):
+                    await self.beat_now()
+                await self._bus.close()
+            log.info("stopped")
+
+    async def _beat(self) -> None:
+        while True:
+            with contextlib.suppress(RyzansteinError):
+                await self.beat_now()
+            await asyncio.sleep(self.settings.beat_interval)
+
+    async def beat_now(self) -> None:
+        """Sends a heartbeat between two ticks: a change of state must not wait for the next one."""
+        if self._bus is None or not self._bus.connected:
+            return
+        beat = Heartbeat(
+            service=self.name,
+            instance=self.instance,
+            pid=os.getpid(),
+            state=self.state,
+            address=self.address,
+            group=self.group_beat(),
+        )
+        await self._bus.publish(subjects.beats(self.name, self.instance), beat)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("task_failed", task=task.get_name(), error=str(error))
+            self.fail(error)
+
+
+async def _run_with_signals(service: Service) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, service.end)
+    await service.run()
+
+
+def main(
+    service_type: Callable[[SettingsT], Service],
+    settings_type: type[SettingsT],
+    command: str,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """A service's whole process: reads its settings, runs it to its end, returns the exit code.
+
+    An expected error is printed as its one sentence, without a stack trace.
+    """
+
+    async def live() -> None:
+        given = sys.argv[1:] if arguments is None else arguments
+        service = service_type(parse_settings(settings_type, command, given))
+        settings = service.settings
+        configure_logging(service.name, service.instance, level=settings.log_level, fmt=settings.log_format)
+        await _run_with_signals(service)
+
+    try:
+        uvloop.run(live())
+    except RyzansteinError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201  # the terminal is the interface here
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,288 @@
+"""Every message on the bus, typed: one definition, MessagePack on the wire.
+
+Messages on the hot path (token frames) are arrays on the wire; all others are maps with their
+field names, so that a program in any language can read and write them. Fields are only ever added,
+at the end and with a default: services of two versions can talk during a rolling update.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+Lane = Literal["recovery", "interactive", "batch"]
+LANES: tuple[Lane, ...] = ("recovery", "interactive", "batch")
+"""Intake lanes, most urgent first."""
+
+FinishReason = Literal["", "stop", "length", "cancelled", "error"]
+"""Why a generation ended; empty while it goes on."""
+
+ServiceName = Literal["gateway", "scheduler", "health-monitor", "executor"]
+GroupStatus = Literal["starting", "ready", "busy", "hung", "draining", "gone"]
+ServiceStatus = Literal["starting", "ready", "draining", "gone"]
+
+
+# --- generation requests -------------------------------------------------------------------------
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is chosen. Neutral values mean "off"."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    """Unsigned 64 bits. The random number of a token depends on (seed, position) alone, so that a
+    continuation on another ring draws what the first ring would have drawn."""
+    repetition_penalty: float = 1.0
+    """Over prompt and output, as in CTRL (arXiv:1909.05858)."""
+    presence_penalty: float = 0.0
+    """Over the output only, as in OpenAI's API."""
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int = -1
+    """-1: none; 0: of the chosen token; k: also of the k most likely tokens."""
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One generation: what a ring needs to produce it, and who reads its tokens."""
+
+    generation_id: str
+    request_id: str
+    """The client's `x-request-id`: for logs and traces, not an identity (n generations share it)."""
+    model: str
+    consumer: str
+    """Whose token subject the frames go to: a gateway's or batch runner's instance id."""
+    prompt: list[int]
+    max_tokens: int
+    """Output tokens in all, those in `generated` included."""
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: list[int] = []
+    """Ends the generation; the model's end-of-sequence ids among them unless they are ignored."""
+    generated: list[int] = []
+    """Tokens that an earlier attempt produced: the ring continues after them."""
+    attempt: int = 0
+    session: str = ""
+    """Key of the conversation for sticky routing; empty: none."""
+    lane: Lane = "interactive"
+    tenant: str = ""
+    deadline: float = 0.0
+    """Unix seconds after which nobody waits for the first token; 0: none."""
+
+
+# --- dispatch and control (scheduler or gateway → leader) ----------------------------------------
+
+
+class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a ring did not take a request. `code` is one of `shared.errors`."""
+
+    generation_id: str
+    code: str
+    message: str
+    retryable: bool = True
+
+
+class GroupLoad(msgspec.Struct, frozen=True):
+    """How full a group is."""
+
+    running: int = 0
+    """Sequences in the current batch."""
+    waiting: int = 0
+    """Accepted sequences that are not in the batch yet."""
+    waiting_tokens: int = 0
+    """Prompt tokens not computed yet."""
+    free_blocks: int = 0
+    """KV blocks that can be had at once (free, or cached but unused)."""
+    total_blocks: int = 0
+
+
+class DispatchBatch(msgspec.Struct, frozen=True):
+    """1-128 requests for one group."""
+
+    requests: list[GenerationRequest]
+
+
+class DispatchReply(msgspec.Struct, frozen=True):
+    """Every request of the batch is named once, in `accepted` or in `refused`."""
+
+    group: str
+    epoch: int
+    accepted: list[str]
+    refused: list[Refusal]
+    load: GroupLoad
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Stop these generations; unknown ids are no error."""
+
+    generation_ids: list[str]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Accept nothing more, finish what runs, then leave."""
+
+
+ControlCommand = Cancel | Drain
+
+
+class ControlReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    ok: bool
+    error: str = ""
+
+
+# --- tokens (leader → gateway, and the journal) --------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability of one token, and of the most likely ones at its position (descending)."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenEntry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The new tokens of one generation."""
+
+    generation_id: str
+    attempt: int
+    position: int
+    """Index of `tokens[0]` among the generation's output tokens, counted from 0 over all attempts."""
+    tokens: list[int]
+    finish: FinishReason = ""
+    logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    """Prompt tokens found in the KV cache; set in the attempt's first entry."""
+    error_code: str = ""
+    error: str = ""
+    retryable: bool = False
+
+
+class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
+    """All new tokens of one step for one consumer."""
+
+    group: str
+    """Empty when a scheduler ends a generation that no group has taken."""
+    epoch: int
+    """Life of the group's ring: grows with each restart, so that the dead can be told from the living."""
+    step: int
+    entries: list[TokenEntry]
+
+
+class CancelRequest(msgspec.Struct, frozen=True):
+    """Broadcast to schedulers, for generations whose group the gateway does not know yet."""
+
+    generation_ids: list[str]
+
+
+# --- health --------------------------------------------------------------------------------------
+
+
+class RankBeat(msgspec.Struct, frozen=True):
+    """Progress of one rank."""
+
+    rank: int
+    pid: int
+    step: int
+    """Steps finished since the ring started."""
+    progress: int
+    """Grows within a step too (once per layer): standing still with work in flight means hung."""
+    in_flight: bool
+    """Whether the rank has begun a step that it has not finished."""
+
+
+class GroupBeat(msgspec.Struct, frozen=True):
+    """What an executor says of its group."""
+
+    group: str
+    model: str
+    epoch: int
+    state: Literal["starting", "ready", "draining"]
+    ranks: list[RankBeat]
+    load: GroupLoad
+    loaded: float = 0.0
+    """Share of the weights that has been read, 0 to 1."""
+    message: str = ""
+    """Why the group is not ready, where there is something to say."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Published every second by every service instance."""
+
+    service: ServiceName
+    instance: str
+    pid: int
+    state: ServiceStatus
+    address: str = ""
+    """`host:port` of /health, /ready and /metrics (the gateway's: of its API)."""
+    group: GroupBeat | None = None
+
+
+class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A service instance in the KV bucket `services`, written by the health monitor alone."""
+
+    name: ServiceName
+    instance: str
+    pid: int
+    state: ServiceStatus
+    address: str = ""
+    updated_at: float = 0.0
+
+
+class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A group in the KV bucket `groups`, written by the health monitor alone."""
+
+    group: str
+    model: str
+    state: GroupStatus
+    epoch: int
+    ranks: list[RankBeat]
+    load: GroupLoad
+    instance: str = ""
+    loaded: float = 0.0
+    message: str = ""
+    updated_at: float = 0.0
+
+
+class GroupEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A group has come up, is draining, or is lost (`hung`, `gone`, or a new epoch took its place)."""
+
+    group: str
+    model: str
+    epoch: int
+    """The ring's life that the event is about: for a loss, the one that ended."""
+    kind: Literal["up", "draining", "down"]
+    reason: str = ""
+    at: float = 0.0
+    """Unix seconds by the monitor's clock, as a record's `updated_at`: tells which of the two is newer."""
+
+
+# --- models and sessions -------------------------------------------------------------------------
+
+
+class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model that a group serves, in the KV bucket `models`; written by group leaders."""
+
+    model: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    tokenizer: str
+    """Name of the tokenizer bundle in the object store `tokenizers`; empty: the stub's tokens."""
+    created: int
+    """Unix seconds."""
+    defaults: dict[str, Any] = {}
+    """Sampling defaults from the model's generation_config.json."""
+
+
+class TokenizerBundle(msgspec.Struct, frozen=True):
+    """The files a gateway needs to speak a model's text, by name (`tokenizer.json`, ...)."""
+
+    files: dict[str, bytes]
+
+
+class SessionPin(msgspec.Struct, frozen=True):
+    """Where a session's KV cache lives, in the KV bucket `sessions`; written by schedulers."""
+
+    group: str
+    epoch: int

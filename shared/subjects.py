@@ -1,0 +1,65 @@
+"""Every subject, stream, bucket and store name. Nothing else in the code spells one out."""
+
+import re
+
+from shared.messages import Lane
+
+INTAKE_STREAM = "INTAKE"
+JOURNAL_STREAM = "JOURNAL"
+
+GROUPS_BUCKET = "groups"
+SERVICES_BUCKET = "services"
+MODELS_BUCKET = "models"
+SESSIONS_BUCKET = "sessions"
+GENERATIONS_BUCKET = "generations"
+TOKENIZERS_STORE = "tokenizers"
+
+ALL_INTAKE = "intake.>"
+ALL_TOKENS = "tokens.*"
+ALL_BEATS = "health.beats.>"
+HEALTH_EVENTS = "health.events"
+CANCEL = "generations.cancel"
+
+_SAFE = re.compile(r"[A-Za-z0-9_-]")
+
+
+def escape(name: str) -> str:
+    """`name` as one subject token and KV key: letters, digits, `-` and `_` stay, the rest becomes `=XX`.
+
+    Reversible, and different names stay different: `org/model.v1` → `org=2Fmodel=2Ev1`.
+    """
+    if not name:
+        raise ValueError("an empty name cannot be part of a subject")
+    return "".join(
+        char if _SAFE.fullmatch(char) else "".join(f"={byte:02X}" for byte in char.encode()) for char in name
+    )
+
+
+def unescape(token: str) -> str:
+    """The name that `escape` made `token` of."""
+    return re.sub(rb"=([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), token.encode()).decode()
+
+
+def intake(lane: Lane, model: str) -> str:
+    return f"intake.{lane}.{escape(model)}"
+
+
+def intake_lane(lane: Lane) -> str:
+    """Every model's intake of one lane."""
+    return f"intake.{lane}.*"
+
+
+def dispatch(group: str) -> str:
+    return f"groups.{escape(group)}.dispatch"
+
+
+def control(group: str) -> str:
+    return f"groups.{escape(group)}.control"
+
+
+def tokens(consumer: str) -> str:
+    return f"tokens.{escape(consumer)}"
+
+
+def beats(service: str, instance: str) -> str:
+    return f"health.beats.{escape(service)}.{escape(instance)}"

@@ -1,0 +1,42 @@
+"""Fixtures that all tests share: a real NATS server."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.cli.nats_server import LocalNats
+from shared.bus import Bus
+from shared.config import CommonSettings
+
+
+@pytest.fixture
+async def nats_settings(tmp_path: Path) -> AsyncIterator[CommonSettings]:
+    """Settings for a NATS server of the test's own: the binary, or a container where asked for.
+
+    RYZANSTEIN_TEST_NATS=container runs the same tests against the official image (needs Docker).
+    """
+    if os.environ.get("RYZANSTEIN_TEST_NATS") == "container":
+        from testcontainers.nats import NatsContainer
+
+        with NatsContainer(jetstream=True) as container:
+            yield CommonSettings(nats_url=container.nats_uri(), beat_interval=0.1)
+        return
+    server = LocalNats(tmp_path / "nats")
+    await server.start()
+    try:
+        yield CommonSettings(
+            nats_url=server.url, nats_user=server.user, nats_password=server.password, beat_interval=0.1
+        )
+    finally:
+        await server.stop()
+
+
+@pytest.fixture
+async def bus(nats_settings: CommonSettings) -> AsyncIterator[Bus]:
+    """A connection of the test's own, with the streams in place."""
+    connection = await Bus.connect(nats_settings, "test")
+    await connection.ensure_streams()
+    yield connection
+    await connection.close()

@@ -1,0 +1,258 @@
+"""One executor on a real NATS, with the stub engine: dispatch, tokens, cancel, drain, lost rings."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.executor.engine.stub import stub_token
+from shared import subjects
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.messages import (
+    Cancel,
+    ControlCommand,
+    ControlReply,
+    DispatchBatch,
+    DispatchReply,
+    Drain,
+    GenerationRequest,
+    Heartbeat,
+    ModelCard,
+    SamplingParams,
+    TokenEntry,
+    TokenFrame,
+)
+from shared.stores import Bucket
+from tests.processes import ServiceProcess, service_process
+
+VOCABULARY = 256
+
+
+class Reader:
+    """Everything that is published for one consumer."""
+
+    def __init__(self) -> None:
+        self.entries: list[TokenEntry] = []
+        self.epochs: set[int] = set()
+        self._news = asyncio.Event()
+
+    async def on_frame(self, frame: TokenFrame) -> None:
+        self.entries += frame.entries
+        self.epochs.add(frame.epoch)
+        self._news.set()
+
+    async def finish(self, generation_id: str) -> tuple[list[int], TokenEntry]:
+        """The tokens of a generation, in order, and its last entry."""
+        async with asyncio.timeout(30):
+            while True:
+                of_it = [entry for entry in self.entries if entry.generation_id == generation_id]
+                if of_it and of_it[-1].finish:
+                    tokens: list[int] = []
+                    for entry in of_it:
+                        assert entry.position == of_it[0].position + len(tokens), "a gap or a repeat"
+                        tokens += entry.tokens
+                    return tokens, of_it[-1]
+                self._news.clear()
+                await self._news.wait()
+
+    async def some(self) -> None:
+        """Returns once anything has come."""
+        async with asyncio.timeout(30):
+            while not self.entries:
+                self._news.clear()
+                await self._news.wait()
+
+
+@contextlib.asynccontextmanager
+async def executor(
+    bus: Bus, settings: CommonSettings, directory: Path, *arguments: str
+) -> AsyncIterator[ServiceProcess]:
+    base = ("--engine", "stub", "--group", "g", "--hung-after", "1")
+    async with service_process(
+        bus, settings, "services.executor", directory, *base, *arguments, instance="executor-test"
+    ) as process:
+        yield process
+
+
+@pytest.fixture
+async def reader(bus: Bus) -> Reader:
+    found = Reader()
+    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
+    return found
+
+
+def request(
+    name: str, *, max_tokens: int = 8, seed: int = 1, generated: list[int] | None = None
+) -> GenerationRequest:
+    return GenerationRequest(
+        generation_id=name,
+        request_id=f"request-of-{name}",
+        model="stub",
+        consumer="me",
+        prompt=[1, 2, 3],
+        max_tokens=max_tokens,
+        sampling=SamplingParams(seed=seed),
+        generated=generated or [],
+        attempt=1 if generated else 0,
+    )
+
+
+def expected(seed: int, start: int, stop: int) -> list[int]:
+    return [stub_token(seed, position, VOCABULARY) for position in range(start, stop)]
+
+
+async def dispatch(bus: Bus, *requests: GenerationRequest) -> DispatchReply:
+    return await bus.request(subjects.dispatch("g"), DispatchBatch(list(requests)), DispatchReply, timeout=5)
+
+
+async def control(bus: Bus, command: ControlCommand) -> ControlReply:
+    return await bus.request(subjects.control("g"), command, ControlReply, timeout=5)
+
+
+async def test_accepted_requests_get_their_tokens_once(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with executor(bus, nats_settings, tmp_path) as process:
+        await process.wait_ready()
+        card = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get("stub")
+        assert card is not None
+        assert card.value.vocab_size == VOCABULARY
+        reply = await dispatch(bus, *(request(f"r{n}", seed=n) for n in range(20)))
+        assert len(reply.accepted) == 20
+        again = await dispatch(bus, request("r3", seed=3))
+        assert again.accepted == ["r3"], "a repeat is accepted, and not computed twice"
+        for n in range(20):
+            tokens, last = await reader.finish(f"r{n}")
+            assert tokens == expected(n, 0, 8)
+            assert last.finish == "length"
+        continued = request("c", seed=9, max_tokens=10, generated=expected(9, 0, 4))
+        await dispatch(bus, continued)
+        tokens, last = await reader.finish("c")
+        assert (tokens, last.attempt) == (expected(9, 4, 10), 1)
+        assert '"request_id": "request-of-r3"' in process.log.read_text()
+        assert await process.end() == 0
+
+
+async def test_what_cannot_fit_is_refused_with_the_reason(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, "--stub-context-length", "64") as process:
+        await process.wait_ready()
+        long = GenerationRequest("long", "", "stub", "me", [1] * 64, 8)
+        reply = await dispatch(bus, long)
+        assert [refusal.code for refusal in reply.refused] == ["context_length_exceeded"]
+        assert not reply.refused[0].retryable
+
+
+async def test_cancel_ends_a_generation(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5") as process:
+        await process.wait_ready()
+        await dispatch(bus, request("a", max_tokens=5000), request("b", seed=2))
+        await reader.some()
+        assert (await control(bus, Cancel(["a", "unknown"]))).ok
+        _, last = await reader.finish("a")
+        assert last.finish == "cancelled"
+        assert (await reader.finish("b"))[0] == expected(2, 0, 8), "the other one goes on"
+
+
+async def test_drain_finishes_what_runs_and_leaves(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5") as process:
+        await process.wait_ready()
+        await dispatch(bus, request("a", max_tokens=40))
+        await control(bus, Drain())
+        reply = await dispatch(bus, request("late"))
+        assert [(one.code, one.retryable) for one in reply.refused] == [("no_group_available", True)]
+        assert (await reader.finish("a"))[0] == expected(1, 0, 40)
+        assert await asyncio.wait_for(process.process.wait(), 20) == 0
+
+
+async def test_shutdown_hands_back_what_it_cannot_finish(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5", "--drain-grace", "0") as process:
+        await process.wait_ready()
+        await dispatch(bus, request("a", max_tokens=5000))
+        await reader.some()
+        assert await process.end() == 0
+        tokens, last = await reader.finish("a")
+        assert (last.finish, last.retryable) == ("error", True)
+        assert tokens == expected(1, 0, len(tokens)), "what was sent stays valid"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_lost_rank_takes_the_ring_down_and_up_again(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader, number: signal.Signals, rank: int
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, "--tp", "2", "--stub-step-ms", "2") as process:
+        before = (await process.wait_ready()).group
+        assert before is not None
+        assert len(before.ranks) == 2
+        await dispatch(bus, request("a", max_tokens=5000))
+        await reader.some()
+        os.kill(before.ranks[rank].pid, number)
+
+        def is_back(beat: Heartbeat) -> bool:
+            group = beat.group
+            return group is not None and group.state == "ready" and group.epoch > before.epoch
+
+        after = (await process.wait_for(is_back)).group
+        assert after is not None
+        assert not {one.pid for one in before.ranks} & {one.pid for one in after.ranks}, "a whole new ring"
+        for old in before.ranks:
+            with pytest.raises(ProcessLookupError):
+                os.kill(old.pid, 0)
+        await dispatch(bus, request("b", seed=5))
+        assert (await reader.finish("b"))[0] == expected(5, 0, 8)
+
+
+async def test_ranks_do_not_outlive_a_killed_orchestrator(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, "--tp", "2") as process:
+        group = (await process.wait_ready()).group
+        assert group is not None
+        pids = [rank.pid for rank in group.ranks]
+        await process.end(signal.SIGKILL)
+        ranks = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        _, alive = await asyncio.to_thread(psutil.wait_procs, ranks, 10)
+        assert not alive
+
+
+async def test_operations_endpoint(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
+    import httpx
+
+    async with (
+        executor(bus, nats_settings, tmp_path) as process,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        url = f"http://{(await process.wait_ready()).address}"
+        assert (await client.get(f"{url}/health")).status_code == 200
+        assert (await client.get(f"{url}/ready")).json()["ready"] is True
+        metrics = (await client.get(f"{url}/metrics")).text
+        assert "ryzanstein_executor_kv_blocks " in metrics
+        assert "ryzanstein_executor_ring_restarts_total 0.0" in metrics
+        assert (await client.get(f"{url}/nothing")).status_code == 404
+        assert (await client.post(f"{url}/metrics")).status_code == 405
+
+
+async def test_no_model_is_said_in_one_sentence(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    async with service_process(
+        bus, nats_settings, "services.executor", tmp_path, instance="executor-x"
+    ) as process:
+        assert await asyncio.wait_for(process.process.wait(), 20) == 1
+        lines = process.log.read_text().splitlines()
+        assert lines[-1].startswith("error: No model is named; give --model")
+        assert not any("Traceback" in line for line in lines)

@@ -1,0 +1,97 @@
+"""Service processes for tests: started for real, waited for by their heartbeats, ended by their signal."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from shared import subjects
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.messages import Heartbeat
+from shared.process import die_with_parent
+
+
+class ServiceProcess:
+    """One service, with the heartbeats it has sent."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.beats: list[Heartbeat] = []
+        self._news = asyncio.Event()
+
+    async def on_beat(self, beat: Heartbeat) -> None:
+        self.beats.append(beat)
+        self._news.set()
+
+    async def wait_for(self, condition: Callable[[Heartbeat], bool], timeout: float = 60) -> Heartbeat:
+        """The next heartbeat that fulfils `condition`; fails with the log when the process has ended."""
+        start = max(0, len(self.beats) - 1)
+        async with asyncio.timeout(timeout):
+            while True:
+                for beat in self.beats[start:]:
+                    if condition(beat):
+                        return beat
+                assert self.process.returncode is None, self.log.read_text()
+                self._news.clear()
+                await self._news.wait()
+
+    async def wait_ready(self, timeout: float = 60) -> Heartbeat:
+        return await self.wait_for(
+            lambda beat: beat.state == "ready" and (beat.group is None or beat.group.state == "ready"),
+            timeout,
+        )
+
+    async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Sends the signal and returns the exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        return await asyncio.wait_for(self.process.wait(), 30)
+
+
+@contextlib.asynccontextmanager
+async def service_process(
+    bus: Bus, settings: CommonSettings, module: str, directory: Path, *arguments: str, instance: str
+) -> AsyncIterator[ServiceProcess]:
+    """Starts `python -m module arguments` on the test's NATS; whatever happens, nothing is left running."""
+    log = directory / f"{instance}.log"
+    environment = {
+        **os.environ,
+        "RYZANSTEIN_NATS_URL": settings.nats_url,
+        "RYZANSTEIN_NATS_USER": settings.nats_user,
+        "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
+        "RYZANSTEIN_INSTANCE": instance,
+        "RYZANSTEIN_BEAT_INTERVAL": str(settings.beat_interval),
+    }
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            *arguments,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=die_with_parent(),
+        )
+    running = ServiceProcess(process, log)
+    subscription = await bus.subscribe(
+        "health.beats.*." + subjects.escape(instance), Heartbeat, running.on_beat
+    )
+    try:
+        yield running
+    finally:
+        await subscription.unsubscribe()
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), 20)
+            except TimeoutError:
+                process.kill()
+                await process.wait()

@@ -1,0 +1,126 @@
+import io
+
+import msgspec
+from rich.console import Console
+
+from benchmarks.report import (
+    Report,
+    Setting,
+    cells,
+    machine,
+    markdown,
+    number,
+    peers_row,
+    show,
+    to_json,
+    versions,
+)
+from benchmarks.stats import Spread, Summary, Turn
+
+SETTING = Setting(
+    date="2026-11-20",
+    command="python -m benchmarks.serve",
+    url="http://127.0.0.1:8000",
+    model="small",
+    seed=7,
+    machine="a machine, 2 cores",
+    versions={"python": "3.11.7"},
+)
+
+
+def summary(workload: str, **changes: object) -> Summary:
+    fields: dict[str, object] = {
+        "workload": workload,
+        "requests": 48,
+        "rounds": 3,
+        "errors": 0,
+        "error_messages": {},
+        "seconds": 10.0,
+        "output_tokens": 6144.0,
+        "output_tokens_per_second": 614.4,
+        "requests_per_second": 4.8,
+        "first_token_ms": Spread(155.2, 1198.4),
+        "gap_ms": Spread(8.31, 81.0),
+        "interval_ms": Spread(8.31, 81.0),
+        "request_ms": Spread(2500.0, 3100.0),
+        "tokens_per_event": 1.0,
+        "turns": [],
+        "client_cpu": 0.05,
+        "warnings": [],
+    }
+    return Summary(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+TURNS = [Turn(first_token_ms=ms, prompt_tokens=100, cached_tokens=0) for ms in (183.0, 71.0, 79.0, 12.34)]
+FAILED = summary(
+    "W2",
+    errors=48,
+    error_messages={"HTTP 503: full": 48},
+    first_token_ms=None,
+    gap_ms=None,
+    interval_ms=None,
+    request_ms=None,
+    warnings=["something is off"],
+)
+
+
+def report(*summaries: Summary) -> Report:
+    return Report(setting=SETTING, summaries=list(summaries), rounds=[[each] for each in summaries])
+
+
+def test_a_row_has_a_cell_for_every_column() -> None:
+    assert cells(summary("W2")) == ("W2", "48 x 3", "614", "155/1198", "8.3/81", "2500/3100", "0", "")
+    assert cells(summary("W4", turns=TURNS))[-1] == "183/71/79/12.3"
+
+
+def test_a_row_of_failures_shows_no_figures() -> None:
+    assert cells(FAILED) == ("W2", "48 x 3", "-", "-", "-", "-", "48", "")
+
+
+def test_numbers_have_the_digits_they_bear() -> None:
+    assert [number(value) for value in (0.04, 7.84, 19.94, 20.4, 1151.2)] == [
+        "0.0",
+        "7.8",
+        "19.9",
+        "20",
+        "1151",
+    ]
+
+
+def test_markdown_is_a_table_with_all_that_is_needed_to_repeat_it() -> None:
+    text = markdown(report(summary("W1"), FAILED))
+    assert "`python -m benchmarks.serve`" in text
+    assert "| W1 | 48 x 3 | 614 | 155/1198 | 8.3/81 | 2500/3100 | 0 |  |" in text
+    assert "- W2: something is off." in text
+    assert "- W2: 48 x error: HTTP 503: full" in text
+    assert "a machine, 2 cores" in text
+    assert "2026-11-20, seed 7; python 3.11.7" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({row.count("|") for row in rows}) == 1
+
+
+def test_all_workloads_give_a_row_of_the_peers_table() -> None:
+    every = [summary("W1"), summary("W2"), summary("W3"), summary("W4", turns=TURNS)]
+    assert peers_row(every) == (
+        "| 614, 155, 8.3 | 614, 155/1198, 8.3/81 | 614, 155/1198, 8.3/81 | 183/71/79/12.3 |"
+    )
+    assert peers_row(every) in markdown(report(*every))
+    assert peers_row(every[:3]) is None
+
+
+def test_the_terminal_shows_the_same() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    show(report(summary("W1"), FAILED), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in ("first token p50/p99 ms", "155/1198", "HTTP 503: full", "a machine, 2 cores", "seed 7"):
+        assert part in text
+
+
+def test_json_reads_back_as_the_same_report() -> None:
+    whole = report(summary("W4", turns=TURNS), FAILED)
+    assert msgspec.json.decode(to_json(whole), type=Report) == whole
+
+
+def test_the_machine_and_versions_are_known() -> None:
+    assert " cores" in machine()
+    assert {"python", "uvloop", "httptools"} <= versions().keys()
