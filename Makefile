@@ -23,8 +23,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { echo "error: the virtual environment could not be made; on Debian and Ubuntu install the package python3-venv." >&2; exit 1; }
 	@echo "Installing dependencies into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
-	@$(BIN)/python -m pip install --constraint constraints.txt torch | { grep -E '^(Collecting|Downloading|Installing|Successfully)' || true; }
-	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[all,dev]' | { grep -E '^(Downloading|Installing|Successfully)' || true; }
+	@$(BIN)/python -m pip install --constraint constraints.txt torch
+	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[all,dev]'
 	@touch $@
 
 .PHONY: serve

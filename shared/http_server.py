@@ -53,16 +53,13 @@ class HttpServer:
 
     def __init__(self, app: Any, sock: socket.socket, **options: Any) -> None:
         self._sock = sock
+        host, port = sock.getsockname()[:2]
+        self.address = f"{host}:{port}"
+        """`host:port` that it listens on, also once it is closed."""
         self._server = _Uvicorn(
             uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **options)
         )
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def address(self) -> str:
-        """`host:port` that it listens on."""
-        host, port = self._sock.getsockname()[:2]
-        return f"{host}:{port}"
 
     async def start(self) -> None:
         """Returns once connections are accepted."""

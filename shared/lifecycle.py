@@ -130,8 +130,7 @@ class Service(abc.ABC):
 
     async def _shut_down(self) -> None:
         self.state = "draining"
-        with contextlib.suppress(Exception):
-            await self.beat_now()
+        await self._farewell()
         try:
             if self._bus is not None:
                 await self.stop()
@@ -142,9 +141,8 @@ class Service(abc.ABC):
             if self._http is not None:
                 await self._http.stop()
             self.state = "gone"
+            await self._farewell()
             if self._bus is not None:
-                with contextlib.suppress(Exception):
-                    await self.beat_now()
                 await self._bus.close()
             log.info("stopped")
 
@@ -153,6 +151,11 @@ class Service(abc.ABC):
             with contextlib.suppress(RyzansteinError):
                 await self.beat_now()
             await asyncio.sleep(self.settings.beat_interval)
+
+    async def _farewell(self) -> None:
+        """Says that the service leaves; with NATS gone, its silence says the same."""
+        with contextlib.suppress(RyzansteinError):
+            await self.beat_now()
 
     async def beat_now(self) -> None:
         """Sends a heartbeat between two ticks: a change of state must not wait for the next one."""

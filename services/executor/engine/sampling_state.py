@@ -69,7 +69,8 @@ class TokenCounts:
 
     def add(self, token: int) -> None:
         """`token` has been put out once more."""
-        self._counts[self._slot(token)] += 1
+        slot = self._slot(token)  # before the array is looked at: it may be replaced by a longer one
+        self._counts[slot] += 1
 
     def _slot(self, token: int) -> int:
         slot = self._slots.setdefault(token, len(self._slots))

@@ -1,0 +1,75 @@
+"""A gateway on a real NATS and a real port, with a fake ring behind it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.gateway.service import GatewayService
+from services.gateway.settings import GatewaySettings
+from shared.bus import Bus
+from shared.config import CommonSettings
+from tests.integration.gateway.fake_ring import FakeRing, until
+
+
+class RunningGateway:
+    """A started gateway and ways to reach it."""
+
+    def __init__(self, service: GatewayService, task: "asyncio.Task[None]") -> None:
+        self.service = service
+        self.task = task
+        self.url = f"http://{service.address}"
+        self.websocket_url = f"ws://{service.address}/v1/stream"
+
+    def http(self, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=20, **options)
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+@contextlib.asynccontextmanager
+async def run_gateway(nats: CommonSettings, **changes: Any) -> AsyncIterator[RunningGateway]:
+    """A gateway with some settings changed; stopped at the end."""
+    given = {"port": 0, "drain_timeout": 5.0} | changes
+    service = GatewayService(GatewaySettings(**(nats.model_dump() | given)))
+    task = asyncio.create_task(service.run())
+    await until(lambda: service.state == "ready" or task.done())
+    if task.done():
+        task.result()
+    try:
+        yield RunningGateway(service, task)
+    finally:
+        service.end()
+        await task
+
+
+@pytest.fixture
+async def ring(bus: Bus) -> AsyncIterator[FakeRing]:
+    """A ring that serves the stub model."""
+    fake = FakeRing(bus)
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+@pytest.fixture
+async def gateway(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
+    async with run_gateway(nats_settings) as running:
+        yield running
+
+
+@pytest.fixture
+async def http(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with gateway.http() as client:
+        yield client
+
+
+@pytest.fixture
+async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with gateway.openai() as made:
+        yield made

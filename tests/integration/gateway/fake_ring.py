@@ -1,0 +1,179 @@
+"""Scheduler, executor and health monitor in one small stand-in that speaks real NATS."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+import nats.errors
+
+from shared import subjects
+from shared.bus import Bus
+from shared.messages import (
+    CancelRequest,
+    ControlCommand,
+    ControlReply,
+    FinishReason,
+    GenerationRequest,
+    GroupEvent,
+    GroupLoad,
+    GroupRecord,
+    ModelCard,
+    TokenEntry,
+    TokenFrame,
+    TokenLogprobs,
+)
+from shared.stores import Bucket
+
+MODEL = "org/stub-model"
+Behaviour = Callable[["FakeRing", GenerationRequest], Awaitable[None]]
+
+
+def stub_card(name: str = MODEL, **changes: object) -> ModelCard:
+    card = ModelCard(
+        model=name, context_length=2048, vocab_size=256, eos_token_ids=[0], tokenizer="", created=1_700_000_000
+    )
+    return msgspec.structs.replace(card, **changes)
+
+
+async def say(ring: "FakeRing", request: GenerationRequest, text: str = "Hello, world!") -> None:
+    """Answers with `text`, a token a frame, after what an earlier attempt has said of it."""
+    tokens = list(text.encode("latin-1"))[: request.max_tokens]
+    reason: FinishReason = "length" if len(tokens) == request.max_tokens else "stop"
+    begin = len(request.generated)
+    for position in range(begin, len(tokens)):
+        await ring.emit(request, position, [tokens[position]], cached=4 if position == begin else 0)
+    await ring.emit(request, len(tokens), [], finish=reason)
+
+
+def saying(text: str) -> Behaviour:
+    async def behave(ring: "FakeRing", request: GenerationRequest) -> None:
+        await say(ring, request, text)
+
+    return behave
+
+
+async def silence(ring: "FakeRing", request: GenerationRequest) -> None:
+    """Accepts and never answers."""
+
+
+class FakeRing:
+    """Pulls from intake and lets `behave` answer each request; several at a time."""
+
+    def __init__(self, bus: Bus, *, group: str = "g1", epoch: int = 1) -> None:
+        self.bus = bus
+        self.group = group
+        self.epoch = epoch
+        self.behave: Behaviour = say
+        self.requests: list[GenerationRequest] = []
+        self.cancelled: set[str] = set()
+        self.commanded: set[str] = set()
+        self._step = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, *cards: ModelCard) -> None:
+        for card in cards or (stub_card(),):
+            await self.add_model(card)
+        await self.bus.subscribe(subjects.CANCEL, CancelRequest, self._on_cancel)
+        await self.bus.subscribe(subjects.control(self.group), ControlCommand, self._on_control)  # type: ignore[arg-type]
+        await self.bus.flush()
+        self.resume()
+
+    async def add_model(self, card: ModelCard) -> None:
+        models = await Bucket.open(self.bus, subjects.MODELS_BUCKET, ModelCard)
+        await models.put(card.model, card)
+
+    async def put_record(self, state: str, *, model: str = MODEL) -> None:
+        groups = await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)
+        record = GroupRecord(self.group, model, state, self.epoch, [], GroupLoad())  # type: ignore[arg-type]
+        await groups.put(self.group, record)
+
+    def resume(self) -> None:
+        """Pulls from intake (again)."""
+        self._spawn(self._pull())
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def die(self) -> None:
+        """Everything in the ring is lost; the monitor says so."""
+        await self.stop()
+        event = GroupEvent(self.group, MODEL, self.epoch, "down", "killed")
+        await self.bus.publish(subjects.HEALTH_EVENTS, event)
+        self.epoch += 1
+
+    async def emit(
+        self,
+        request: GenerationRequest,
+        position: int,
+        tokens: Sequence[int],
+        *,
+        finish: FinishReason = "",
+        cached: int = 0,
+        error: tuple[str, str, bool] | None = None,
+        group: str | None = None,
+    ) -> None:
+        """One frame with one entry; `error`: (code, message, retryable)."""
+        code, message, retryable = error or ("", "", False)
+        self._step += 1
+        entry = TokenEntry(
+            request.generation_id,
+            request.attempt,
+            position,
+            list(tokens),
+            finish=finish,
+            logprobs=self._logprobs(request, tokens),
+            cached_tokens=cached,
+            error_code=code,
+            error=message,
+            retryable=retryable,
+        )
+        frame = TokenFrame(self.group if group is None else group, self.epoch, self._step, [entry])
+        await self.bus.publish(subjects.tokens(request.consumer), frame)
+
+    def _logprobs(self, request: GenerationRequest, tokens: Sequence[int]) -> list[TokenLogprobs] | None:
+        count = request.sampling.logprobs
+        if count < 0:
+            return None
+        top = [(ord("a") + index, -1.0 - index) for index in range(count)]
+        return [TokenLogprobs(-0.5, top) for _ in tokens]
+
+    async def _pull(self) -> None:
+        jetstream = self.bus.jetstream()
+        source = await jetstream.pull_subscribe(
+            subjects.ALL_INTAKE, durable="fake-ring", stream=subjects.INTAKE_STREAM
+        )
+        while True:
+            with contextlib.suppress(nats.errors.TimeoutError):
+                for message in await source.fetch(64, timeout=5):
+                    request = msgspec.msgpack.decode(message.data, type=GenerationRequest)
+                    await message.ack_sync()
+                    self.requests.append(request)
+                    self._spawn(self._answer(request))
+
+    async def _answer(self, request: GenerationRequest) -> None:
+        await self.behave(self, request)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _on_cancel(self, message: CancelRequest) -> None:
+        self.cancelled.update(message.generation_ids)
+
+    async def _on_control(self, command: ControlCommand) -> ControlReply:
+        self.commanded.update(getattr(command, "generation_ids", []))
+        return ControlReply(ok=True)
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Waits until `condition` holds; fails the test when it does not within `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        await asyncio.sleep(0.005)

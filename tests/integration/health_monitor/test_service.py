@@ -1,0 +1,248 @@
+"""The health monitor on a real NATS: heartbeats in, records and events out."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from services.health_monitor.service import HealthMonitorService
+from services.health_monitor.settings import HealthMonitorSettings
+from shared import subjects
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.messages import (
+    GroupBeat,
+    GroupEvent,
+    GroupLoad,
+    GroupRecord,
+    Heartbeat,
+    RankBeat,
+    ServiceRecord,
+)
+from shared.stores import Bucket
+
+LOAD = GroupLoad(running=1, free_blocks=3, total_blocks=4)
+
+
+def monitor_settings(common: CommonSettings) -> HealthMonitorSettings:
+    return HealthMonitorSettings(
+        **common.model_dump(), hung_after=0.5, gone_after=0.5, forget_after=0.5, load_interval=0.1
+    )
+
+
+class Monitor(HealthMonitorService):
+    """The service, which also says when it has started."""
+
+    def __init__(self, settings: HealthMonitorSettings) -> None:
+        super().__init__(settings)
+        self.started = asyncio.Event()
+
+    async def start(self) -> None:
+        await super().start()
+        self.started.set()
+
+
+@contextlib.asynccontextmanager
+async def running(common: CommonSettings) -> AsyncIterator[HealthMonitorService]:
+    service = Monitor(monitor_settings(common))
+    task = asyncio.create_task(service.run())
+    try:
+        await asyncio.wait_for(service.started.wait(), 10)
+        yield service
+    finally:
+        service.end()
+        await task
+
+
+class Executor:
+    """An executor's heartbeats."""
+
+    def __init__(self, bus: Bus, group: str = "g") -> None:
+        self._bus = bus
+        self.group = group
+        self.epoch = 1
+        self.progress = 0
+        self.moving = True
+        self.state = "ready"
+        self.ranks = True
+        self._task: asyncio.Task[None] | None = None
+
+    async def beat(self, service: str = "ready") -> None:
+        self.progress += self.moving
+        ranks = [RankBeat(0, 11, 1, self.progress, True)] if self.ranks else []
+        said = GroupBeat(self.group, "m", self.epoch, self.state, ranks, LOAD)  # type: ignore[arg-type]
+        beat = Heartbeat("executor", f"executor-{self.group}", 10, service, "", said)  # type: ignore[arg-type]
+        await self._bus.publish(subjects.beats("executor", beat.instance), beat)
+
+    async def _live(self) -> None:
+        while True:
+            await self.beat()
+            await asyncio.sleep(0.05)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._live())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+class Seen:
+    """Everything that monitors say."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.events: list[tuple[str, int, str]] = []
+        self.groups: dict[str, GroupRecord] = {}
+        self.services: dict[str, ServiceRecord] = {}
+        self._bus = bus
+        self._news = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        await self._bus.subscribe(subjects.HEALTH_EVENTS, GroupEvent, self._on_event)
+        groups = await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)
+        services = await Bucket.open(self._bus, subjects.SERVICES_BUCKET, ServiceRecord)
+        self._tasks = [
+            asyncio.create_task(self._follow(groups, self.groups)),
+            asyncio.create_task(self._follow(services, self.services)),
+        ]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(15), self._news:
+            await self._news.wait_for(holds)
+
+    async def until_state(self, group: str, state: str, epoch: int = 1) -> None:
+        await self.until(
+            lambda: (
+                (record := self.groups.get(group)) is not None
+                and (record.state, record.epoch) == (state, epoch)
+            )
+        )
+
+    async def _on_event(self, event: GroupEvent) -> None:
+        async with self._news:
+            self.events.append((event.group, event.epoch, event.kind))
+            self._news.notify_all()
+
+    async def _follow(self, bucket: Bucket, into: dict) -> None:  # type: ignore[type-arg]
+        async for update in bucket.watch():
+            if update is None:
+                continue
+            async with self._news:
+                key, value = update
+                if value is None:
+                    into.pop(key, None)
+                else:
+                    into[key] = value
+                self._news.notify_all()
+
+
+@pytest.fixture
+async def seen(bus: Bus) -> AsyncIterator[Seen]:
+    watcher = Seen(bus)
+    await watcher.start()
+    yield watcher
+    await watcher.stop()
+
+
+@pytest.fixture
+async def executor(bus: Bus) -> AsyncIterator[Executor]:
+    fake = Executor(bus)
+    yield fake
+    await fake.stop()
+
+
+async def test_a_ring_comes_hangs_recovers_restarts_and_goes(
+    bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
+) -> None:
+    async with running(nats_settings) as service:
+        executor.start()
+        await seen.until_state("g", "ready")
+        record = seen.groups["g"]
+        assert (record.model, record.load, record.ranks[0].pid) == ("m", LOAD, 11)
+        assert record.updated_at > 0
+        await seen.until(lambda: "executor-g" in seen.services and service.instance in seen.services)
+
+        executor.moving = False
+        await seen.until_state("g", "hung")
+        executor.moving = True
+        await seen.until_state("g", "ready")
+
+        executor.state, executor.ranks = "starting", False
+        await seen.until_state("g", "starting")
+        executor.epoch, executor.state, executor.ranks = 2, "ready", True
+        await seen.until_state("g", "ready", epoch=2)
+
+        executor.state = "draining"
+        await seen.until_state("g", "draining", epoch=2)
+        await executor.stop()
+        await executor.beat("gone")
+        await seen.until_state("g", "gone", epoch=2)
+        assert seen.services["executor-g"].state in ("ready", "gone")
+        await seen.until(lambda: not seen.groups and "executor-g" not in seen.services)
+    assert seen.events == [
+        ("g", 1, "up"),
+        ("g", 1, "down"),
+        ("g", 1, "up"),
+        ("g", 1, "down"),
+        ("g", 2, "up"),
+        ("g", 2, "draining"),
+        ("g", 2, "down"),
+    ]
+
+
+async def test_load_follows_without_a_change_of_state(
+    nats_settings: CommonSettings, seen: Seen, executor: Executor
+) -> None:
+    async with running(nats_settings):
+        executor.start()
+        await seen.until_state("g", "ready")
+        steps = seen.groups["g"].ranks[0].progress
+        await seen.until(lambda: seen.groups["g"].ranks[0].progress > steps + 3)
+
+
+async def test_a_new_monitor_goes_on_where_the_last_one_stopped(
+    bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
+) -> None:
+    async with running(nats_settings):
+        executor.start()
+        await seen.until_state("g", "ready")
+        await executor.stop()
+    async with running(nats_settings):
+        await seen.until_state("g", "gone")
+        await seen.until(lambda: ("g", 1, "down") in seen.events)
+    assert seen.events == [("g", 1, "up"), ("g", 1, "down")]
+
+
+async def test_two_monitors_agree(
+    bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
+) -> None:
+    async with running(nats_settings) as first, running(nats_settings) as second:
+        executor.start()
+        await seen.until_state("g", "ready")
+        await seen.until(lambda: {first.instance, second.instance} <= set(seen.services))
+        await executor.stop()
+        await seen.until_state("g", "gone")
+        await seen.until(lambda: seen.events.count(("g", 1, "down")) == 2)
+    assert set(seen.events) == {("g", 1, "up"), ("g", 1, "down")}
+
+
+async def test_metrics_are_served(nats_settings: CommonSettings, seen: Seen, executor: Executor) -> None:
+    async with running(nats_settings) as service:
+        executor.start()
+        await seen.until_state("g", "ready")
+        host, port = service.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+        text = (await reader.read()).decode()
+        writer.close()
+        await writer.wait_closed()
+    assert 'ryzanstein_health_groups{state="ready"} 1.0' in text
+    assert 'ryzanstein_health_beats_total{service="executor"}' in text

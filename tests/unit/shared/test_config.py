@@ -1,0 +1,75 @@
+"""Settings: precedence, and one sentence for what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.config import CommonSettings, load_settings, parse_settings
+from shared.errors import ConfigurationError
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CommonSettings.model_fields:
+        monkeypatch.delenv(f"RYZANSTEIN_{name.upper()}", raising=False)
+    monkeypatch.delenv("RYZANSTEIN_CONFIG", raising=False)
+
+
+def test_arguments_come_before_environment_before_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('nats_url = "nats://file:1"\nlog_level = "debug"\nhost = "file"\n')
+    monkeypatch.setenv("RYZANSTEIN_CONFIG", str(file))
+    monkeypatch.setenv("RYZANSTEIN_LOG_LEVEL", "warning")
+    monkeypatch.setenv("RYZANSTEIN_HOST", "environment")
+    settings = parse_settings(CommonSettings, "test", ["--host", "argument"])
+    assert (settings.nats_url, settings.log_level, settings.host) == ("nats://file:1", "warning", "argument")
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings(CommonSettings).host = "x"
+
+
+def test_an_override_of_none_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RYZANSTEIN_HOST", "environment")
+    assert load_settings(CommonSettings, host=None).host == "environment"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("OPS_PORT", "70000"), ("OPS_PORT", "x"), ("LOG_LEVEL", "loud"), ("BEAT_INTERVAL", "0")],
+)
+def test_a_wrong_value_is_named_with_its_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"RYZANSTEIN_{name}", value)
+    with pytest.raises(ConfigurationError, match=f"RYZANSTEIN_{name} .* is wrong: .*{value}"):
+        load_settings(CommonSettings)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.toml"
+    monkeypatch.setenv("RYZANSTEIN_CONFIG", str(file))
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        load_settings(CommonSettings)
+    file.write_text("this is not toml")
+    with pytest.raises(ConfigurationError, match="is not TOML"):
+        load_settings(CommonSettings)
+
+
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(CommonSettings, "ryzanstein serve test", ["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for name in CommonSettings.model_fields:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+def test_an_unknown_option_ends_with_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(CommonSettings, "ryzanstein serve test", ["--nonsense"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --nonsense" in capsys.readouterr().err

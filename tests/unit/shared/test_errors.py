@@ -1,0 +1,28 @@
+"""The error tree survives the wire."""
+
+import pytest
+
+from shared import errors
+from shared.errors import InternalError, RyzansteinError, error_from_code
+
+
+def _kinds(root: type[RyzansteinError]) -> list[type[RyzansteinError]]:
+    return [root, *(kind for child in root.__subclasses__() for kind in _kinds(child))]
+
+
+KINDS = [kind for kind in _kinds(RyzansteinError) if kind.__module__ == errors.__name__]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_code_brings_back_kind_and_retryability(kind: type[RyzansteinError]) -> None:
+    back = error_from_code(kind.code, "why")
+    assert (back.code, back.retryable, str(back)) == (kind.code, kind.retryable, "why")
+
+
+def test_codes_are_unique_but_for_the_root() -> None:
+    codes = [kind.code for kind in KINDS if kind is not RyzansteinError]
+    assert len(codes) == len(set(codes))
+
+
+def test_an_unknown_code_is_our_fault() -> None:
+    assert type(error_from_code("from_the_future", "why")) is InternalError
