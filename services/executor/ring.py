@@ -27,6 +27,11 @@ log = structlog.get_logger(__name__)
 LEAVE_TIMEOUT = 5.0
 
 
+def thread_count(settings: ExecutorSettings) -> int:
+    """CPU threads of each rank: what was set, else the cores shared out among the ranks."""
+    return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.tp)
+
+
 class RankSpec(msgspec.Struct, frozen=True):
     """What a rank process is told at its start, as one JSON line on its standard input."""
 
@@ -141,6 +146,7 @@ class Ring:
                 pass_fds=(write_end,),
                 preexec_fn=die_with_parent(signal.SIGKILL),
                 start_new_session=True,  # Ctrl-C goes to the orchestrator alone, which drains the ring
+                env=self._environment(),
             )
         finally:
             os.close(write_end)
@@ -148,6 +154,12 @@ class Ring:
         self._tell(rank, msgspec.json.encode(self._spec(rank)) + b"\n")
         self._readers.append(asyncio.create_task(self._follow_events(rank, read_end)))
         self._readers.append(asyncio.create_task(self._follow_exit(rank, process)))
+
+    def _environment(self) -> dict[str, str]:
+        """OpenMP reads these when torch is imported. Threads that spin while they wait take the cores from
+        the other ranks and services of the machine."""
+        threads = str(thread_count(self._settings))
+        return {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": threads, **os.environ}
 
     def _spec(self, rank: int) -> RankSpec:
         settings = self._settings.model_dump(mode="json")

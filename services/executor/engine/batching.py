@@ -17,7 +17,6 @@ is admitted, since it fits the whole cache.
 """
 
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from operator import attrgetter
@@ -27,6 +26,7 @@ from services.executor.engine.admission import BatchSettings
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Chunk, build_plan
 from services.executor.engine.protocol import EngineSpec, SampledToken
+from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState, finish_reason
 from services.executor.kv_cache.allocator import BlockAllocator
 from services.executor.kv_cache.prefix_index import root_digest
@@ -37,8 +37,6 @@ Entries = dict[str, list[TokenEntry]]
 """New tokens and endings by consumer."""
 
 _URGENCY = attrgetter("urgency")
-_REMEMBERED = 4096
-"""Ended generations that are remembered, so that a redelivered request is not computed again."""
 
 
 class ContinuousBatcher:
@@ -60,7 +58,7 @@ class ContinuousBatcher:
         self._running: list[Sequence] = []
         # Both lists are sorted by urgency.
         self._live: dict[str, Sequence] = {}
-        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._ended = RecentlyEnded()
         self._owed: Entries = {}
         self._batch: list[Chunk] = []
         self._sampling: list[Sequence] = []
@@ -344,13 +342,13 @@ class ContinuousBatcher:
     def _known_attempt(self, generation_id: str) -> int:
         """The newest attempt that was taken on; -1 for an unknown generation."""
         sequence = self._live.get(generation_id)
-        return sequence.request.attempt if sequence else self._ended.get(generation_id, -1)
+        return sequence.request.attempt if sequence else self._ended.attempt(generation_id)
 
     def _replace(self, generation_id: str) -> None:
         sequence = self._live.pop(generation_id, None)
         if sequence is None:
             return
-        self._remember(sequence.request)
+        self._ended.add(sequence.request)
         if sequence.in_flight:
             sequence.ending = Ending.REPLACED
         else:
@@ -365,7 +363,7 @@ class ContinuousBatcher:
                 request.generation_id, request.attempt, len(request.generated), [], finish=finish
             )
             self._owe(request.consumer, entry)
-            self._remember(request)
+            self._ended.add(request)
         return bool(finish)
 
     def _fail(self, sequence: Sequence, last: list[SampledToken], error: RyzansteinError) -> None:
@@ -381,7 +379,7 @@ class ContinuousBatcher:
         sequence.state = SequenceState.ENDED
         if entry is not None:
             del self._live[sequence.request.generation_id]
-            self._remember(sequence.request)
+            self._ended.add(sequence.request)
             self._owe(sequence.request.consumer, entry)
 
     def _free(self, sequence: Sequence) -> None:
@@ -391,12 +389,6 @@ class ContinuousBatcher:
 
     def _owe(self, consumer: str, entry: TokenEntry) -> None:
         self._owed.setdefault(consumer, []).append(entry)
-
-    def _remember(self, request: GenerationRequest) -> None:
-        self._ended[request.generation_id] = request.attempt
-        self._ended.move_to_end(request.generation_id)
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
 
 
 def _is_batch(sequence: Sequence) -> bool:

@@ -5,7 +5,6 @@ leader   plan ──▶ plan channel ──▶ followers
          logits ──▶ sampler ──▶ tokens
 """
 
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +31,7 @@ from services.executor.model.loader import context_length, load_config, load_mod
 from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.plan_channel import PlanListener, PlanReceiver, PlanSender
-from services.executor.ring import RankSpec, Rendezvous
+from services.executor.ring import RankSpec, Rendezvous, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
 
@@ -59,7 +58,7 @@ class RingEngine:
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         device = choose_device(self._settings, self._spec.rank)
-        set_threads(self._settings)
+        torch.set_num_threads(thread_count(self._settings))
         collectives = self._meet(device)
         self._member = RingMember.load(self._settings, self._spec, self._board, device, collectives, progress)
         return self._member.engine_spec
@@ -97,7 +96,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     """The life of every other rank. Returns when the leader closes the ring."""
     mine = board.rank(spec.rank)
     device = choose_device(settings, spec.rank)
-    set_threads(settings)
+    torch.set_num_threads(thread_count(settings))
     store = TCPStore(rendezvous.host, rendezvous.store_port, spec.world_size, is_master=False)
     receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, JOIN_TIMEOUT)
     member = RingMember.load(
@@ -215,12 +214,6 @@ def cpu_has_bf16() -> bool:
     except OSError:
         return False
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def set_threads(settings: ExecutorSettings) -> None:
-    """Shares the cores out among the ranks of this host, unless told otherwise."""
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(settings.threads or max(1, cores // settings.tp))
 
 
 def join(store: Store, spec: RankSpec, device: torch.device) -> Collectives:

@@ -1,0 +1,98 @@
+"""`ryzanstein up` as a user starts it: a process, its output, its end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from services.cli.run_file import read_run_file
+
+CLI = [sys.executable, "-m", "services.cli"]
+
+
+class Stack:
+    """A local stack on a data directory of its own. Use as a context manager."""
+
+    def __init__(self, data_dir: Path, *arguments: str) -> None:
+        self.data_dir = data_dir
+        self.output = ""
+        self._arguments = [*CLI, "up", "--data-dir", str(data_dir), "--port", "0", *arguments]
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def url(self) -> str:
+        note = read_run_file(self.data_dir)
+        assert note is not None, self.output
+        return note.gateway_url
+
+    def __enter__(self) -> "Stack":
+        self._process = subprocess.Popen(
+            self._arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            self.read_until("Serving.")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            rest, _none = self.process.communicate(timeout=60)
+            self.output += rest
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+
+    def read_until(self, text: str) -> None:
+        """Reads the command's output up to a line with `text`; fails with all of it when it ends before."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if text in line:
+                return
+        raise AssertionError(f"up ended with {self.process.wait()}:\n{self.output}\n{self.logs()}")
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(run_cli("status", "--json", "--data-dir", str(self.data_dir)).stdout)
+
+    def logs(self, pattern: str = "*.log") -> str:
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()}" for path in sorted((self.data_dir / "logs").glob(pattern))
+        )
+
+    def group_of(self, request_id: str) -> set[str]:
+        """The executors that accepted a request, by their logs."""
+        found = set()
+        for path in (self.data_dir / "logs").glob("executor-*.log"):
+            lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+            if any(line.get("request_id") == request_id and line["event"] == "accepted" for line in lines):
+                found.add(path.stem)
+        return found
+
+
+def run_cli(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One command of the CLI, to its end."""
+    return subprocess.run(
+        [*CLI, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+        check=False,
+    )

@@ -1,0 +1,185 @@
+"""The command line as a user sees it: up, status, chat, models, and what goes wrong."""
+
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from services.cli.models import DEFAULT_MODEL
+from services.cli.run_file import read_run_file
+from tests.e2e.stack import CLI, Stack, run_cli
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+def test_up_proves_itself_and_leaves_nothing_behind(tmp_path: Path, model_directory: Path) -> None:
+    with Stack(tmp_path) as stack:
+        assert "distributed system" in stack.output, "one answer is streamed as proof"
+        processes = stack.descendants()
+        names = " ".join(" ".join(process.cmdline()) for process in processes)
+        for part in ("nats-server", "gateway", "scheduler", "health_monitor", "services.executor", "rank"):
+            assert part in names
+        assert stack.url in stack.output
+        second = run_cli("up", "--data-dir", str(tmp_path), "--port", "0")
+        assert second.returncode == 1
+        assert second.stderr.startswith("error: Another stack already runs on the data directory")
+        stack.process.send_signal(signal.SIGINT)
+        assert stack.process.wait(60) == 0
+        _, alive = psutil.wait_procs(processes, timeout=5)
+        assert not alive
+    assert read_run_file(tmp_path) is None
+    assert "Stopped." in stack.output
+
+
+def test_nothing_outlives_a_killed_head(tmp_path: Path) -> None:
+    with Stack(tmp_path, "--engine", "stub", "--no-proof") as stack:
+        processes = stack.descendants()
+        stack.process.kill()
+        _, alive = psutil.wait_procs(processes, timeout=30)
+        assert not alive
+
+
+def test_status_has_its_promised_shape(two_groups: Stack) -> None:
+    status = two_groups.status()
+    assert set(status) == {"services", "groups"}
+    assert {one["name"] for one in status["services"]} == {
+        "gateway",
+        "scheduler",
+        "health-monitor",
+        "executor",
+    }
+    for service in status["services"]:
+        assert set(service) == {"name", "instance", "pid", "state"}
+        assert service["state"] == "ready"
+        assert psutil.pid_exists(service["pid"])
+    assert len(status["groups"]) == 2
+    for group in status["groups"]:
+        assert set(group) == {"group", "model", "state", "running", "waiting", "kv_used", "ranks"}
+        assert group["model"] == DEFAULT_MODEL
+        assert [set(rank) for rank in group["ranks"]] == [{"rank", "pid", "step"}]
+    table = run_cli("status", "--data-dir", str(two_groups.data_dir), COLUMNS="160").stdout
+    assert "group-0" in table
+    assert "health-monitor-0" in table
+
+
+def test_chat_answers(two_groups: Stack) -> None:
+    where = ("--data-dir", str(two_groups.data_dir))
+    one = run_cli(
+        "chat", "What is the capital of France?", "--temperature", "0", "--max-tokens", "20", *where
+    )
+    assert one.returncode == 0
+    assert "Paris" in one.stdout
+    talk = subprocess.run(
+        [*CLI, "chat", "--max-tokens", "8", *where],
+        input="Hello!\n\nAnd you?\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert talk.returncode == 0, talk.stderr
+    assert DEFAULT_MODEL in talk.stdout
+
+
+def test_every_service_answers_its_operations_paths(two_groups: Stack) -> None:
+    urls = {
+        word.strip(";")
+        for word in two_groups.output.replace("│", " ").split()
+        if word.startswith("http://127.0.0.1")
+    }
+    bases = {url.partition("/health")[0].removesuffix("/v1") for url in urls}
+    assert len(bases) == 5, two_groups.output
+    for base in bases:
+        for path in ("/health", "/ready", "/metrics"):
+            assert httpx.get(f"{base}{path}", trust_env=False).status_code == 200, f"{base}{path}"
+
+
+def test_one_request_id_is_in_every_log(two_groups: Stack) -> None:
+    body = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    headers = {"x-request-id": "follow-me"}
+    reply = httpx.post(
+        f"{two_groups.url}/v1/chat/completions", json=body, headers=headers, trust_env=False, timeout=60
+    )
+    assert reply.headers["x-request-id"] == "follow-me"
+    for service in ("gateway", "scheduler", "executor"):
+        assert "follow-me" in two_groups.logs(f"{service}-*.log"), service
+
+
+def test_models_list_shows_what_is_there(model_directory: Path) -> None:
+    listed = run_cli("models", "list", COLUMNS="200")
+    assert DEFAULT_MODEL in listed.stdout
+    assert "MB" in listed.stdout
+    pulled = run_cli("models", "pull")
+    assert pulled.returncode == 0
+    assert "is ready in" in pulled.stdout
+
+
+def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = run_cli("up", "--engine", "stub", "--port", port, "--data-dir", str(tmp_path))
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"error: Port {port} on 127.0.0.1 is taken by another program; stop it, or choose another with --port.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "int3"], "--dtype cannot be 'int3'; it is one of auto, bf16, fp32."),
+        (["--nats-url", "what"], "is no NATS address"),
+        (["--nats-url", "nats://127.0.0.1:1", "--engine", "stub"], "did not answer within"),
+        (["--model", "/nowhere/at/all"], "'/nowhere/at/all' is no model"),
+        (["--model", "/nowhere/model.gguf"], "does not exist; check the path"),
+        (["--model", "/etc/hostname"], "is neither a model directory nor a GGUF file"),
+    ],
+)
+def test_wrong_options_are_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = run_cli(
+        "up", "--port", "0", "--data-dir", str(tmp_path), *arguments, RYZANSTEIN_NATS_CONNECT_TIMEOUT="1"
+    )
+    assert result.returncode == 1
+    assert message in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr + result.stdout
+
+
+def test_a_corrupt_weights_file_is_said_and_nothing_is_left(tmp_path: Path, model_directory: Path) -> None:
+    broken = tmp_path / "broken-model"
+    shutil.copytree(model_directory, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1_000_000])
+    result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", str(broken))
+    assert result.returncode == 1
+    assert "model.safetensors" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert read_run_file(tmp_path / "data") is None
+
+
+def test_a_directory_that_is_no_model_is_said(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path), "--model", str(tmp_path / "empty"))
+    assert result.returncode == 1
+    assert "holds no config.json" in result.stderr
+
+
+def test_status_without_a_stack_says_what_to_do(tmp_path: Path) -> None:
+    result = run_cli("status", "--data-dir", str(tmp_path))
+    assert result.returncode == 1
+    assert "start one with `ryzanstein up`" in result.stderr
+
+
+def test_help_is_there_for_every_command() -> None:
+    for command in ([], ["up"], ["status"], ["chat"], ["models"], ["models", "pull"], ["serve"]):
+        result = run_cli(*command, "--help")
+        assert result.returncode == 0, command
+        assert "sage" in result.stdout
+    for service in ("gateway", "scheduler", "health-monitor", "executor"):
+        result = run_cli("serve", service, "--help")
+        assert result.returncode == 0, result.stderr
+        assert "--nats-url" in result.stdout

@@ -1,0 +1,226 @@
+"""The real model through the whole house, with the client that users have."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from services.cli.models import DEFAULT_MODEL
+from tests.e2e.stack import Stack
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+PROMPTS = [
+    f"Tell me one fact about {topic}."
+    for topic in ("the sea", "bread", "the moon", "bees", "glass", "rivers", "Rome", "winter")
+]
+
+
+Connect = Callable[[Stack], openai.OpenAI]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Makes official clients of a stack, and closes them."""
+    with contextlib.ExitStack() as clients:
+
+        def make(stack: Stack) -> openai.OpenAI:
+            http = clients.enter_context(httpx.Client(trust_env=False, timeout=120))
+            url = f"{stack.url}/v1"
+            return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
+
+        yield make
+
+
+def answer(client: openai.OpenAI, prompt: str, max_tokens: int = 32) -> str:
+    reply = client.chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=max_tokens,
+    )
+    return reply.choices[0].message.content or ""
+
+
+def reference(directory: Path, prompts: list[str], max_tokens: int = 32) -> list[str]:
+    """What transformers' own generate says, greedily, in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(directory))
+    model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+    texts = []
+    for prompt in prompts:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+        texts.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+def test_the_official_client_streams_sensible_english(connect: Connect, two_groups: Stack) -> None:
+    client = connect(two_groups)
+    assert [model.id for model in client.models.list()] == [DEFAULT_MODEL]
+    stream = client.chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=32,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert "Paris" in text
+    assert len(chunks) > 5, "it came in pieces"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_a_session_stays_on_its_group_and_reuses_its_cache(connect: Connect, two_groups: Stack) -> None:
+    client = connect(two_groups)
+    messages = [{"role": "user", "content": "Here is a list of words: " + "tree river stone cloud " * 20}]
+    groups = []
+    previous = 0
+    for turn in range(3):
+        request_id = f"session-turn-{turn}"
+        reply = client.chat.completions.create(
+            model=DEFAULT_MODEL,
+            messages=messages,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=24,
+            extra_headers={"X-Session-ID": "a-session", "x-request-id": request_id},
+        )
+        groups.append(two_groups.group_of(request_id))
+        assert reply.usage is not None
+        details = reply.usage.prompt_tokens_details
+        cached = (details.cached_tokens or 0) if details else 0
+        assert cached >= previous // 16 * 16 - 16, "all full blocks of the turn before"
+        previous = reply.usage.prompt_tokens
+        messages += [
+            {"role": "assistant", "content": reply.choices[0].message.content or ""},
+            {"role": "user", "content": "Go on."},
+        ]
+    assert len(groups[0]) == 1
+    assert groups == [groups[0]] * 3
+
+
+def test_both_groups_get_work(connect: Connect, two_groups: Stack) -> None:
+    client = connect(two_groups)
+    seen = set()
+    for number in range(8):
+        client.chat.completions.create(
+            model=DEFAULT_MODEL,
+            messages=[{"role": "user", "content": f"{number} is my number."}],
+            max_tokens=1,
+            extra_headers={"x-request-id": f"spread-{number}"},
+        )
+        seen |= two_groups.group_of(f"spread-{number}")
+    assert seen == {"executor-0", "executor-1"}
+
+
+async def test_concurrent_requests_say_what_they_say_alone(two_groups: Stack) -> None:
+    client = openai.AsyncOpenAI(
+        base_url=f"{two_groups.url}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=httpx.AsyncClient(trust_env=False, timeout=120),
+    )
+
+    async def ask(prompt: str) -> str:
+        reply = await client.chat.completions.create(
+            model=DEFAULT_MODEL,
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=32,
+            extra_headers={"X-Session-ID": "all-on-one-group"},
+        )
+        return reply.choices[0].message.content or ""
+
+    async with client:
+        alone = [await ask(prompt) for prompt in PROMPTS]
+        together = await asyncio.gather(*map(ask, PROMPTS))
+    assert together == alone
+
+
+def test_one_rank_two_ranks_and_transformers_say_the_same(
+    connect: Connect, two_groups: Stack, one_ring_of_two: Stack, model_directory: Path
+) -> None:
+    one, two = connect(two_groups), connect(one_ring_of_two)
+    expected = reference(model_directory, PROMPTS[:4])
+    assert [answer(one, prompt) for prompt in PROMPTS[:4]] == expected
+    assert [answer(two, prompt) for prompt in PROMPTS[:4]] == expected
+
+
+def test_seeded_sampling_does_not_depend_on_the_ring(
+    connect: Connect, two_groups: Stack, one_ring_of_two: Stack
+) -> None:
+    texts = set()
+    for stack in (two_groups, one_ring_of_two, two_groups):
+        reply = connect(stack).chat.completions.create(
+            model=DEFAULT_MODEL, messages=QUESTION, temperature=0.9, seed=7, max_tokens=24
+        )
+        texts.add(reply.choices[0].message.content)
+    assert len(texts) == 1
+
+
+def test_a_killed_rank_comes_back_and_the_answer_is_whole(connect: Connect, one_ring_of_two: Stack) -> None:
+    """The ring is lost in the middle of an answer; the answer is the one it would have been."""
+    client = connect(one_ring_of_two)
+    prompt = "Write a long story about a lighthouse."
+    expected = answer(client, prompt, max_tokens=60)
+    before = one_ring_of_two.status()["groups"][0]
+    stream = client.chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=60,
+        stream=True,
+    )
+    parts: list[str] = []
+    for chunk in stream:
+        parts.append(chunk.choices[0].delta.content or "")
+        if len(parts) == 10:
+            os.kill(before["ranks"][1]["pid"], signal.SIGKILL)
+    assert "".join(parts) == expected
+    after = one_ring_of_two.status()["groups"][0]
+    assert {rank["pid"] for rank in after["ranks"]}.isdisjoint(rank["pid"] for rank in before["ranks"])
+    assert answer(client, prompt, max_tokens=60) == expected
+
+
+def test_long_prompts_are_refused_and_short_ones_go_on(connect: Connect, two_groups: Stack) -> None:
+    client = connect(two_groups)
+    with pytest.raises(openai.BadRequestError) as caught:
+        answer(client, "word " * 10_000)
+    assert caught.value.code == "context_length_exceeded"
+    assert answer(client, PROMPTS[0], max_tokens=4)
+
+
+def test_gone_client_frees_its_place(connect: Connect, two_groups: Stack) -> None:
+    client = connect(two_groups)
+    stream = client.chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=[{"role": "user", "content": "Count for ever."}],
+        max_tokens=4000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 30
+    while any(group["running"] for group in two_groups.status()["groups"]):
+        assert time.monotonic() < deadline, "the generation goes on although its client has gone"

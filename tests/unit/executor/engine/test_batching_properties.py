@@ -1,0 +1,174 @@
+"""Continuous batching under any order of requests, cancellations, failures and steps."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.executor.engine.admission import BatchSettings
+from services.executor.engine.batching import ContinuousBatcher, Entries
+from services.executor.engine.plan import StepPlan
+from services.executor.engine.protocol import EngineSpec
+from services.executor.engine.sequence import Sequence
+from shared.errors import InternalError
+from shared.messages import LANES, GenerationRequest, SamplingParams
+from tests.unit.executor.engine.fake_engine import VOCAB, FakeEngine, undisturbed
+
+BLOCK = 4
+
+requests = st.builds(
+    GenerationRequest,
+    generation_id=st.integers(0, 11).map(str),
+    request_id=st.just("r"),
+    model=st.just("m"),
+    consumer=st.sampled_from(["gateway-a", "gateway-b"]),
+    # Few beginnings, so that prefixes are shared.
+    prompt=st.builds(
+        lambda start, n: [(start + i // 3) % VOCAB for i in range(n)], st.integers(0, 2), st.integers(1, 30)
+    ),
+    max_tokens=st.integers(1, 14),
+    sampling=st.builds(SamplingParams, seed=st.integers(0, 5)),
+    stop_token_ids=st.sampled_from([[], [3, 7, 11]]),
+    lane=st.sampled_from(LANES),
+    attempt=st.integers(0, 2),
+)
+
+
+class BatcherMachine(RuleBasedStateMachine):
+    """A tiny pool of blocks, so that preemption and eviction are the rule."""
+
+    @initialize(
+        blocks=st.integers(5, 12),
+        budget=st.integers(4, 20),
+        sequences=st.integers(1, 4),
+        context=st.integers(16, 60),
+    )
+    def build(self, blocks: int, budget: int, sequences: int, context: int) -> None:
+        self.spec = EngineSpec(BLOCK, blocks, context, VOCAB)
+        self.settings = BatchSettings(budget, sequences, max_waiting=8)
+        self.batcher = ContinuousBatcher(self.spec, self.settings, "m")
+        self.engine = FakeEngine(blocks, BLOCK)
+        self.flying: tuple[StepPlan, list[Sequence]] | None = None
+        self.open: dict[tuple[str, int], tuple[GenerationRequest, list[int]]] = {}
+        self.newest: dict[str, int] = {}
+        self.interfered: set[tuple[str, int]] = set()
+        self.replaced: set[tuple[str, int]] = set()
+
+    @rule(request=requests, continued=st.integers(0, 3))
+    def add(self, request: GenerationRequest, continued: int) -> None:
+        if request.attempt:
+            generated = undisturbed(request, continued)
+            request = GenerationRequest(**{**_fields(request), "generated": generated})
+        known = self.newest.get(request.generation_id, -1)
+        refusal = self.batcher.add(request)
+        if request.attempt <= known:
+            assert refusal is None
+            return
+        for key in [key for key in self.open if key[0] == request.generation_id]:
+            del self.open[key]
+            self.replaced.add(key)
+        total = len(request.prompt) + len(request.generated)
+        if refusal is None:
+            self.newest[request.generation_id] = request.attempt
+            self.open[request.generation_id, request.attempt] = (request, list(request.generated))
+        else:
+            assert refusal.retryable == (refusal.code == "queue_full")
+            capacity = min(self.spec.context_length - 1, self.spec.num_blocks * BLOCK)
+            assert (refusal.code == "context_length_exceeded") == (total > capacity)
+
+    @rule(ids=st.lists(st.integers(0, 11).map(str), min_size=1, max_size=3))
+    def cancel(self, ids: list[str]) -> None:
+        self.interfered |= {(i, self.newest[i]) for i in ids if i in self.newest}
+        self.batcher.cancel(ids)
+
+    @precondition(lambda self: self.flying is None)
+    @rule()
+    def schedule(self) -> None:
+        self.flying = self.batcher.schedule()
+        if self.flying is None:
+            self.receive(self.batcher.take_entries())
+
+    @precondition(lambda self: self.flying is not None)
+    @rule()
+    def update(self) -> None:
+        assert self.flying is not None
+        plan, sequences = self.flying
+        self.flying = None
+        self.receive(self.batcher.update(self.engine.execute(plan, [s.sampling for s in sequences])))
+
+    @precondition(lambda self: self.flying is not None)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        assert self.flying is not None
+        _, sequences = self.flying
+        rows = data.draw(st.sets(st.integers(0, len(sequences) - 1))) if sequences else set()
+        self.interfered |= {
+            (sequences[row].request.generation_id, sequences[row].request.attempt) for row in rows
+        }
+        self.flying = None
+        self.receive(self.batcher.fail_step(InternalError("NaN"), rows))
+
+    def receive(self, entries: Entries) -> None:
+        for consumer, batch in entries.items():
+            for entry in batch:
+                key = (entry.generation_id, entry.attempt)
+                if key in self.replaced:
+                    assert entry.finish, "a replaced attempt goes on"  # it ended before it was replaced
+                    continue
+                assert key in self.open, "an entry of nobody, or of an ended generation"
+                request, output = self.open[key]
+                assert request.consumer == consumer
+                assert entry.position == len(output), "a gap or a repeat"
+                output += entry.tokens
+                if entry.finish:
+                    del self.open[key]
+                    self.verify_end(request, output, entry.finish, entry.error_code)
+
+    def verify_end(self, request: GenerationRequest, output: list[int], finish: str, code: str) -> None:
+        assert output == undisturbed(request, len(output)), "the text is not the undisturbed run's"
+        key = (request.generation_id, request.attempt)
+        total = len(request.prompt) + len(output)
+        if finish == "stop":
+            assert output[-1] in request.stop_token_ids
+        elif finish == "length":
+            assert len(output) >= request.max_tokens or total >= self.spec.context_length
+        elif finish == "cancelled" or code == "internal_error":
+            assert key in self.interfered
+        else:
+            assert code == "context_length_exceeded"
+            assert total > self.spec.num_blocks * BLOCK
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "batcher"):
+            self.batcher.check()
+            assert self.engine.largest <= self.settings.max_batch_tokens
+
+    def teardown(self) -> None:
+        if not hasattr(self, "batcher"):
+            return
+        if self.flying is not None:
+            self.update()
+        steps = 0
+        while self.batcher.has_work:
+            self.schedule()
+            assert self.flying is not None or not self.batcher.has_work, "work that is never scheduled"
+            if self.flying is not None:
+                self.update()
+            steps += 1
+            assert steps < 3000, "livelock"
+        assert not self.open, "an accepted generation never ended"
+        self.batcher.check()
+        load = self.batcher.load()
+        assert load.free_blocks == load.total_blocks
+        assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
+
+
+def _fields(request: GenerationRequest) -> dict[str, object]:
+    return {name: getattr(request, name) for name in request.__struct_fields__}
+
+
+TestBatcherMachine = BatcherMachine.TestCase
+TestBatcherMachine.pytestmark = pytest.mark.timeout(400)
+"""A failure is made small before it is shown, and that takes a while."""
+TestBatcherMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

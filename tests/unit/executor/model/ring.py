@@ -1,0 +1,147 @@
+"""A ring in one process, one thread per rank, and step plans for sequences whose tokens are known."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.kv_cache.store import KvStore, StoreShape
+from services.executor.model.collectives import Collectives, SingleRank
+from services.executor.model.loader import load_config, load_model
+from services.executor.model.runner import ModelRunner
+from services.executor.model.sharding import ShardLayout
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+CPU = torch.device("cpu")
+Result = TypeVar("Result")
+
+
+class ThreadRing:
+    """What the members of a ring share."""
+
+    def __init__(self, world_size: int):
+        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.shared: list[Tensor] = [torch.empty(0)] * world_size
+
+
+class ThreadMember:
+    """`Collectives` between threads."""
+
+    def __init__(self, ring: ThreadRing, rank: int):
+        self._ring = ring
+        self.rank = rank
+        self.world_size = len(ring.shared)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        parts = self._exchange(tensor)
+        return tensor.copy_(torch.stack(parts).sum(0))
+
+    def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
+        parts = self._exchange(tensor)
+        assert [part.shape[-1] for part in parts] == list(widths)
+        return parts if self.rank == 0 else None
+
+    def barrier(self) -> None:
+        self._ring.barrier.wait()
+
+    def close(self) -> None:
+        return
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self._ring.shared[self.rank] = tensor.clone()
+        self._ring.barrier.wait()
+        parts = list(self._ring.shared)
+        self._ring.barrier.wait()
+        return parts
+
+
+def on_ring(world_size: int, work: Callable[[Collectives], Result]) -> list[Result]:
+    """`work` on each rank of a ring at once; the results in rank order. The first error is raised."""
+    if world_size == 1:
+        return [work(SingleRank())]
+    ring = ThreadRing(world_size)
+
+    def member(rank: int) -> Result:
+        try:
+            return work(ThreadMember(ring, rank))
+        except BaseException:
+            ring.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(member, rank) for rank in range(world_size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
+
+
+def make_runner(directory: Path, collectives: Collectives, dtype: torch.dtype = torch.float32) -> ModelRunner:
+    """A rank's model and store, ready to run."""
+    config = load_config(directory)
+    layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
+    model = load_model(directory, dtype, layout, collectives, CPU, lambda done, total: None)
+    shape = StoreShape(config.num_hidden_layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype)
+    return ModelRunner(model, KvStore(shape, NUM_BLOCKS, CPU), collectives, CPU)
+
+
+class Script:
+    """Steps over sequences of known tokens, each with a block table of blocks scattered over the store."""
+
+    def __init__(self, lengths: Sequence[int], vocab_size: int = 131):
+        random = np.random.default_rng(7)
+        self.sequences = [random.integers(0, vocab_size, length).tolist() for length in lengths]
+        blocks = random.permutation(NUM_BLOCKS).tolist()
+        needed = [-(-length // BLOCK_SIZE) for length in lengths]
+        starts = np.cumsum(needed) - needed
+        self._tables = [blocks[start : start + count] for start, count in zip(starts, needed, strict=True)]
+        self._done = [0] * len(lengths)
+
+    def step(self, tokens: dict[int, int], sample: bool = True) -> tuple[StepPlan, list[tuple[int, int]]]:
+        """(the plan that computes `tokens` {sequence: count}, decodes first; [(sequence, position)] sampled)."""
+        order = sorted(tokens, key=lambda sequence: tokens[sequence] > 1)
+        ids, positions, slots, contexts, tables, rows, sampled = [], [], [], [], [], [], []
+        for sequence in order:
+            begin = self._done[sequence]
+            end = self._done[sequence] = begin + tokens[sequence]
+            table = self._tables[sequence]
+            ids += self.sequences[sequence][begin:end]
+            positions += range(begin, end)
+            slots += [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(begin, end)]
+            contexts.append(end)
+            tables += table[: -(-end // BLOCK_SIZE)]
+            if sample:
+                rows.append(len(ids) - 1)
+                sampled.append((sequence, end - 1))
+        plan = StepPlan(
+            step=1,
+            num_decodes=sum(tokens[sequence] == 1 for sequence in order),
+            token_ids=to_bytes(ids),
+            positions=to_bytes(positions),
+            slots=to_bytes(slots),
+            query_lens=to_bytes([tokens[sequence] for sequence in order]),
+            context_lens=to_bytes(contexts),
+            block_tables=to_bytes(tables),
+            sample_rows=to_bytes(rows),
+        )
+        return plan, sampled
+
+
+def mixed_script() -> tuple[Script, list[tuple[StepPlan, list[tuple[int, int]]]]]:
+    """Chunked prefill, decodes and both at once, with contexts from one block to many."""
+    script = Script([47, 25, 14, 7])
+    steps = [
+        script.step({0: 16, 2: 11}),
+        script.step({2: 1, 0: 16, 1: 7}),
+        script.step({0: 13, 1: 16}, sample=False),
+        script.step({2: 1, 0: 1, 1: 1, 3: 6}),
+        script.step({3: 1, 2: 1, 0: 1, 1: 1}),
+    ]
+    return script, steps

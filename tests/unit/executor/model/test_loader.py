@@ -1,0 +1,215 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from services.executor.model.collectives import SingleRank
+from services.executor.model.loader import context_length, load_config, load_model
+from services.executor.model.sharding import ShardLayout
+from shared.errors import ModelLoadError
+from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
+from tests.unit.executor.model.tiny import make_model
+
+
+def load(directory: Path, world_size: int = 1, rank: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    layout = ShardLayout.from_config(load_config(directory), world_size, rank)
+    collectives = SingleRank() if world_size == 1 else ThreadMember(ThreadRing(world_size), rank)
+    return load_model(directory, dtype, layout, collectives, CPU, lambda done, total: None)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "copy"))
+
+
+def refused(directory: Path, reason: str, world_size: int = 1) -> None:
+    with pytest.raises(ModelLoadError, match=reason) as raised:
+        load(directory, world_size)
+    message = str(raised.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(directory: Path, edit: Any) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_rotary_frequencies_survive_the_meta_device(llama: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(str(llama)).model.rotary_emb.inv_freq
+    served = load(llama, dtype=torch.bfloat16).model.rotary_emb.inv_freq
+    assert served.dtype == torch.float32
+    assert torch.equal(served, expected)
+    assert torch.allclose(served, 10000.0 ** (-torch.arange(0, 16, 2) / 16))
+
+
+def test_progress_counts_the_bytes_of_this_rank(llama: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    layout = ShardLayout.from_config(load_config(llama), 2, 1)
+    model = load_model(
+        llama,
+        torch.bfloat16,
+        layout,
+        ThreadMember(ThreadRing(2), 1),
+        CPU,
+        lambda done, total: reports.append((done, total)),
+    )
+    held = sum(parameter.numel() * 2 for parameter in model.parameters())
+    assert reports[0] == (0, held)
+    assert reports[-1] == (held, held)
+    assert reports == sorted(reports)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_tied_head_shares_memory_with_the_embedding(llama: Path) -> None:
+    model = load(llama, 2, 1)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert tuple(model.lm_head.weight.shape) == (66, 72)
+
+
+def test_weights_in_several_files(tmp_path: Path, llama: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(str(llama)).save_pretrained(str(tmp_path), max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    whole, pieces = load(llama).state_dict(), load(tmp_path).state_dict()
+    assert all(torch.equal(whole[name], pieces[name]) for name in whole)
+    last = sorted(tmp_path.glob("*.safetensors"))[-1]
+    last.unlink()
+    refused(tmp_path, f"{last.name} is missing")
+
+
+def test_index_that_names_what_is_not_there(tmp_path: Path, llama: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(str(llama)).save_pretrained(str(tmp_path), max_shard_size="60KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.ghost"] = next(iter(content["weight_map"].values()))
+    index.write_text(json.dumps(content))
+    refused(tmp_path, "names model.ghost")
+    index.write_text('{"weight_map": {"a": "../../elsewhere.safetensors"}}')
+    refused(tmp_path, "damaged")
+    index.write_text("{")
+    refused(tmp_path, "damaged")
+
+
+def test_weights_saved_without_the_prefix_and_with_old_buffers(copy: Path, llama: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+        tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+
+    edit_weights(copy, edit)
+    whole, renamed = load(llama).state_dict(), load(copy).state_dict()
+    assert all(torch.equal(whole[name], renamed[name]) for name in whole)
+
+
+def test_directories_that_are_no_model(tmp_path: Path, copy: Path) -> None:
+    refused(tmp_path / "none", "does not exist")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "has no config.json")
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    refused(copy, "only pytorch_model.bin, where model.safetensors")
+    (copy / "pytorch_model.bin").unlink()
+    refused(copy, "no weights")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_type": "no-such-model"}'])
+def test_configurations_that_cannot_be_read(copy: Path, content: str) -> None:
+    (copy / "config.json").write_text(content)
+    refused(copy, "config.json in .* is not one that can be served")
+
+
+def test_damaged_weights(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:5], b"", b"\xff" * 64):
+        weights.write_bytes(damaged)
+        refused(copy, "damaged or was not fetched to its end")
+
+
+def test_weights_of_another_model(copy: Path) -> None:
+    edit_weights(copy, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    refused(copy, "no tensor model.layers.1.mlp.up_proj.weight")
+
+
+def test_weights_of_another_shape(copy: Path) -> None:
+    edit_config(copy, intermediate_size=112)
+    refused(copy, r"has the shape \[96, 72\] where config.json calls for \[112, 72\]", world_size=2)
+
+
+def test_weights_the_model_has_no_place_for(copy: Path) -> None:
+    edit_weights(copy, lambda tensors: tensors.update({"model.layers.0.extra": torch.zeros(2)}))
+    refused(copy, "a tensor model.layers.0.extra that the architecture does not use")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+        ({"kv_lora_rank": 8}, "latent attention"),
+        ({"alibi": True}, "ALiBi"),
+        ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+    ],
+)
+def test_configurations_that_would_compute_something_else(
+    copy: Path, changes: dict[str, object], reason: str
+) -> None:
+    edit_config(copy, **changes)
+    refused(copy, reason)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "world_size", "reason"),
+    [
+        ("qwen3_moe", 1, "mixture of experts"),
+        ("gemma2", 1, "attn_logit_softcapping"),
+        ("gpt2", 1, "no parallel plan"),
+        ("phi3", 2, "serve it with --tp 1"),
+        ("olmo2", 2, "serve it with --tp 1"),
+        ("cohere", 2, "spans several heads"),
+    ],
+)
+def test_architectures_that_are_not_served(
+    tmp_path: Path, model_type: str, world_size: int, reason: str
+) -> None:
+    changes: dict[str, Any] = {"use_qk_norm": True} if model_type == "cohere" else {}
+    make_model(tmp_path, model_type, num_attention_heads=4, num_key_value_heads=2, **changes)
+    refused(tmp_path, reason, world_size)
+
+
+def test_unknown_parallel_style_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(load_config(copy))
+    plan = {**kind.base_model_tp_plan, "layers.*.mlp.up_proj": "diagonal"}
+    monkeypatch.setattr(kind, "base_model_tp_plan", plan)
+    refused(copy, "style 'diagonal' for layers.0.mlp.up_proj")
+
+
+def test_old_names_of_parallel_styles(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(load_config(copy))
+    plan = {**kind.base_model_tp_plan, "layers.*.mlp.up_proj": "colwise_rep"}
+    monkeypatch.setattr(kind, "base_model_tp_plan", plan)
+    assert isinstance(load(copy).model.layers[0].mlp.up_proj, nn.Linear)
+    refused(copy, "serve it with --tp 1", world_size=2)
+
+
+def test_context_length(copy: Path) -> None:
+    assert context_length(load_config(copy)) == 128
+    with pytest.raises(ModelLoadError, match="max_position_embeddings"):
+        context_length(object())

@@ -1,0 +1,60 @@
+"""Small random models in the directory format of the real ones, and what transformers computes with them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+BASE = {
+    "hidden_size": 72,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "vocab_size": 131,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "qwen3": {"attention_bias": True},
+    "mistral": {"sliding_window": 10},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {"logits_scaling": 3.0, "attention_bias": True, "mlp_bias": True},
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 9,
+    },
+}
+"""What sets each of them apart: uneven heads, biases, per-head norms, windows, layers without rotary
+embeddings, scaled logits and a bias on row-parallel layers, mixed windows and a scaled embedding."""
+
+
+def make_model(directory: Path, model_type: str, **changes: Any) -> Path:
+    """Saves a random fp32 model whose weights are large enough for its logits to tell tokens apart."""
+    settings = {**BASE, **ARCHITECTURES.get(model_type, {}), **changes}
+    config = CONFIG_MAPPING[model_type](**settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = torch.randn(parameter.shape)
+            parameter.copy_(1 + 0.1 * spread if "norm" in name else 0.12 * spread)
+    model.save_pretrained(str(directory))
+    return directory
+
+
+def reference_logits(directory: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """transformers' own logits for each whole sequence: float32 [tokens, vocab] each."""
+    model = AutoModelForCausalLM.from_pretrained(
+        str(directory), attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.inference_mode():
+        return [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
