@@ -184,14 +184,12 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
     """Dequantises a GGUF file into a directory of bf16 safetensors, in a process of the executor's code."""
     command = [sys.executable, "-m", "services.executor.model.convert", str(gguf), str(directory)]
     error = ""
-    with tempfile.TemporaryFile("w+") as complaints:
-        process = subprocess.Popen(  # noqa: S603  # our own words
-            command,
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            text=True,
-            preexec_fn=die_with_parent(),
-        )
+    with (
+        tempfile.TemporaryFile("w+") as complaints,
+        subprocess.Popen(  # noqa: S603  # our own words
+            command, stdout=subprocess.PIPE, stderr=complaints, text=True, preexec_fn=die_with_parent()
+        ) as process,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             report = msgspec.json.decode(line, type=_ConversionReport)

@@ -119,27 +119,29 @@ def test_a_session_stays_on_its_group_and_reuses_its_cache(connect: Connect, two
     assert groups == [groups[0]] * 3
 
 
-def test_both_groups_get_work(connect: Connect, two_groups: Stack) -> None:
-    client = connect(two_groups)
-    seen = set()
-    for number in range(8):
-        client.chat.completions.create(
+def connect_async(stack: Stack) -> openai.AsyncOpenAI:
+    http = httpx.AsyncClient(trust_env=False, timeout=120)
+    return openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, http_client=http)
+
+
+async def test_requests_at_the_same_time_are_spread_over_the_groups(two_groups: Stack) -> None:
+    async def ask(client: openai.AsyncOpenAI, number: int) -> set[str]:
+        await client.chat.completions.create(
             model=DEFAULT_MODEL,
             messages=[{"role": "user", "content": f"{number} is my number."}],
-            max_tokens=1,
+            max_tokens=4,
             extra_headers={"x-request-id": f"spread-{number}"},
         )
-        seen |= two_groups.group_of(f"spread-{number}")
-    assert seen == {"executor-0", "executor-1"}
+        return two_groups.group_of(f"spread-{number}")
+
+    async with connect_async(two_groups) as client:
+        groups = await asyncio.gather(*(ask(client, number) for number in range(8)))
+    assert all(len(group) == 1 for group in groups)
+    assert set.union(*groups) == {"executor-0", "executor-1"}
 
 
 async def test_concurrent_requests_say_what_they_say_alone(two_groups: Stack) -> None:
-    client = openai.AsyncOpenAI(
-        base_url=f"{two_groups.url}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=httpx.AsyncClient(trust_env=False, timeout=120),
-    )
+    client = connect_async(two_groups)
 
     async def ask(prompt: str) -> str:
         reply = await client.chat.completions.create(

@@ -1,0 +1,92 @@
+"""The chat client against a server that is real and misbehaves."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from services.cli.chat import ChatClient
+from shared.errors import RyzansteinError, Unavailable
+
+CHUNK = 'data: {"choices":[{"index":0,"delta":{"content":"%s"}}]}\n\n'
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with what the test has put into `status` and `body`."""
+
+    status: ClassVar[int] = 200
+    body: ClassVar[str] = ""
+    models: ClassVar[str] = '{"data":[{"id":"m"}]}'
+    asked: ClassVar[list[bytes]] = []
+
+    def do_GET(self) -> None:
+        self._send(200, self.models)
+
+    def do_POST(self) -> None:
+        self.asked.append(self.rfile.read(int(self.headers["content-length"])))
+        self._send(self.status, self.body)
+
+    def _send(self, status: int, body: str) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body.encode())))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatClient]:
+    monkeypatch.setattr(Handler, "asked", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    client = ChatClient(f"http://127.0.0.1:{server.server_address[1]}")
+    yield client
+    client.close()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_conversation_is_kept(client: ChatClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "body", CHUNK % "Hel" + CHUNK % "lo" + "data: [DONE]\n\n")
+    assert "".join(client.ask("Hi")) == "Hello"
+    assert "".join(client.ask("Again", max_tokens=3, temperature=0)) == "Hello"
+    assert b'"assistant","content":"Hello"' in Handler.asked[1].replace(b", ", b",").replace(b": ", b":")
+    assert b'"max_tokens"' in Handler.asked[1]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (400, '{"error":{"message":"The prompt is too long."}}', "The prompt is too long."),
+        (502, "<html>", "The gateway answered 502 Bad Gateway"),
+        (200, 'data: {"error":{"message":"It broke."}}\n\n', "It broke."),
+        (200, CHUNK % "half", "closed the stream before the answer was whole"),
+    ],
+)
+def test_what_goes_wrong_is_said(
+    client: ChatClient, monkeypatch: pytest.MonkeyPatch, status: int, body: str, message: str
+) -> None:
+    monkeypatch.setattr(Handler, "status", status)
+    monkeypatch.setattr(Handler, "body", body)
+    with pytest.raises(RyzansteinError, match=message):
+        list(client.ask("Hi"))
+    assert client.messages == [], "a half answer is not part of the conversation"
+
+
+def test_no_model_yet(client: ChatClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "models", '{"data":[]}')
+    with pytest.raises(Unavailable, match="serves no model yet"):
+        client.choose_model()
+
+
+def test_nobody_there() -> None:
+    client = ChatClient("http://127.0.0.1:1")
+    with pytest.raises(Unavailable, match="start the stack with `ryzanstein up`"):
+        client.choose_model()
+    client.close()
