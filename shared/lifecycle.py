@@ -135,9 +135,7 @@ class Service(abc.ABC):
             if self._bus is not None:
                 await self.stop()
         finally:
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._cancel_tasks()
             if self._http is not None:
                 await self._http.stop()
             self.state = "gone"
@@ -145,6 +143,14 @@ class Service(abc.ABC):
             if self._bus is not None:
                 await self._bus.close()
             log.info("stopped")
+
+    async def _cancel_tasks(self) -> None:
+        """Ends the background tasks. More than once, since `asyncio.wait_for` of Python 3.11 can swallow
+        a cancellation that meets its result."""
+        while self._tasks:
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=0.5)
 
     async def _beat(self) -> None:
         while True:

@@ -95,6 +95,8 @@ class GroupLoad(msgspec.Struct, frozen=True):
     free_blocks: int = 0
     """KV blocks that can be had at once (free, or cached but unused)."""
     total_blocks: int = 0
+    version: int = 0
+    """Grows with each report of the ring's leader: of two reports the larger is the newer."""
 
 
 class DispatchBatch(msgspec.Struct, frozen=True):

@@ -93,25 +93,41 @@ class Bucket(Generic[T]):
     async def watch(self) -> AsyncIterator[tuple[str, T | None] | None]:
         """Yields every present (key, value), then None once, then each change; a value of None is a deletion.
 
-        Goes on for ever: a lost watcher is opened again, and everything present is yielded anew.
+        Goes on for ever. A lost watcher is opened again: everything present is yielded anew, and what
+        was deleted meanwhile as a deletion. A value that cannot be decoded is logged and left out.
         """
-        caught_up = False
+        known: set[str] = set()
+        first = True
         while True:
+            present: set[str] | None = set()
             try:
-                watcher = await self._store.watchall()
-                async with asyncio.timeout(None):
-                    async for update in watcher:
-                        if update is None:
-                            if not caught_up:
-                                caught_up = True
-                                yield None
-                            continue
-                        deleted = update.operation is not None
-                        value = None if deleted else self._decoder.decode(update.value or b"")
-                        yield unescape(update.key), value
+                async for update in await self._store.watchall():
+                    if update is None:  # all that was there has been yielded
+                        for key in known - (present or set()):
+                            yield key, None
+                        known, present = present or set(), None
+                        if first:
+                            first = False
+                            yield None
+                        continue
+                    key = unescape(update.key)
+                    deleted = update.operation is not None
+                    value = None if deleted else self._decode(key, update.value)
+                    if value is None and not deleted:
+                        continue
+                    current = known if present is None else present
+                    (current.discard if deleted else current.add)(key)
+                    yield key, value
             except (nats.errors.Error, TimeoutError) as error:
                 log.debug("watch_lost", error=str(error))
             await asyncio.sleep(0.2)
+
+    def _decode(self, key: str, payload: bytes | None) -> T | None:
+        try:
+            return self._decoder.decode(payload or b"")
+        except msgspec.DecodeError as error:
+            log.warning("undecodable_value", key=key, error=str(error))
+            return None
 
 
 async def _create(jetstream: JetStreamContext, name: str, ttl: float | None) -> KeyValue:

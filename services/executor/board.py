@@ -40,6 +40,7 @@ class _Header(IntEnum):
     OUTPUT_TOKENS = 10
     CACHED_TOKENS = 11
     PREEMPTIONS = 12
+    VERSION = 13
     SIZE = 16
 
 
@@ -116,6 +117,7 @@ class RingBoard:
         words[_Header.WAITING_TOKENS] = load.waiting_tokens
         words[_Header.FREE_BLOCKS] = load.free_blocks
         words[_Header.TOTAL_BLOCKS] = load.total_blocks
+        words[_Header.VERSION] = load.version
 
     def loop_beat(self) -> None:
         """The leader's event loop turns."""
@@ -151,6 +153,7 @@ class RingBoard:
             waiting_tokens=words[_Header.WAITING_TOKENS],
             free_blocks=words[_Header.FREE_BLOCKS],
             total_blocks=words[_Header.TOTAL_BLOCKS],
+            version=words[_Header.VERSION],
         )
 
     @property

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 
 from services.executor.board import RingBoard, RingState
@@ -34,6 +35,7 @@ from shared.messages import (
     DispatchBatch,
     DispatchReply,
     GenerationRequest,
+    GroupLoad,
     ModelCard,
     Refusal,
     TokenEntry,
@@ -70,6 +72,7 @@ class Leader:
         self._wake = asyncio.Event()
         self._draining = False
         self._drain_by = 0.0
+        self._load_version = 0
 
     async def run(self) -> None:
         """Loads, serves until drained. Raises what makes the ring unusable."""
@@ -85,7 +88,7 @@ class Leader:
             ),
             self._model,
         )
-        self._board.set_load(self._batcher.load())
+        self._report_load()
         self._bus = await Bus.connect(self._settings, f"executor/{self._spec.instance}/rank-0")
         beating = asyncio.create_task(self._beat())
         try:
@@ -143,9 +146,7 @@ class Leader:
                 reason=refusal.code if refusal else "",
             )
         self._wake.set()
-        load = self._batcher.load()
-        self._board.set_load(load)
-        return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, load)
+        return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, self._report_load())
 
     async def _on_control(self, command: ControlCommand) -> ControlReply:
         if isinstance(command, Cancel):
@@ -154,6 +155,13 @@ class Leader:
         else:
             self._drain()
         return ControlReply(ok=True)
+
+    def _report_load(self) -> GroupLoad:
+        """Puts the load on the board; returns it for a reply."""
+        self._load_version += 1
+        load = msgspec.structs.replace(self._batcher.load(), version=self._load_version)
+        self._board.set_load(load)
+        return load
 
     def _refuse_draining(self, request: GenerationRequest) -> Refusal:
         reason = f"The group {self._spec.group} is draining; another takes the request."
@@ -179,7 +187,7 @@ class Leader:
             scheduled = self._batcher.schedule()
             if scheduled is None:
                 await self._publish(self._batcher.take_entries())
-                self._board.set_load(self._batcher.load())
+                self._report_load()
                 if not self._batcher.has_work and not self._draining:
                     self._wake.clear()
                     await self._wake.wait()
@@ -189,7 +197,7 @@ class Leader:
             entries = await self._execute(plan, sequences)
             prompt_tokens = len(plan.token_ids) // 4 - plan.num_decodes
             self._board.add_step(time.perf_counter_ns() - began, prompt_tokens, len(sequences))
-            self._board.set_load(self._batcher.load())
+            self._report_load()
             await self._publish(entries)
 
     async def _execute(self, plan: StepPlan, sequences: list[Sequence]) -> Entries:

@@ -1,37 +1,22 @@
 """A service's life on a real NATS: ready, heartbeats, signals, faults, taken ports."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
-from typing import ClassVar
+from pathlib import Path
 
 import httpx
 import pytest
 
-from shared import lifecycle, subjects
+from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import InternalError, PortInUse
-from shared.lifecycle import Service
-from shared.messages import Heartbeat, ServiceName
-from tests.threads import nats_in_thread
-
-
-class Example(Service):
-    name: ClassVar[ServiceName] = "scheduler"
-    fault: BaseException | None = None
-
-    async def start(self) -> None:
-        self.stopped = False
-        if self.fault is not None:
-            self.spawn(self._break(self.fault), "break")
-
-    async def stop(self) -> None:
-        self.stopped = True
-
-    async def _break(self, fault: BaseException) -> None:
-        raise fault
+from shared.messages import Heartbeat
+from tests.example_service import Example
+from tests.processes import service_process
 
 
 async def _beats(bus: Bus) -> "asyncio.Queue[Heartbeat]":
@@ -87,20 +72,27 @@ async def test_a_taken_port_is_named(nats_settings: CommonSettings) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_main_ends_on_a_signal(number: signal.Signals) -> None:
-    class SignalsItself(Example):
-        async def start(self) -> None:
-            await super().start()
-            os.kill(os.getpid(), number)
+async def test_the_process_ends_well_on_a_signal(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, number: signal.Signals
+) -> None:
+    async with service_process(
+        bus, nats_settings, "tests.example_service", tmp_path, instance="example"
+    ) as process:
+        await process.wait_ready()
+        assert await process.end(number) == 0
+    events = [json.loads(line) for line in process.log.read_text().splitlines()]
+    assert [event["event"] for event in events] == ["ready", "stopped"]
+    assert {event["instance"] for event in events} == {"example"}
 
-    with nats_in_thread() as (url, user, password):
-        arguments = ["--nats-url", url, "--nats-user", user, "--nats-password", password]
-        assert lifecycle.main(SignalsItself, CommonSettings, "test", arguments) == 0
 
-
-def test_main_prints_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--nats-url", "nats://127.0.0.1:1", "--nats-connect-timeout", "0.3"]
-    assert lifecycle.main(Example, CommonSettings, "test", arguments) == 1
-    error = capfd.readouterr().err
-    assert error.splitlines()[-1].startswith("error: NATS at nats://127.0.0.1:1 did not answer within 0.3 s")
-    assert "Traceback" not in error
+async def test_what_is_expected_to_go_wrong_is_one_sentence(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    nowhere = ["--nats-url", "nats://127.0.0.1:1", "--nats-connect-timeout", "0.3"]
+    async with service_process(
+        bus, nats_settings, "tests.example_service", tmp_path, *nowhere, instance="example"
+    ) as process:
+        assert await asyncio.wait_for(process.process.wait(), 20) == 1
+    lines = process.log.read_text().splitlines()
+    assert lines[-1].startswith("error: NATS at nats://127.0.0.1:1 did not answer within 0.3 s")
+    assert not any("Traceback" in line for line in lines)

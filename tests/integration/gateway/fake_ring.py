@@ -32,7 +32,12 @@ Behaviour = Callable[["FakeRing", GenerationRequest], Awaitable[None]]
 
 def stub_card(name: str = MODEL, **changes: object) -> ModelCard:
     card = ModelCard(
-        model=name, context_length=2048, vocab_size=256, eos_token_ids=[0], tokenizer="", created=1_700_000_000
+        model=name,
+        context_length=2048,
+        vocab_size=256,
+        eos_token_ids=[0],
+        tokenizer="",
+        created=1_700_000_000,
     )
     return msgspec.structs.replace(card, **changes)
 
@@ -67,6 +72,7 @@ class FakeRing:
         self.epoch = epoch
         self.behave: Behaviour = say
         self.requests: list[GenerationRequest] = []
+        self.answered = 0
         self.cancelled: set[str] = set()
         self.commanded: set[str] = set()
         self._step = 0
@@ -147,16 +153,21 @@ class FakeRing:
         source = await jetstream.pull_subscribe(
             subjects.ALL_INTAKE, durable="fake-ring", stream=subjects.INTAKE_STREAM
         )
-        while True:
-            with contextlib.suppress(nats.errors.TimeoutError):
-                for message in await source.fetch(64, timeout=5):
+        try:
+            while True:
+                with contextlib.suppress(nats.errors.TimeoutError):
+                    (message,) = await source.fetch(1, timeout=5)
                     request = msgspec.msgpack.decode(message.data, type=GenerationRequest)
                     await message.ack_sync()
                     self.requests.append(request)
                     self._spawn(self._answer(request))
+        finally:  # else the server would hand the next request to nobody
+            await source.unsubscribe()
+            await self.bus.flush()
 
     async def _answer(self, request: GenerationRequest) -> None:
         await self.behave(self, request)
+        self.answered += 1
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -1,5 +1,6 @@
 """Chat completions and completions over HTTP, as the official client and curl see them."""
 
+import asyncio
 import json
 
 import httpx
@@ -37,7 +38,11 @@ async def test_a_chat_is_answered_whole(client: openai.AsyncOpenAI, ring: FakeRi
     assert answer.choices[0].finish_reason == "stop"
     assert answer.object == "chat.completion"
     assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 13, 16)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        3,
+        13,
+        16,
+    )
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 3  # never more than the prompt has
     request = ring.requests[0]
@@ -198,7 +203,9 @@ async def test_ids_of_requests_and_sessions_reach_the_ring(http: httpx.AsyncClie
 async def test_what_benchmarks_send_is_taken(http: httpx.AsyncClient, ring: FakeRing) -> None:
     answer = await http.post(
         CHAT,
-        json=body(ignore_eos=True, min_tokens=5, max_tokens=5, temperature=0, user="u", metadata={}, tools=[]),
+        json=body(
+            ignore_eos=True, min_tokens=5, max_tokens=5, temperature=0, user="u", metadata={}, tools=[]
+        ),
     )
     assert answer.status_code == 200
     assert ring.requests[0].stop_token_ids == []
@@ -226,8 +233,6 @@ async def test_operations_endpoints_are_on_the_same_port(http: httpx.AsyncClient
 
 
 async def test_many_at_once(gateway: RunningGateway, ring: FakeRing) -> None:
-    import asyncio
-
     ring.behave = saying("A rather longer answer than the others have.")
     async with gateway.openai() as client:
         answers = await asyncio.gather(

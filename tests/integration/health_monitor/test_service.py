@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -246,3 +249,29 @@ async def test_metrics_are_served(nats_settings: CommonSettings, seen: Seen, exe
         await writer.wait_closed()
     assert 'ryzanstein_health_groups{state="ready"} 1.0' in text
     assert 'ryzanstein_health_beats_total{service="executor"}' in text
+
+
+async def test_the_process_starts_and_ends_in_order(
+    nats_settings: CommonSettings, seen: Seen, executor: Executor
+) -> None:
+    environment = {
+        **os.environ,
+        "RYZANSTEIN_NATS_URL": nats_settings.nats_url,
+        "RYZANSTEIN_NATS_USER": nats_settings.nats_user,
+        "RYZANSTEIN_NATS_PASSWORD": nats_settings.nats_password.get_secret_value(),
+    }
+    options = ["--instance", "monitor", "--beat-interval", "0.05"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.health_monitor", *options, env=environment
+    )
+    try:
+        executor.start()
+        await seen.until_state("g", "ready")
+        await seen.until(lambda: "monitor" in seen.services and seen.services["monitor"].state == "ready")
+        assert seen.services["monitor"].pid == process.pid
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 15) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

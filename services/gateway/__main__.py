@@ -1,0 +1,8 @@
+"""`python -m services.gateway`: the gateway as a process."""
+
+from services.gateway.service import GatewayService
+from services.gateway.settings import GatewaySettings
+from shared import lifecycle
+
+if __name__ == "__main__":
+    raise SystemExit(lifecycle.main(GatewayService, GatewaySettings, "ryzanstein serve gateway"))

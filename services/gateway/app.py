@@ -1,0 +1,157 @@
+"""The ASGI application: routes, and around them request ids, errors, logs and metrics."""
+
+import secrets
+import time
+from typing import Any
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router, WebSocketRoute
+
+from services.gateway.backend import Backend
+from services.gateway.errors import RouteError, describe, headers_of, status_of
+from services.gateway.http_io import header, send_json
+from services.gateway.mailbox import ClientGone
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
+from services.gateway.settings import GatewaySettings
+from services.gateway.validation import check_request_id
+from services.gateway.websocket import StreamSocket
+from shared.errors import InvalidRequest
+from shared.telemetry import OpsApp, Receive, Scope, Send
+
+log = structlog.get_logger(__name__)
+
+CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
+CLIENT_GONE = 499
+"""nginx's status for a request that its client gave up; in logs and metrics alone."""
+
+
+class GatewayApp:
+    """Every answer carries an x-request-id; every error is in OpenAI's shape."""
+
+    def __init__(
+        self, backend: Backend, ops: OpsApp, settings: GatewaySettings, metrics: GatewayMetrics
+    ) -> None:
+        limit = settings.body_limit
+        self._metrics = metrics
+        self._socket = StreamSocket(backend, settings.max_generations_per_socket)
+        self._router = Router(
+            routes=[
+                Route(CHAT, CompletionsRoute("chat.completions", backend, limit), methods=["POST"]),
+                Route(COMPLETIONS, CompletionsRoute("completions", backend, limit), methods=["POST"]),
+                Route(MODELS, ModelsRoute(backend), methods=["GET"]),
+                Route(MODELS + "/{model:path}", ModelRoute(backend), methods=["GET"]),
+                WebSocketRoute(STREAM, self._socket),
+                *(Route(path, ops) for path in OpsApp.paths),
+            ],
+            redirect_slashes=False,
+            default=_not_found,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return
+        scope["app"] = self  # lets the router raise where it would else answer in plain text
+        if scope["path"] in OpsApp.paths:
+            await self._router(scope, receive, send)
+            return
+        exchange = _Exchange(scope, send)
+        try:
+            exchange.take_request_id()
+            await self._router(scope, receive, exchange.send)
+        except Exception as error:
+            await exchange.fail(error)
+        finally:
+            self._account(scope, exchange)
+
+    def _account(self, scope: Scope, exchange: "_Exchange") -> None:
+        if scope["type"] != "http":
+            return
+        seconds = time.perf_counter() - exchange.began
+        route, model = _route(scope["path"]), scope["state"].get("model", "")
+        self._metrics.requests.labels(route, model, exchange.status).inc()
+        self._metrics.duration.labels(route).observe(seconds)
+        log.info(
+            "request",
+            method=scope["method"],
+            path=scope["path"],
+            status=exchange.status,
+            model=model,
+            milliseconds=round(seconds * 1000, 1),
+        )
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.began = time.perf_counter()
+        self.status = 0
+        self._scope = scope
+        self._send = send
+        self.request_id = f"req-{secrets.token_hex(12)}"
+        self._remember()
+
+    def take_request_id(self) -> None:
+        """The client's, where it sent one. Raises `InvalidParameter`."""
+        given = check_request_id(header(self._scope, b"x-request-id"))
+        if given:
+            self.request_id = given
+            self._remember()
+
+    def _remember(self) -> None:
+        self._scope.setdefault("state", {})["request_id"] = self.request_id
+        structlog.contextvars.bind_contextvars(request_id=self.request_id)
+
+    async def send(self, message: Any) -> None:
+        if message["type"] in ("http.response.start", "websocket.accept"):
+            self.status = message.get("status", 101)
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"x-request-id", self.request_id.encode()),
+            ]
+        await self._send(message)
+
+    async def fail(self, error: Exception) -> None:
+        """Answers with `error`, if there was no answer yet."""
+        if isinstance(error, ClientGone):
+            self.status = CLIENT_GONE
+            return
+        if isinstance(error, HTTPException):
+            error = _route_error(self._scope, error)
+        if not isinstance(error, InvalidRequest):
+            log_failure(error)
+        if self._scope["type"] == "websocket":
+            await self._send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
+        elif not self.status:
+            await send_json(self.send, status_of(error), describe(error, self.request_id), headers_of(error))
+
+
+def _route_error(scope: Scope, error: HTTPException) -> RouteError:
+    """What the router raised, in our words."""
+    allow = (error.headers or {}).get("Allow", "")
+    return RouteError(
+        f"Not allowed to {scope['method']} {scope['path'][:256]}; allowed: {allow or 'other methods'}.",
+        status=error.status_code,
+        reason="method_not_allowed",
+        allow=allow,
+    )
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        raise RouteError(f"The WebSocket is at {STREAM}.", status=404, reason="unknown_url")
+    hint = "it is a WebSocket" if scope["path"] == STREAM else "see /v1/models for what is here"
+    raise RouteError(
+        f"Unknown request URL: {scope['method']} {scope['path'][:256]}; {hint}.",
+        status=404,
+        reason="unknown_url",
+    )
+
+
+def _route(path: str) -> str:
+    """The route of `path`, for metrics: one of few."""
+    if path in (CHAT, COMPLETIONS, MODELS):
+        return path
+    return MODELS + "/{model}" if path.startswith(MODELS + "/") else "other"

@@ -1,0 +1,70 @@
+"""What the routes work with: there once the service has started, closed to new work when it stops."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from services.gateway.catalog import Catalog
+from services.gateway.intake import Intake
+from shared.errors import Unavailable
+
+
+def shutting_down() -> Unavailable:
+    """What requests are told while the gateway stops."""
+    return Unavailable("The gateway is shutting down; send the request again.", retry_after=1)
+
+
+class Backend:
+    """Opened by the service, asked by the routes, which are built before NATS is connected."""
+
+    def __init__(self) -> None:
+        self._intake: Intake | None = None
+        self._catalog: Catalog | None = None
+        self._draining = False
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self, intake: Intake, catalog: Catalog) -> None:
+        """From now on requests are taken."""
+        self._intake, self._catalog = intake, catalog
+
+    def drain(self) -> None:
+        """From now on new requests are refused."""
+        self._draining = True
+
+    @property
+    def intake(self) -> Intake:
+        """For a new request. Raises `Unavailable`."""
+        if self._draining:
+            raise shutting_down()
+        if self._intake is None:
+            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
+        return self._intake
+
+    @property
+    def catalog(self) -> Catalog:
+        """Raises `Unavailable`."""
+        if self._catalog is None:
+            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
+        return self._catalog
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Around the work for one request."""
+        self._active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    async def idle(self, within: float) -> bool:
+        """Waits until no request is being worked on; False when that takes longer than `within` seconds."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), within)
+        except TimeoutError:
+            return False
+        return True

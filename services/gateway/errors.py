@@ -1,0 +1,102 @@
+"""Errors as the HTTP and WebSocket edge shows them: a status, and a body in OpenAI's shape."""
+
+from typing import Any
+
+import msgspec
+
+from shared.errors import (
+    BrokerUnavailable,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoGroupAvailable,
+    PayloadTooLarge,
+    QueueFull,
+    RyzansteinError,
+    Unavailable,
+    UnknownModel,
+)
+
+_STATUS: list[tuple[type[RyzansteinError], int]] = [
+    (UnknownModel, 404),
+    (ContextLengthExceeded, 400),
+    (PayloadTooLarge, 413),
+    (QueueFull, 429),
+    (NoGroupAvailable, 503),
+    (DeadlineExceeded, 504),
+    (BrokerUnavailable, 503),
+    (Unavailable, 503),
+]
+_RETRY_AFTER = {429: 1.0, 503: 2.0, 504: 2.0}
+
+
+class InvalidParameter(InvalidRequest):
+    """A field of the request is wrong; `reason` is OpenAI's code for how, e.g. `invalid_type`."""
+
+    def __init__(self, message: str, *, param: str | None, reason: str) -> None:
+        super().__init__(message, param=param)
+        self.reason = reason
+
+
+class RouteError(InvalidRequest):
+    """The URL or method is wrong."""
+
+    def __init__(self, message: str, *, status: int, reason: str, allow: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.allow = allow
+        """Methods that the URL takes, for the header of that name."""
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status for `error`; 500 for what is a fault of ours."""
+    if isinstance(error, RouteError):
+        return error.status
+    for kind, status in _STATUS:
+        if isinstance(error, kind):
+            return status
+    return 400 if isinstance(error, InvalidRequest) else 500
+
+
+def describe(error: BaseException, request_id: str) -> ErrorBody:
+    """`error` for the client. A fault of ours shows nothing of our insides, only the request's id."""
+    status = status_of(error)
+    if status == 500 or not isinstance(error, RyzansteinError):
+        message = (
+            "The server failed on this request by a fault of its own; "
+            f"report it with the request id {request_id}."
+        )
+        return ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
+    code = getattr(error, "reason", None) or error.code
+    return ErrorBody(ErrorDetail(error.message, _type(status), error.param, code))
+
+
+def _type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def headers_of(error: BaseException) -> dict[str, str]:
+    """Headers that belong to `error`: Retry-After (whole seconds, at least 1) and Allow."""
+    headers: dict[str, str] = {}
+    seconds: Any = getattr(error, "retry_after", None) or _RETRY_AFTER.get(status_of(error))
+    if seconds is not None:
+        headers["retry-after"] = str(max(1, round(seconds)))
+    if isinstance(error, RouteError) and error.allow:
+        headers["allow"] = error.allow
+    return headers

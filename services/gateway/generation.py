@@ -1,0 +1,233 @@
+"""The life of one generation, decided without I/O: entries, losses and time in, decisions out.
+
+received ──▶ queued ──▶ dispatched ──▶ running ──▶ finished | failed | cancelled
+               ▲            │             │
+               └── recovering ◀───────────┘         attempt + 1, prompt plus the tokens so far
+"""
+
+import enum
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from services.gateway.token_stream import TokenStream
+from shared.errors import RingLost, RyzansteinError, Unavailable, error_from_code
+from shared.messages import GenerationRequest, TokenEntry
+
+State = Literal[
+    "received", "queued", "dispatched", "running", "recovering", "finished", "failed", "cancelled"
+]
+Deliver = Callable[[int, TokenEntry | RyzansteinError], None]
+
+QUEUE_PATIENCE = 6
+"""Times that the journal is read more rarely for a generation that may just be waiting its turn."""
+MAX_GAP_REPLAYS = 5
+"""Replays that may leave a gap open: the journal is written a moment after the live message."""
+
+
+class Decision(enum.Enum):
+    """What the shell has to do now."""
+
+    NOTHING = enum.auto()
+    REPLAY = enum.auto()
+    """Read the journal: tokens are missing, or have not come for too long."""
+    RECOVER = enum.auto()
+    """Hand the request in again."""
+    EXPIRE = enum.auto()
+    """Nobody produced a token in time: end it with an error."""
+    ENDED = enum.auto()
+    """Forget it; the client has been told."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bounds of a generation's life."""
+
+    max_attempts: int
+    """Times that a request is handed in again."""
+    token_timeout: float
+    """Seconds without a new token after which the generation has failed."""
+    stall: float
+    """Seconds without a new token after which the journal is read; doubles each time."""
+
+
+class Generation:
+    """One choice of a client's request. Times are seconds of a monotonic clock, `started_at` is unix time."""
+
+    __slots__ = (
+        "_deliver",
+        "_gap_replays",
+        "_limits",
+        "_stall",
+        "cached_tokens",
+        "epoch",
+        "group",
+        "index",
+        "intake_sequence",
+        "last_progress",
+        "request",
+        "started_at",
+        "state",
+        "stream",
+        "suspect_until",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        index: int,
+        limits: Limits,
+        deliver: Deliver,
+        *,
+        now: float,
+        started_at: float,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self._limits = limits
+        self._deliver = deliver
+        self.state: State = "received"
+        self.stream = TokenStream()
+        self.tokens: list[int] = []
+        self.cached_tokens = 0
+        self.group = ""
+        """The ring that the current attempt's entries come from; empty while none has come."""
+        self.epoch = 0
+        self.intake_sequence = 0
+        """Where the request stands in the intake stream."""
+        self.suspect_until = 0.0
+        """Until when the request may have been in a ring that was lost before its first entry."""
+        self.started_at = started_at
+        self.last_progress = now
+        self._stall = limits.stall
+        self._gap_replays = 0
+
+    @property
+    def id(self) -> str:
+        return self.request.generation_id
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("finished", "failed", "cancelled")
+
+    # --- what happens to it ----------------------------------------------------------------------
+
+    def queued(self, sequence: int) -> None:
+        """The intake stream has stored the current attempt's request as number `sequence`."""
+        self.intake_sequence = sequence
+        if self.state in ("received", "recovering"):
+            self.state = "queued"
+
+    def on_entry(self, group: str, epoch: int, entry: TokenEntry, now: float) -> Decision:
+        """An entry of this generation has come, live or from the journal."""
+        if self.ended or entry.attempt != self.stream.attempt:
+            return Decision.NOTHING
+        self._seen_in(group, epoch, entry)
+        had_gap = self.stream.gap
+        for fresh in self.stream.accept(entry):
+            self.last_progress, self._stall = now, self._limits.stall
+            if fresh.tokens or fresh.finish in ("stop", "length"):
+                self.state = "running"
+                self.tokens += fresh.tokens
+                self._deliver(self.index, fresh)
+            if fresh.finish:
+                return self._on_finish(group, fresh)
+        if self.stream.gap:
+            return Decision.NOTHING if had_gap else Decision.REPLAY
+        self._gap_replays = 0
+        return Decision.NOTHING
+
+    def on_group_lost(self, group: str, epoch: int) -> Decision:
+        """The ring's life `epoch` of `group`, and all before it, are over."""
+        lost = not self.ended and self.group == group and self.epoch <= epoch
+        return Decision.RECOVER if lost else Decision.NOTHING
+
+    def on_replayed(self) -> Decision:
+        """The journal has been read to its newest frame."""
+        if self.ended or not self.stream.gap:
+            return Decision.NOTHING
+        self._gap_replays += 1
+        return Decision.RECOVER if self._gap_replays > MAX_GAP_REPLAYS else Decision.REPLAY
+
+    def on_time(self, now: float) -> Decision:
+        """To be asked now and then."""
+        if self.ended:
+            return Decision.NOTHING
+        quiet = now - self.last_progress
+        if quiet >= self._limits.token_timeout:
+            return Decision.EXPIRE
+        if quiet >= self._stall * (1 if self.group else QUEUE_PATIENCE):
+            self._stall *= 2
+            return Decision.REPLAY
+        return Decision.NOTHING
+
+    # --- what is done to it ----------------------------------------------------------------------
+
+    def next_attempt(self, now: float, deadline: float) -> GenerationRequest | None:
+        """The request to hand in again, or None when it has ended instead. `deadline` is unix time."""
+        if self._complete():
+            return None
+        attempt = self.stream.attempt + 1
+        if attempt > self._limits.max_attempts:
+            self.fail(
+                RingLost(
+                    f"The executor group was lost {attempt} times while it worked on this request; "
+                    "try again later.",
+                    retry_after=5,
+                )
+            )
+            return None
+        self.stream.restart(attempt)
+        self.state = "recovering"
+        self.group, self.epoch, self.suspect_until = "", 0, 0.0
+        self.last_progress, self._stall, self._gap_replays = now, self._limits.stall, 0
+        self.request = msgspec.structs.replace(
+            self.request, generated=list(self.tokens), attempt=attempt, lane="recovery", deadline=deadline
+        )
+        return self.request
+
+    def fail(self, error: RyzansteinError) -> None:
+        """Ends it with `error`."""
+        if not self.ended:
+            self.state = "failed"
+            self._deliver(self.index, error)
+
+    def cancel(self) -> None:
+        """Ends it because nobody wants more of it; nothing is delivered any more."""
+        if not self.ended:
+            self.state = "cancelled"
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _seen_in(self, group: str, epoch: int, entry: TokenEntry) -> None:
+        if group:
+            self.group, self.epoch, self.suspect_until = group, epoch, 0.0
+            if self.state in ("queued", "recovering", "received"):
+                self.state = "dispatched"
+        if entry.cached_tokens and not self.cached_tokens:
+            self.cached_tokens = min(entry.cached_tokens, len(self.request.prompt))
+
+    def _on_finish(self, group: str, entry: TokenEntry) -> Decision:
+        if entry.finish == "error" and entry.retryable and group:
+            return Decision.RECOVER
+        if entry.finish == "error":
+            self.fail(error_from_code(entry.error_code, entry.error or "The generation failed."))
+        elif entry.finish == "cancelled":
+            self.fail(Unavailable("The generation was cancelled by the operator; try again.", retry_after=1))
+        else:
+            self.state = "finished"
+        return Decision.ENDED
+
+    def _complete(self) -> bool:
+        """Ends a generation of which only the last word is missing."""
+        reason: Literal["stop", "length", ""] = ""
+        if self.tokens and self.tokens[-1] in self.request.stop_token_ids:
+            reason = "stop"
+        elif len(self.tokens) >= self.request.max_tokens:
+            reason = "length"
+        if reason:
+            self.state = "finished"
+            end = TokenEntry(self.id, self.stream.attempt, len(self.tokens), [], finish=reason)
+            self._deliver(self.index, end)
+        return bool(reason)

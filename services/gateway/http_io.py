@@ -1,0 +1,90 @@
+"""ASGI in small pieces: bodies with a limit, JSON answers, event streams, the client's going."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from services.gateway.errors import InvalidParameter
+from services.gateway.mailbox import ClientGone, Mailbox
+from shared.errors import PayloadTooLarge
+from shared.telemetry import Receive, Scope, Send
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """A request header by its lower-case name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises `PayloadTooLarge`, before it is read where its length is told; `ClientGone`."""
+    length = header(scope, b"content-length")
+    if length is not None and length.isdigit() and int(length) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            break
+    if header(scope, b"content-encoding") not in (None, "identity"):
+        raise InvalidParameter(
+            "Compressed request bodies are not supported; send the body as it is.",
+            param="content-encoding",
+            reason="unsupported_encoding",
+        )
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The request body is larger than {limit:,} bytes; shorten the request.")
+
+
+async def watch_disconnect(receive: Receive, mailbox: Mailbox) -> None:
+    """Closes `mailbox` when the client goes. The body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    mailbox.close(ClientGone())
+
+
+async def send_json(
+    send: Send, status: int, body: bytes | msgspec.Struct, headers: Mapping[str, str] | None = None
+) -> None:
+    """A whole answer."""
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    head += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": data})
+
+
+class EventStream:
+    """Server-sent events (WHATWG HTML, section 9.2). Begins with the first write."""
+
+    _HEAD = (
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    )
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def write(self, chunks: Sequence[bytes], *, position: int | None = None, end: bool = False) -> None:
+        """One event for each of `chunks`, in one write; `position` becomes the id of the last one."""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
+        body = b"data: " + b"\n\ndata: ".join(chunks)
+        body += b"\n\n" if position is None else b"\nid: %d\n\n" % position
+        await self._send({"type": "http.response.body", "body": body, "more_body": not end})

@@ -1,0 +1,138 @@
+"""Request bodies, as OpenAI defines them, with the extensions that vLLM made common.
+
+A field that is null counts as not given. Fields of OpenAI's API that this server does not have are
+declared too, so that they can be refused by name (see `validation.py`) and not as if they were typing
+errors; any other field is refused as unknown.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Only false has no effect to miss: nothing is ever padded here."""
+
+
+class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a message's content. Only `text` is supported."""
+
+    type: str
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    refusal: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of a conversation; what a client echoes back of an answer is allowed where it is empty."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+    refusal: str | None = None
+    audio: Any = None
+    annotations: Any = None
+
+
+class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What chat completions and completions have in common."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+
+    # vLLM's extensions
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+
+    # OpenAI's, accepted without effect
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+
+    # OpenAI's, refused unless neutral
+    service_tier: Any = None
+    store: Any = None
+
+
+class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    # refused unless neutral
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions. `prompt`: a string, strings, token ids, or lists of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+    # refused unless neutral
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields of OpenAI's API that are not supported, with the values that ask for nothing (null always)."""

@@ -1,0 +1,82 @@
+"""The gateway as a service: what it starts, what it stops, and in which order."""
+
+import asyncio
+from typing import Any, ClassVar
+
+from services.gateway.app import GatewayApp
+from services.gateway.backend import Backend, shutting_down
+from services.gateway.build import Parts
+from services.gateway.catalog import Catalog
+from services.gateway.generations import Generations
+from services.gateway.intake import Intake
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings
+from services.gateway.tokenizer_store import TokenizerStore
+from shared.errors import BrokerUnavailable
+from shared.lifecycle import Service
+from shared.messages import ServiceName
+from shared.telemetry import OpsApp
+
+LAST_WORDS = 2.0
+"""Seconds that streams get to write their error when the time to drain is over."""
+
+
+class GatewayService(Service):
+    """Serves the API until it is told to stop; then lets running streams end."""
+
+    name: ClassVar[ServiceName] = "gateway"
+    settings: GatewaySettings
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        super().__init__(settings)
+        self.settings = settings
+        self._metrics = GatewayMetrics(self.registry)
+        self._backend = Backend()
+        self._generations: Generations | None = None
+        self._catalog: Catalog | None = None
+
+    def listen_port(self) -> int:
+        return self.settings.port
+
+    def make_app(self) -> Any:
+        ops = OpsApp(self.health, self.registry)
+        return GatewayApp(self._backend, ops, self.settings, self._metrics)
+
+    def server_options(self) -> dict[str, Any]:
+        return {
+            "http": "httptools",
+            "ws": "websockets-sansio",
+            "ws_max_size": self.settings.body_limit,
+            "ws_per_message_deflate": False,  # small messages: time is dearer than bytes
+            "timeout_keep_alive": 75,
+            "server_header": False,
+        }
+
+    async def start(self) -> None:
+        generations = Generations(self.bus, self.instance, self.settings, self._metrics)
+        tokenizers = TokenizerStore(self.bus)
+        catalog = Catalog(self.bus, on_card=tokenizers.prefetch, on_lost=generations.on_group_lost)
+        self._generations, self._catalog = generations, catalog
+        await generations.start(catalog.has_ready_group)
+        self.spawn(catalog.watch_models(), "models")
+        self.spawn(catalog.watch_groups(), "groups")
+        self.spawn(generations.tokens.run(), "journal")
+        self.spawn(generations.run(), "timeouts")
+        try:
+            await asyncio.wait_for(catalog.wait(), self.settings.nats_connect_timeout)
+        except TimeoutError:
+            raise BrokerUnavailable(
+                "NATS answers, but its buckets `models` and `groups` cannot be read; is JetStream enabled?"
+            ) from None
+        parts = Parts(self.settings, self.instance, generations, self._metrics)
+        self._backend.open(Intake(parts, catalog, tokenizers), catalog)
+
+    async def stop(self) -> None:
+        self._backend.drain()
+        if self._generations is None or self._catalog is None:
+            return
+        if not await self._backend.idle(self.settings.drain_timeout):
+            self._generations.fail_all(shutting_down())
+            await self._backend.idle(LAST_WORDS)
+        self._catalog.stop()
+        await self._generations.stop()

@@ -1,0 +1,27 @@
+"""Which conversation a request belongs to, for sticky routing. Pure."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+SESSION_TOKENS = 64
+"""Tokens of a plain prompt that make its session key; a shorter prompt has none."""
+
+
+def conversation_key(messages: Sequence[Mapping[str, str]]) -> str:
+    """The session of a conversation that names none: the hash of its beginning.
+
+    The first system message and the first user message stay the same from turn to turn.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for role in ("system", "user"):
+        first = next((message["content"] for message in messages if message["role"] == role), "")
+        digest.update(f"{len(first)}:{first}".encode())
+    return f"auto-{digest.hexdigest()}"
+
+
+def prompt_key(prompt: Sequence[int]) -> str:
+    """The session of a plain prompt: the hash of its beginning; "" when it is too short to tell."""
+    if len(prompt) < SESSION_TOKENS:
+        return ""
+    beginning = ",".join(map(str, prompt[:SESSION_TOKENS])).encode()
+    return f"auto-{hashlib.blake2b(beginning, digest_size=16).hexdigest()}"

@@ -1,0 +1,30 @@
+"""The gateway's settings."""
+
+from pydantic import Field
+
+from shared.config import CommonSettings
+
+
+class GatewaySettings(CommonSettings):
+    """OpenAI-compatible edge: REST, SSE and WebSocket."""
+
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the API and of /health, /ready and /metrics; 0: the system chooses."""
+    body_limit: int = Field(default=4 << 20, gt=0)
+    """Largest request body or WebSocket message, in bytes."""
+    token_timeout: float = Field(default=600.0, gt=0)
+    """Seconds to wait for the first token, and for each next one."""
+    stall_timeout: float = Field(default=10.0, gt=0)
+    """Seconds without a token after which the journal is read for one that was missed."""
+    max_generations: int = Field(default=4096, gt=0)
+    """Generations in flight; beyond them requests are refused with 429."""
+    max_generations_per_socket: int = Field(default=256, gt=0)
+    """Generations in flight on one WebSocket connection."""
+    default_max_tokens: int = Field(default=0, ge=0)
+    """Output tokens of a chat completion that names no limit; 0: what is left of the context."""
+    recovery_attempts: int = Field(default=3, ge=0)
+    """Times that a request is handed in again after its group was lost."""
+    drain_timeout: float = Field(default=20.0, ge=0)
+    """Seconds that running streams get to end when the gateway stops."""
+    pending_frames: int = Field(default=65_536, gt=0)
+    """Token frames that may wait to be read; when there are more, the journal fills the gap."""

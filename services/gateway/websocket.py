@@ -1,0 +1,219 @@
+"""/v1/stream: several generations at once on one WebSocket connection.
+
+Every message is one JSON object in a text frame (binary frames with the same content are read too).
+
+    client                                                                    server
+    {"type": "generate", "id": "a", "endpoint": "chat.completions",
+     "request": {...}}                                             ──▶
+                                     ◀── {"type": "chunk", "id": "a", "position": 3, "chunk": {...}}  0 to n times
+                                     ◀── {"type": "done", "id": "a"}
+    {"type": "cancel", "id": "a"}                                  ──▶
+                                     ◀── {"type": "done", "id": "a", "cancelled": true}
+    {"type": "ping"}                                               ──▶
+                                     ◀── {"type": "pong"}
+                                     ◀── {"type": "error", "id": "a", "error": {...}}
+
+- `id` is the client's name for a generation, 1 to 64 characters, unique among those that have not ended.
+- `endpoint` is `chat.completions` (the default) or `completions`, and `request` is the body that the
+  REST endpoint of that name takes. It is always streamed; `stream` need not be given.
+- `chunk` is the endpoint's streaming chunk. `position` is the number of output tokens whose text has been
+  sent whole; it is missing when the request has more than one choice.
+- Each generation ends with exactly one `done` or `error`; after it its id is free again. `error` is
+  OpenAI's error object. An error with `id` null is about a message that could not be understood. The
+  connection stays open after any error.
+- An error with `"refused": true` is about a message (an id that is in use, the cancelling of an unknown
+  id), not about the generation of that id: that one goes on.
+- Closing the connection cancels everything on it. The headers X-Session-ID and x-request-id of the
+  handshake hold for all of its generations.
+"""
+
+import asyncio
+import contextlib
+from typing import Any, Literal
+
+import msgspec
+import structlog
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from services.gateway.backend import Backend
+from services.gateway.build import Context
+from services.gateway.errors import InvalidParameter, describe
+from services.gateway.http_io import header
+from services.gateway.intake import Endpoint
+from services.gateway.mailbox import ClientGone, Mailbox
+from services.gateway.rest import log_failure
+from services.gateway.validation import check_session_id, decode
+from shared.errors import QueueFull
+from shared.telemetry import Receive, Scope, Send
+
+log = structlog.get_logger(__name__)
+
+
+class ClientMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Any message of a client."""
+
+    type: Literal["generate", "cancel", "ping"]
+    id: str = ""
+    endpoint: Endpoint = "chat.completions"
+    request: msgspec.Raw = msgspec.Raw()
+
+
+_decoder = msgspec.json.Decoder(ClientMessage)
+_encode = msgspec.json.encode
+
+
+class StreamSocket:
+    """The route; each connection is a `_Connection`."""
+
+    def __init__(self, backend: Backend, max_generations: int) -> None:
+        self._backend = backend
+        self._max_generations = max_generations
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        socket = WebSocket(scope, receive, send)
+        context = Context(scope["state"]["request_id"], check_session_id(header(scope, b"x-session-id")))
+        await socket.accept()
+        await _Connection(socket, self._backend, context, self._max_generations).serve()
+
+
+class _Cancelled(Exception):
+    """The client cancelled this generation."""
+
+
+class _Refused(InvalidParameter):
+    """A message that does not fit the state of the generation it names."""
+
+
+class _Connection:
+    def __init__(self, socket: WebSocket, backend: Backend, context: Context, max_generations: int) -> None:
+        self._socket = socket
+        self._backend = backend
+        self._context = context
+        self._max_generations = max_generations
+        self._sending = asyncio.Lock()
+        self._mailboxes: dict[str, Mailbox | None] = {}
+        """Unfinished generations by the client's name; None until the request is prepared."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Until the client closes."""
+        try:
+            while True:
+                message = await self._socket.receive()
+                if message["type"] == "websocket.disconnect":
+                    break
+                await self._handle(message.get("text") or message.get("bytes") or "")
+        except WebSocketDisconnect:
+            pass
+        finally:
+            await self._cancel_all()
+
+    async def _handle(self, text: str | bytes) -> None:
+        identity = None
+        try:
+            body = text.encode() if isinstance(text, str) else text
+            message = decode(body, _decoder)
+            if message.type == "ping":
+                await self._send(b'{"type":"pong"}')
+                return
+            identity = self._check_id(message)
+            if message.type == "generate":
+                self._begin(message)
+            else:
+                self._cancel(message.id)
+        except (InvalidParameter, QueueFull) as error:
+            await self._send_error(identity, error)
+
+    def _check_id(self, message: ClientMessage) -> str:
+        if not 1 <= len(message.id) <= 64:
+            raise InvalidParameter(
+                "Invalid 'id': expected 1 to 64 characters.", param="id", reason="invalid_value"
+            )
+        return message.id
+
+    def _begin(self, message: ClientMessage) -> None:
+        if message.id in self._mailboxes:
+            raise _Refused(
+                f"Invalid 'id': '{message.id}' is the id of a generation that has not ended; choose another.",
+                param="id",
+                reason="duplicate_id",
+            )
+        if not bytes(message.request):
+            raise InvalidParameter(
+                "Missing required parameter: 'request'.", param="request", reason="missing_required_parameter"
+            )
+        if len(self._mailboxes) >= self._max_generations:
+            raise QueueFull(
+                f"This connection has {len(self._mailboxes)} generations in flight and may have no more; "
+                "wait for one to end."
+            )
+        self._mailboxes[message.id] = None
+        task = asyncio.create_task(self._generate(message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _cancel(self, identity: str) -> None:
+        if identity not in self._mailboxes:
+            raise _Refused(
+                f"Invalid 'id': no generation '{identity}' is under way.", param="id", reason="unknown_id"
+            )
+        mailbox = self._mailboxes[identity]
+        if mailbox is None:
+            mailbox = self._mailboxes[identity] = Mailbox()
+        mailbox.close(_Cancelled())
+
+    async def _generate(self, message: ClientMessage) -> None:
+        """One generation, from its request to `done` or `error`."""
+        last: dict[str, Any] = {"type": "done", "id": message.id}
+        try:
+            with self._backend.active():
+                await self._run(message)
+        except _Cancelled:
+            last["cancelled"] = True
+        except (ClientGone, WebSocketDisconnect):
+            return
+        except Exception as error:
+            log_failure(error)
+            last = self._error(message.id, error)
+        finally:
+            self._mailboxes.pop(message.id, None)
+        await self._send(_encode(last))
+
+    async def _run(self, message: ClientMessage) -> None:
+        run = await self._backend.intake.prepare(message.endpoint, message.request, self._context)
+        if self._mailboxes[message.id] is not None:  # cancelled while it was tokenized
+            raise _Cancelled
+        self._mailboxes[message.id] = run.mailbox
+        try:
+            await run.submit()
+            head = b'{"type":"chunk","id":' + _encode(message.id)
+            async with contextlib.aclosing(run.chunks()) as chunks:
+                async for batch in chunks:
+                    position = run.position
+                    place = b"" if position is None else b',"position":%d' % position
+                    for chunk in batch:
+                        await self._send(head + place + b',"chunk":' + chunk + b"}")
+        finally:
+            run.close()
+
+    async def _cancel_all(self) -> None:
+        for mailbox in self._mailboxes.values():
+            if mailbox is not None:
+                mailbox.close(ClientGone())
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send_error(self, identity: str | None, error: Exception) -> None:
+        await self._send(_encode(self._error(identity, error)))
+
+    def _error(self, identity: str | None, error: Exception) -> dict[str, Any]:
+        detail = describe(error, self._context.request_id).error
+        message: dict[str, Any] = {"type": "error", "id": identity, "error": detail}
+        return message | {"refused": True} if isinstance(error, _Refused) else message
+
+    async def _send(self, message: bytes) -> None:
+        """One at a time; waits for a client that reads slowly."""
+        async with self._sending:
+            await self._socket.send({"type": "websocket.send", "text": message.decode()})

@@ -1,0 +1,10 @@
+"""`python -m services.health_monitor`: one health monitor process."""
+
+from services.health_monitor.service import HealthMonitorService
+from services.health_monitor.settings import HealthMonitorSettings
+from shared import lifecycle
+
+if __name__ == "__main__":
+    raise SystemExit(
+        lifecycle.main(HealthMonitorService, HealthMonitorSettings, "ryzanstein serve health-monitor")
+    )

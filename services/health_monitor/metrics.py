@@ -1,0 +1,21 @@
+"""A health monitor's Prometheus metrics."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+_PREFIX = "ryzanstein_health"
+
+
+class HealthMetrics:
+    """One object per service, in the service's own registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.beats = Counter(f"{_PREFIX}_beats", "Heartbeats received.", ["service"], registry=registry)
+        self.instances = Gauge(
+            f"{_PREFIX}_instances", "Service instances by state.", ["service", "state"], registry=registry
+        )
+        self.groups = Gauge(f"{_PREFIX}_groups", "Executor groups by state.", ["state"], registry=registry)
+        self.events = Counter(f"{_PREFIX}_events", "Group events published.", ["kind"], registry=registry)
+        self.writes = Counter(f"{_PREFIX}_writes", "Records written.", registry=registry)
+        self.write_failures = Counter(
+            f"{_PREFIX}_write_failures", "Records that the broker did not take.", registry=registry
+        )

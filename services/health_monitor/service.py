@@ -1,0 +1,88 @@
+"""The health monitor service: heartbeats in, group states out."""
+
+import asyncio
+
+from services.health_monitor.detector import Detector
+from services.health_monitor.metrics import HealthMetrics
+from services.health_monitor.registry import Registry
+from services.health_monitor.settings import HealthMonitorSettings
+from shared import subjects
+from shared.lifecycle import Service
+from shared.messages import Heartbeat
+
+TICK = 0.1
+"""Seconds between two looks at who has not been heard of."""
+GATHER = 0.05
+"""Seconds in which changes are gathered before they are written: events do not wait for it."""
+
+
+class HealthMonitorService(Service):
+    """Says who is alive, busy, hung or gone. Several may run side by side."""
+
+    name = "health-monitor"
+
+    def __init__(self, settings: HealthMonitorSettings) -> None:
+        super().__init__(settings)
+        self._settings = settings
+        self._metrics = HealthMetrics(self.registry)
+        self._detector = Detector(
+            hung_after=settings.hung_after,
+            gone_after=settings.gone_after,
+            forget_after=settings.forget_after,
+        )
+        self._registry: Registry | None = None
+        self._dirty = asyncio.Event()
+        self._stopping = False
+
+    async def start(self) -> None:
+        registry = self._registry = await Registry.open(self.bus, self._metrics, self._settings.load_interval)
+        now = asyncio.get_running_loop().time()
+        services, groups = await registry.load(now)
+        self._detector.restore(services, groups, now)
+        self.bus.on_reconnect(lambda: self._detector.pardon(asyncio.get_running_loop().time()))
+        await self.bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
+        self.spawn(self._tick(), "tick")
+        self.spawn(self._write(registry), "registry")
+
+    async def stop(self) -> None:
+        """Ends in order: the buckets keep what is known, another monitor goes on from there.
+
+        A cancellation alone can be lost: before Python 3.12 `wait_for`, which nats-py uses, swallows one
+        that meets its result.
+        """
+        self._stopping = True
+        self._dirty.set()
+
+    async def _on_beat(self, beat: Heartbeat) -> None:
+        assert self._registry is not None, "the registry is opened before beats arrive"
+        self._metrics.beats.labels(beat.service).inc()
+        events = self._detector.observe(beat, asyncio.get_running_loop().time())
+        await self._registry.announce(events)
+        self._dirty.set()
+
+    async def _tick(self) -> None:
+        assert self._registry is not None, "the registry is opened before the first tick"
+        while True:
+            if self.bus.connected:
+                await self._registry.announce(self._detector.tick(asyncio.get_running_loop().time()))
+            self._dirty.set()
+            await asyncio.sleep(TICK)
+
+    async def _write(self, registry: Registry) -> None:
+        """Writes whenever something may have changed; beats that arrive meanwhile are written together."""
+        while not self._stopping:
+            await self._dirty.wait()
+            self._dirty.clear()
+            services, groups = self._detector.services(), self._detector.groups()
+            self._count(self._detector)
+            await registry.write(services, groups, asyncio.get_running_loop().time())
+            await asyncio.sleep(GATHER)
+
+    def _count(self, detector: Detector) -> None:
+        """Sets the gauges."""
+        self._metrics.groups.clear()
+        self._metrics.instances.clear()
+        for group in detector.groups():
+            self._metrics.groups.labels(group.state).inc()
+        for service in detector.services():
+            self._metrics.instances.labels(service.name, service.state).inc()

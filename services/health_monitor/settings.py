@@ -1,0 +1,18 @@
+"""Settings of a health monitor."""
+
+from pydantic import Field
+
+from shared.config import CommonSettings
+
+
+class HealthMonitorSettings(CommonSettings):
+    """What a health monitor needs to know beside the common settings."""
+
+    hung_after: float = Field(default=5.0, gt=0)
+    """Seconds without progress after which a rank with a step in flight is hung."""
+    gone_after: float = Field(default=5.0, gt=0)
+    """Seconds without a heartbeat after which an instance is gone."""
+    forget_after: float = Field(default=60.0, gt=0)
+    """Seconds for which something that is gone is still listed."""
+    load_interval: float = Field(default=1.0, ge=0)
+    """Seconds between two records of a group's load, at least; a change of state is written at once."""

@@ -1,0 +1,1 @@
+"""Placement: which group gets a request, in what order, in what batch."""

@@ -1,0 +1,8 @@
+"""`python -m services.scheduler`: one scheduler process."""
+
+from services.scheduler.service import SchedulerService
+from services.scheduler.settings import SchedulerSettings
+from shared import lifecycle
+
+if __name__ == "__main__":
+    raise SystemExit(lifecycle.main(SchedulerService, SchedulerSettings, "ryzanstein serve scheduler"))

@@ -1,0 +1,195 @@
+"""Hands dispatch batches to group leaders and sorts out their replies.
+
+    add ─▶ batcher ─▶ request-reply ─┬─ accepted ─────────────▶ the ring has it
+                                     ├─ refused, for ever ────▶ the generation ends
+                                     ├─ refused, for now ─────▶ back to the queue
+                                     └─ no answer ────────────▶ back to the queue, the group is suspected
+
+A leader drops what it already has by (generation, attempt): handing in twice does no harm.
+"""
+
+import asyncio
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from services.scheduler.batcher import Batcher
+from services.scheduler.groups import Group, GroupTable
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.waiting import WaitingRequest
+from shared import subjects
+from shared.bus import Bus
+from shared.errors import BrokerUnavailable, PayloadTooLarge
+from shared.messages import DispatchReply, Refusal
+
+IN_FLIGHT = 2
+"""Batches that one group has to answer at a time: one may be under way while the other is decided."""
+
+log = structlog.get_logger(__name__)
+
+
+class RawBatch(msgspec.Struct, frozen=True):
+    """A DispatchBatch of requests that are encoded already."""
+
+    requests: list[msgspec.Raw]
+
+
+class Outcome(Protocol):
+    """What becomes of dispatched requests."""
+
+    def accepted(self, item: WaitingRequest, group: str) -> None: ...
+
+    def rejected(self, item: WaitingRequest, refusal: Refusal) -> None: ...
+
+    def returned(self, item: WaitingRequest) -> None: ...
+
+    def answered(self) -> None:
+        """A batch is done with: there may be room for more."""
+        ...
+
+
+class Dispatcher:
+    """Runs the dispatches of all groups side by side. Requests given to it are reserved in the table."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        table: GroupTable,
+        batcher: Batcher,
+        outcome: Outcome,
+        metrics: SchedulerMetrics,
+        *,
+        timeout: float,
+        suspect_time: float,
+    ) -> None:
+        self._bus = bus
+        self._table = table
+        self._batcher = batcher
+        self._outcome = outcome
+        self._metrics = metrics
+        self._timeout = timeout
+        self._suspect_time = suspect_time
+        self._in_flight: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._more_coming = False
+
+    def add(self, group: Group, item: WaitingRequest) -> None:
+        self._batcher.add(group.name, item, asyncio.get_running_loop().time())
+
+    def flush(self, *, more_coming: bool) -> None:
+        """Sends every batch that need not wait. `more_coming`: requests are under way that may join."""
+        self._more_coming = more_coming
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for name in self._batcher.groups():
+            group = self._table.get(name)
+            if group is None or not group.up or group.closed_until:
+                self._give_back(name)
+                continue
+            self._send_ready(group, now)
+        self._set_timer(loop)
+
+    async def finish(self) -> None:
+        """Waits for the replies that are due and gives everything else back."""
+        for name in self._batcher.groups():
+            self._give_back(name)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _send_ready(self, group: Group, now: float) -> None:
+        while self._in_flight.get(group.name, 0) < IN_FLIGHT:
+            idle = group.idle and not self._in_flight.get(group.name, 0)
+            batch = self._batcher.take(group.name, now, hurry=idle or not self._more_coming)
+            if not batch:
+                return
+            self._in_flight[group.name] = self._in_flight.get(group.name, 0) + 1
+            task = asyncio.create_task(self._send(group, batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Comes back when the oldest gathered request has waited long enough (a full window comes back
+        with its reply)."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._batcher.due()
+        if due is not None and due > loop.time():
+            self._timer = loop.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.flush(more_coming=self._more_coming)
+
+    async def _send(self, group: Group, batch: list[WaitingRequest]) -> None:
+        now = asyncio.get_running_loop().time()
+        self._metrics.batch_size.observe(len(batch))
+        for item in batch:
+            self._metrics.decision_seconds.observe(now - item.decided)
+        try:
+            reply = await self._bus.request(
+                subjects.dispatch(group.name),
+                RawBatch([msgspec.Raw(item.raw) for item in batch]),
+                DispatchReply,
+                timeout=self._timeout,
+            )
+        except PayloadTooLarge as error:
+            self._settle(
+                group, batch, [], [Refusal(i.generation_id, error.code, str(error), False) for i in batch]
+            )
+        except (BrokerUnavailable, msgspec.DecodeError) as error:
+            self._on_no_answer(group, batch, error)
+        else:
+            self._table.report(group, reply.load)
+            self._settle(group, batch, reply.accepted, reply.refused)
+        finally:
+            left = self._in_flight[group.name] - 1
+            if left:
+                self._in_flight[group.name] = left
+            else:
+                del self._in_flight[group.name]
+        self._outcome.answered()
+
+    def _settle(
+        self, group: Group, batch: list[WaitingRequest], accepted: list[str], refused: list[Refusal]
+    ) -> None:
+        taken = set(accepted)
+        refusals = {refusal.generation_id: refusal for refusal in refused}
+        again = []
+        for item in batch:
+            self._table.release(group, item.tokens)
+            refusal = refusals.get(item.generation_id)
+            if item.generation_id in taken:
+                self._outcome.accepted(item, group.name)
+            elif refusal is not None and not refusal.retryable:
+                self._metrics.refusals.labels(refusal.code).inc()
+                self._outcome.rejected(item, refusal)
+            else:
+                self._metrics.refusals.labels(refusal.code if refusal else "unnamed").inc()
+                again.append(item)
+        if again:
+            self._table.refused(group, asyncio.get_running_loop().time())
+        else:
+            self._table.accepted(group)
+        for item in again:
+            self._outcome.returned(item)
+
+    def _on_no_answer(self, group: Group, batch: list[WaitingRequest], error: Exception) -> None:
+        log.warning("group_did_not_answer", group=group.name, requests=len(batch), error=str(error))
+        self._metrics.unanswered.inc()
+        self._table.close(group, asyncio.get_running_loop().time() + self._suspect_time)
+        for item in batch:
+            self._table.release(group, item.tokens)
+            self._outcome.returned(item)
+        self._give_back(group.name)
+
+    def _give_back(self, name: str) -> None:
+        group = self._table.get(name)
+        for item in self._batcher.take_back(name):
+            if group is not None:
+                self._table.release(group, item.tokens)
+            self._outcome.returned(item)

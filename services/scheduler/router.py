@@ -1,0 +1,249 @@
+"""Takes requests from their arrival to a ring: the asyncio shell around queue, placement and batcher."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from services.scheduler.batcher import Batcher
+from services.scheduler.cancels import CancelMemory
+from services.scheduler.dispatcher import Dispatcher
+from services.scheduler.endings import Endings
+from services.scheduler.groups import GroupTable
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.placement import Decision, Placement
+from services.scheduler.queue import RequestQueue
+from services.scheduler.sessions import SessionPins, pin_key
+from services.scheduler.settings import SchedulerSettings
+from services.scheduler.waiting import WaitingRequest
+from shared import subjects
+from shared.bus import Bus
+from shared.errors import BrokerUnavailable, DeadlineExceeded, NoGroupAvailable, QueueFull
+from shared.messages import LANES, Cancel, CancelRequest, ControlReply, Refusal, SessionPin
+
+TICK = 0.02
+"""Seconds between two looks at deadlines and closed groups."""
+PAYLOAD_MARGIN = 4096
+"""Bytes of a message kept free for the batch's own framing."""
+
+log = structlog.get_logger(__name__)
+
+
+class Router:
+    """One scheduler's work. Synchronous where it decides; replies and pins come back as tasks."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: SchedulerSettings,
+        table: GroupTable,
+        pins: SessionPins,
+        endings: Endings,
+        metrics: SchedulerMetrics,
+        more_coming: Callable[[], bool],
+    ) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._table = table
+        self._pins = pins
+        self._endings = endings
+        self._metrics = metrics
+        self._more_coming = more_coming
+        self._queue = RequestQueue()
+        self._placement = Placement(table, settings.sticky_tokens)
+        self._cancels = CancelMemory()
+        self._dispatcher = Dispatcher(
+            bus,
+            table,
+            Batcher(settings.batch_wait, bus.max_payload - PAYLOAD_MARGIN),
+            self,
+            metrics,
+            timeout=settings.dispatch_timeout,
+            suspect_time=settings.suspect_time,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._claiming = 0
+        self._woken = False
+        self._stopped = False
+
+    # --- from outside ----------------------------------------------------------------------------
+
+    def admit(self, item: WaitingRequest) -> None:
+        """A request has arrived from intake."""
+        if self._cancels.cancelled(item.generation_id):
+            self._endings.cancel(item)
+        elif item.lane == "interactive" and self._queue.depth("interactive") >= self._settings.max_waiting:
+            error = QueueFull(
+                f"{self._settings.max_waiting:,} requests wait already; try again in a few seconds."
+            )
+            self._endings.fail(item, error.code, str(error), retryable=error.retryable)
+        else:
+            self._enqueue(item)
+
+    async def cancel(self, request: CancelRequest) -> None:
+        """Stops generations wherever they are; ids that are not known yet are remembered."""
+        now = asyncio.get_running_loop().time()
+        by_group: dict[str, list[str]] = {}
+        for generation_id in request.generation_ids:
+            self._cancels.cancel(generation_id, now)
+            item = self._queue.remove(generation_id)
+            if item is not None:
+                self._endings.cancel(item)
+            elif (group := self._cancels.group_of(generation_id)) is not None:
+                by_group.setdefault(group, []).append(generation_id)
+        for group, generation_ids in by_group.items():
+            self._spawn(self._forward_cancel(group, generation_ids))
+        self.wake()
+
+    def wake(self) -> None:
+        """Something has changed: requests may find a place now."""
+        if not self._woken and not self._stopped:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    async def tick(self) -> None:
+        """Looks after deadlines and closed groups, for ever."""
+        while True:
+            await asyncio.sleep(TICK)
+            self._expire()
+            for lane in LANES:
+                self._metrics.waiting.labels(lane).set(self._queue.depth(lane))
+            if self._table.reopen(asyncio.get_running_loop().time()):
+                self.wake()
+
+    async def stop(self) -> None:
+        """Waits for what was handed to rings; what waits stays in the stream, unacknowledged."""
+        self._stopped = True
+        await self._dispatcher.finish()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._settings.dispatch_timeout)
+        await self._dispatcher.finish()
+
+    # --- placing ---------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        self._woken = False
+        self._expire()
+        for model in self._queue.models():
+            while (item := self._queue.peek(model)) is not None and self._place(item):
+                pass
+        self._dispatcher.flush(more_coming=self._more_coming() or self._claiming > 0)
+
+    def _place(self, item: WaitingRequest) -> bool:
+        """Takes `item` out of the queue to a group; False when no group has room for it."""
+        now = asyncio.get_running_loop().time()
+        key = pin_key(item.model, item.session) if item.session else ""
+        pin = self._pins.cached(key, now) if key else None
+        decision = self._placement.choose(item.model, item.tokens, pin)
+        if decision is None:
+            return False
+        self._queue.take(item)
+        item.decided = now
+        self._table.reserve(decision.group, item.tokens)
+        if key and decision.reason in ("least_loaded", "moved"):
+            self._claiming += 1
+            self._spawn(self._place_pinned(item, key, decision))
+        else:
+            self._send(item, decision)
+            if key and self._pins.refresh_due(key, now):
+                self._spawn(self._pins.refresh(key, now))
+        return True
+
+    async def _place_pinned(self, item: WaitingRequest, key: str, decision: Decision) -> None:
+        """Agrees with the other schedulers on the session's group, then sends the request there."""
+        loop = asyncio.get_running_loop()
+        wanted = SessionPin(decision.group.name, decision.group.epoch)
+        try:
+            pin, outcome = await self._pins.claim(
+                key, wanted, lambda pin: self._placement.alive(item.model, pin), loop.time()
+            )
+        finally:
+            self._claiming -= 1
+        self._metrics.pins.labels(outcome).inc()
+        if pin != wanted:
+            self._table.release(decision.group, item.tokens)
+            adopted = self._placement.choose(item.model, item.tokens, pin)
+            if adopted is None:
+                self.returned(item)
+                return
+            self._table.reserve(adopted.group, item.tokens)
+            decision = adopted
+        self._send(item, decision)
+        self.wake()
+
+    def _send(self, item: WaitingRequest, decision: Decision) -> None:
+        self._metrics.placements.labels(decision.reason).inc()
+        if decision.reason == "pinned":
+            self._metrics.pins.labels("hit").inc()
+        self._dispatcher.add(decision.group, item)
+
+    # --- outcomes of dispatches ------------------------------------------------------------------
+
+    def accepted(self, item: WaitingRequest, group: str) -> None:
+        self._endings.settle(item)
+        self._cancels.taken(item.generation_id, group)
+        self._metrics.dispatched.labels(group).inc()
+        self._metrics.queue_seconds.observe(asyncio.get_running_loop().time() - item.arrived)
+        log.info(
+            "dispatched",
+            request_id=item.request_id,
+            generation_id=item.generation_id,
+            group=group,
+            attempt=item.attempt,
+        )
+        if self._cancels.cancelled(item.generation_id):
+            self._spawn(self._forward_cancel(group, [item.generation_id]))
+
+    def rejected(self, item: WaitingRequest, refusal: Refusal) -> None:
+        self._endings.fail(item, refusal.code, refusal.message, retryable=False)
+
+    def returned(self, item: WaitingRequest) -> None:
+        """A request comes back: it waits again, in its old place."""
+        if self._cancels.cancelled(item.generation_id):
+            self._endings.cancel(item)
+        else:
+            self._enqueue(item)
+
+    def answered(self) -> None:
+        self.wake()
+
+    def _enqueue(self, item: WaitingRequest) -> None:
+        displaced = self._queue.push(item)
+        if displaced is not None:
+            self._endings.settle(displaced)
+        self.wake()
+
+    def _expire(self) -> None:
+        for item in self._queue.expire(time.time()):
+            if any(group.up for group in self._table.of(item.model)):
+                error: DeadlineExceeded | NoGroupAvailable = DeadlineExceeded(
+                    "No group had room for the request before its deadline; try again later."
+                )
+            else:
+                error = NoGroupAvailable(
+                    f"No executor group serves the model {item.model} at the moment; "
+                    "start one, or try again later."
+                )
+            self._endings.fail(item, error.code, str(error), retryable=error.retryable)
+
+    # --- helpers ---------------------------------------------------------------------------------
+
+    async def _forward_cancel(self, group: str, generation_ids: list[str]) -> None:
+        try:
+            await self._bus.request(
+                subjects.control(group), Cancel(generation_ids), ControlReply, timeout=2.0
+            )
+        except BrokerUnavailable as error:
+            log.warning("cancel_not_forwarded", group=group, error=str(error))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("task_failed", error=str(error))

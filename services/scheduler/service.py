@@ -1,0 +1,98 @@
+"""The scheduler service: connects intake, group view, sessions and router."""
+
+import asyncio
+import contextlib
+
+import structlog
+
+from services.scheduler.endings import Endings
+from services.scheduler.groups import GroupTable
+from services.scheduler.intake import Intake
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.router import Router
+from services.scheduler.sessions import SessionPins
+from services.scheduler.settings import SchedulerSettings
+from services.scheduler.waiting import WaitingRequest
+from shared import subjects
+from shared.lifecycle import Service
+from shared.messages import CancelRequest, GroupEvent, GroupRecord, SessionPin
+from shared.stores import Bucket
+
+SETTLE_TIMEOUT = 5.0
+"""Seconds that a leaving scheduler takes to settle what was decided; the rest is delivered again."""
+
+log = structlog.get_logger(__name__)
+
+
+class SchedulerService(Service):
+    """Places requests on groups. Several run side by side; what they must agree on lies in NATS."""
+
+    name = "scheduler"
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        super().__init__(settings)
+        self._settings = settings
+        self._metrics = SchedulerMetrics(self.registry)
+        self._table = GroupTable()
+        self._intake: Intake | None = None
+        self._router: Router | None = None
+        self._endings: Endings | None = None
+
+    async def start(self) -> None:
+        sessions = await Bucket.open(
+            self.bus, subjects.SESSIONS_BUCKET, SessionPin, ttl=self._settings.session_ttl
+        )
+        pins = SessionPins(sessions, self._settings.session_ttl, self._settings.session_cache)
+        endings = self._endings = Endings(self.bus, self._metrics)
+        intake = self._intake = Intake(self.bus, self._settings, self._metrics, self._admit)
+        router = self._router = Router(
+            self.bus, self._settings, self._table, pins, endings, self._metrics, intake.more_coming
+        )
+        self.spawn(endings.run(), "endings")
+        self.spawn(router.tick(), "tick")
+        await self.bus.subscribe(subjects.CANCEL, CancelRequest, router.cancel)
+        await self.bus.subscribe(subjects.HEALTH_EVENTS, GroupEvent, self._on_event)
+        await self._follow_groups()
+        self.spawn(intake.look_after(), "intake")
+        await intake.start()
+
+    async def stop(self) -> None:
+        if self._intake is None or self._router is None or self._endings is None:
+            return
+        await self._intake.stop_pulling()
+        await self._router.stop()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._endings.drained(), SETTLE_TIMEOUT)
+        await self._intake.give_back()
+
+    def _admit(self, item: WaitingRequest) -> None:
+        assert self._router is not None, "intake starts after the router"
+        self._router.admit(item)
+
+    async def _follow_groups(self) -> None:
+        """Returns once every group that is recorded is known; goes on in the background."""
+        known = asyncio.Event()
+        bucket = await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)
+
+        async def follow() -> None:
+            async for update in bucket.watch():
+                if update is None:
+                    known.set()
+                    continue
+                name, record = update
+                if record is None:
+                    self._table.forget(name)
+                else:
+                    self._table.record(record)
+                self._wake()
+
+        self.spawn(follow(), "groups")
+        await known.wait()
+
+    async def _on_event(self, event: GroupEvent) -> None:
+        self._table.event(event)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._router is not None:
+            self._router.wake()

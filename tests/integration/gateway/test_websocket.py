@@ -1,0 +1,199 @@
+"""/v1/stream: several generations on one connection."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import websockets
+from websockets.asyncio.client import ClientConnection, connect
+
+from shared.config import CommonSettings
+from shared.messages import GenerationRequest
+from tests.integration.gateway.conftest import RunningGateway, run_gateway
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, until
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+class Socket:
+    """A client of the protocol."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self.connection = connection
+
+    async def send(self, **message: Any) -> None:
+        await self.connection.send(json.dumps(message))
+
+    async def receive(self) -> dict[str, Any]:
+        message: dict[str, Any] = json.loads(await asyncio.wait_for(self.connection.recv(), 10))
+        return message
+
+    async def until_end(self, count: int = 1) -> dict[str, list[dict[str, Any]]]:
+        """Messages by id until `count` generations have ended."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        while count:
+            message = await self.receive()
+            found.setdefault(message["id"], []).append(message)
+            count -= message["type"] in ("done", "error")
+        return found
+
+
+def text_of(messages: list[dict[str, Any]]) -> str:
+    return "".join(
+        choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        for message in messages
+        if message["type"] == "chunk"
+        for choice in message["chunk"]["choices"]
+    )
+
+
+@pytest.fixture
+async def socket(gateway: RunningGateway) -> AsyncIterator[Socket]:
+    headers = {"x-request-id": "socket-1", "X-Session-ID": "s"}
+    async with connect(gateway.websocket_url, additional_headers=headers) as connection:
+        assert connection.response is not None
+        assert connection.response.headers["x-request-id"] == "socket-1"
+        yield Socket(connection)
+
+
+async def test_several_generations_at_once(socket: Socket, ring: FakeRing) -> None:
+    await socket.send(type="generate", id="a", request=CHAT)
+    await socket.send(
+        type="generate", id="b", endpoint="completions", request={"model": MODEL, "prompt": "x"}
+    )
+    await socket.send(type="generate", id="c", endpoint="chat.completions", request=CHAT | {"n": 2})
+    found = await socket.until_end(3)
+    assert text_of(found["a"]) == text_of(found["b"]) == "Hello, world!"
+    assert len(text_of(found["c"])) == 26
+    assert found["a"][-1] == {"type": "done", "id": "a"}
+    assert found["a"][-2]["position"] == 13
+    assert "position" not in found["c"][0]
+    assert found["a"][-2]["chunk"]["choices"][0]["finish_reason"] == "stop"
+    assert {request.request_id for request in ring.requests} == {"socket-1"}
+    assert {request.session for request in ring.requests} == {"s"}
+
+
+async def test_cancel_ends_one_generation_alone(socket: Socket, ring: FakeRing) -> None:
+    go = asyncio.Event()
+
+    async def slow(fake: FakeRing, request: GenerationRequest) -> None:
+        await fake.emit(request, 0, list(b"Hello"))
+        await go.wait()
+        await say(fake, request)
+
+    ring.behave = slow
+    await socket.send(type="generate", id="a", request=CHAT)
+    await socket.send(type="generate", id="b", request=CHAT)
+    seen = set()
+    while seen != {"a", "b"}:
+        message = await socket.receive()
+        if message["type"] == "chunk" and text_of([message]):
+            seen.add(message["id"])
+    await socket.send(type="cancel", id="a")
+    assert await socket.receive() == {"type": "done", "id": "a", "cancelled": True}
+    await until(lambda: len(ring.cancelled) == 1)
+    go.set()
+    assert text_of((await socket.until_end())["b"]) == ", world!"
+    ring.behave = say
+    await socket.send(type="generate", id="a", request=CHAT)  # the id is free again
+    assert text_of((await socket.until_end())["a"]) == "Hello, world!"
+
+
+async def test_wrong_messages_leave_the_connection_up(socket: Socket, ring: FakeRing) -> None:
+    async def wait(fake: FakeRing, request: GenerationRequest) -> None:
+        await fake.emit(request, 0, list(b"H"))
+
+    ring.behave = wait
+    cases: list[tuple[str, str | None, str]] = [
+        ("{", None, "invalid_json"),
+        ("", None, "invalid_json"),
+        ('{"type": "dance"}', None, "invalid_value"),
+        ('{"type": "generate", "id": 7}', None, "invalid_type"),
+        ('{"type": "generate", "request": {}}', None, "invalid_value"),
+        ('{"type": "generate", "id": "x"}', "x", "missing_required_parameter"),
+        ('{"type": "generate", "id": "x", "request": {"model": "m"}}', "x", "missing_required_parameter"),
+        ('{"type": "generate", "id": "x", "request": []}', "x", "invalid_type"),
+        ('{"type": "generate", "id": "x", "endpoint": "poems", "request": {}}', None, "invalid_value"),
+        ('{"type": "cancel", "id": "x"}', "x", "unknown_id"),
+        ('{"type": "ping", "more": 1}', None, "unknown_parameter"),
+    ]
+    for text, identity, code in cases:
+        await socket.connection.send(text)
+        answer = await socket.receive()
+        assert (answer["type"], answer["id"], answer["error"]["code"]) == ("error", identity, code), text
+    await socket.send(type="generate", id="a", request=CHAT)
+    while not text_of([await socket.receive()]):
+        pass
+    await socket.send(type="generate", id="a", request=CHAT)
+    answer = await socket.receive()
+    assert (answer["error"]["code"], answer["refused"]) == ("duplicate_id", True)
+    await socket.connection.send(b'{"type": "ping"}')
+    assert await socket.receive() == {"type": "pong"}
+
+
+async def test_closing_cancels_everything(gateway: RunningGateway, ring: FakeRing) -> None:
+    async def wait(fake: FakeRing, request: GenerationRequest) -> None:
+        await fake.emit(request, 0, list(b"H"))
+
+    ring.behave = wait
+    async with connect(gateway.websocket_url) as connection:
+        socket = Socket(connection)
+        for identity in "abc":
+            await socket.send(type="generate", id=identity, request=CHAT)
+        await until(lambda: len(ring.requests) == 3)
+    await until(lambda: len(ring.cancelled) == 3)
+
+
+async def test_limits_of_one_connection(nats_settings: CommonSettings, ring: FakeRing) -> None:
+    async def wait(fake: FakeRing, request: GenerationRequest) -> None:
+        await fake.emit(request, 0, list(b"H"))
+
+    ring.behave = wait
+    settings = {"max_generations_per_socket": 1, "body_limit": 2000}
+    async with run_gateway(nats_settings, **settings) as gateway:
+        async with connect(gateway.websocket_url) as connection:
+            socket = Socket(connection)
+            await socket.send(type="generate", id="a", request=CHAT)
+            await socket.send(type="generate", id="b", request=CHAT)
+            found = await socket.until_end()
+            assert found["b"][0]["error"]["code"] == "queue_full"
+        async with connect(gateway.websocket_url) as connection:
+            await connection.send("x" * 3000)
+            with pytest.raises(websockets.ConnectionClosedError) as closed:
+                await asyncio.wait_for(connection.recv(), 10)
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1009
+
+
+async def test_a_wrong_path_or_session_is_refused_at_the_handshake(gateway: RunningGateway) -> None:
+    with pytest.raises(websockets.InvalidStatus):
+        async with connect(gateway.websocket_url + "s"):
+            pass
+    with pytest.raises(websockets.InvalidStatus):
+        async with connect(gateway.websocket_url, additional_headers={"X-Session-ID": "x" * 300}):
+            pass
+
+
+async def test_a_stopping_gateway_closes_the_connection(
+    nats_settings: CommonSettings, ring: FakeRing
+) -> None:
+    async def wait(fake: FakeRing, request: GenerationRequest) -> None:
+        await fake.emit(request, 0, list(b"H"))
+
+    ring.behave = wait
+    async with (
+        run_gateway(nats_settings, drain_timeout=0.1) as gateway,
+        connect(gateway.websocket_url) as connection,
+    ):
+        socket = Socket(connection)
+        await socket.send(type="generate", id="a", request=CHAT)
+        while not text_of([await socket.receive()]):
+            pass
+        gateway.service.end()
+        found = await socket.until_end()
+        assert "shutting down" in found["a"][-1]["error"]["message"]
+        with pytest.raises(websockets.ConnectionClosed):
+            await socket.receive()
+        await gateway.task

@@ -1,0 +1,11 @@
+"""The house around a scheduler, on a NATS of the test's own."""
+
+import pytest
+
+from shared.bus import Bus
+from tests.integration.scheduler.house import House
+
+
+@pytest.fixture
+async def house(bus: Bus) -> House:
+    return await House.open(bus)

@@ -1,0 +1,190 @@
+"""A scheduler may die or leave at any moment: its requests go to another one."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.scheduler.settings import SchedulerSettings
+from shared import subjects
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.messages import Heartbeat
+from tests.integration.scheduler.house import House, scheduler
+
+
+class Process:
+    """`python -m services.scheduler`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.process = process
+        self.log = log
+
+    async def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return await asyncio.wait_for(self.process.wait(), 15)
+
+
+@pytest.fixture(params=[60])
+async def process(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Process]:
+    """A scheduler process that is ready; the parameter is its `ack_wait`."""
+    ready = asyncio.Event()
+
+    async def on_beat(beat: Heartbeat) -> None:
+        if beat.instance == "victim" and beat.state == "ready":
+            ready.set()
+
+    await bus.subscribe(subjects.beats("scheduler", "victim"), Heartbeat, on_beat)
+    environment = {
+        **os.environ,
+        "RYZANSTEIN_NATS_URL": nats_settings.nats_url,
+        "RYZANSTEIN_NATS_USER": nats_settings.nats_user,
+        "RYZANSTEIN_NATS_PASSWORD": nats_settings.nats_password.get_secret_value(),
+    }
+    log = tmp_path / "scheduler.log"
+    options = [
+        "--instance",
+        "victim",
+        "--ack-wait",
+        str(request.param),
+        "--beat-interval",
+        "0.05",
+        "--log-format",
+        "json",
+    ]
+    with log.open("wb") as log_file:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.scheduler", *options, env=environment, stderr=log_file
+        )
+    try:
+        await asyncio.wait_for(ready.wait(), 30)
+        yield Process(child, log)
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+
+
+async def held(bus: Bus) -> int:
+    info = await bus.jetstream().consumer_info(subjects.INTAKE_STREAM, "scheduler-interactive")
+    return info.num_ack_pending or 0
+
+
+async def until_held(bus: Bus, count: int) -> None:
+    async with asyncio.timeout(15):
+        while await held(bus) != count:
+            await bus.flush()
+
+
+@pytest.mark.parametrize("process", [1], indirect=True)
+async def test_a_killed_schedulers_requests_go_to_another_one(
+    house: House, bus: Bus, nats_settings: CommonSettings, process: Process
+) -> None:
+    await house.ask("a")
+    await house.ask("b")
+    await until_held(bus, 2)
+    assert await process.end(signal.SIGKILL) == -signal.SIGKILL
+    leader = await house.leader()
+    async with scheduler(nats_settings, ack_wait=1.0) as service:
+        await house.until(lambda: leader.ids == ["a", "b"])
+        await house.until_settled()
+        assert service._metrics.redelivered._value.get() == 2
+
+
+async def test_a_leaving_scheduler_hands_its_requests_back_at_once(
+    house: House, bus: Bus, nats_settings: CommonSettings, process: Process
+) -> None:
+    await house.ask("a", session="s")
+    await until_held(bus, 1)
+    assert await process.end(signal.SIGTERM) == 0
+    leader = await house.leader()
+    async with scheduler(nats_settings, ack_wait=60.0):
+        await house.until(lambda: leader.ids == ["a"], 10)
+        await house.until_settled()
+
+
+async def test_each_dispatch_is_logged_with_its_request_id(house: House, bus: Bus, process: Process) -> None:
+    leader = await house.leader()
+    await house.ask("a", request_id="from the client")
+    await house.until(lambda: leader.ids == ["a"])
+    await house.until_settled()
+    assert await process.end(signal.SIGTERM) == 0
+    lines = [line for line in process.log.read_text().splitlines() if '"dispatched"' in line]
+    assert len(lines) == 1
+    for part in ('"request_id": "from the client"', '"generation_id": "a"', '"group": "g"', '"victim"'):
+        assert part in lines[0]
+
+
+async def test_two_schedulers_share_the_work_and_lose_none_when_one_leaves(
+    house: House, nats_settings: CommonSettings
+) -> None:
+    leaders = [await house.leader(f"g{index}") for index in range(2)]
+    async with scheduler(nats_settings):
+        async with scheduler(nats_settings):
+            asking = [asyncio.create_task(house.ask(str(index))) for index in range(100)]
+            await house.until(lambda: sum(len(leader.requests) for leader in leaders) >= 20)
+        await asyncio.gather(*asking)
+        await house.until(lambda: sum(len(leader.requests) for leader in leaders) >= 100)
+        await house.until_settled()
+    assert sorted({name for leader in leaders for name in leader.ids}, key=int) == [
+        str(index) for index in range(100)
+    ]
+
+
+async def test_a_lost_connection_is_taken_up_again(
+    house: House, bus: Bus, nats_settings: CommonSettings
+) -> None:
+    leader = await house.leader()
+    async with scheduler(nats_settings, ack_wait=0.5) as service:
+        await house.ask("a")
+        await house.until(lambda: leader.ids == ["a"])
+        # The socket dies; the client connects anew by itself, and pulls anew.
+        service.bus.client._transport.close()
+        await house.ask("b")
+        await house.until(lambda: leader.ids == ["a", "b"])
+
+
+async def test_a_consumer_that_was_deleted_is_made_again(
+    house: House, bus: Bus, nats_settings: CommonSettings
+) -> None:
+    leader = await house.leader()
+    async with scheduler(nats_settings):
+        await house.ask("a")
+        await house.until(lambda: leader.ids == ["a"])
+        await bus.jetstream().delete_consumer(subjects.INTAKE_STREAM, "scheduler-interactive")
+        await house.ask("b")
+        await house.until(lambda: leader.ids == ["a", "b"])
+
+
+async def test_metrics_are_served(house: House, nats_settings: CommonSettings) -> None:
+    leader = await house.leader()
+    async with scheduler(nats_settings) as service:
+        await house.ask("a", session="s")
+        await house.until(lambda: leader.ids == ["a"])
+        await house.until_settled()
+        host, port = service.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+        text = (await reader.read()).decode()
+        writer.close()
+        await writer.wait_closed()
+    for line in (
+        'ryzanstein_scheduler_received_total{lane="interactive"} 1.0',
+        'ryzanstein_scheduler_dispatched_total{group="g"} 1.0',
+        'ryzanstein_scheduler_session_pins_total{what="created"} 1.0',
+        "ryzanstein_scheduler_batch_size_count 1.0",
+        "ryzanstein_scheduler_decision_seconds_count 1.0",
+    ):
+        assert line in text
+
+
+def test_settings_have_sane_defaults() -> None:
+    settings = SchedulerSettings()
+    assert settings.batch_wait <= 0.005
+    assert settings.dispatch_timeout < settings.ack_wait, "a request in a dispatch is still ours"

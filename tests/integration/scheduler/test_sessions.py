@@ -1,0 +1,179 @@
+"""Sessions stay with the ring that has their cache, whichever scheduler places them."""
+
+import asyncio
+
+import pytest
+
+from services.scheduler.sessions import SessionPins, pin_key
+from shared import subjects
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.messages import GroupLoad, SessionPin
+from shared.stores import Bucket
+from tests.integration.scheduler.house import MODEL, House, Leader, scheduler
+
+
+def where(leaders: list[Leader], name: str) -> str:
+    (found,) = [leader.name for leader in leaders if name in leader.ids]
+    return found
+
+
+@pytest.fixture
+async def pins(bus: Bus) -> Bucket[SessionPin]:
+    return await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin, ttl=60)
+
+
+async def test_turns_of_a_session_land_on_one_group_with_two_schedulers(
+    house: House, nats_settings: CommonSettings
+) -> None:
+    leaders = [await house.leader(f"g{index}") for index in range(4)]
+    async with scheduler(nats_settings) as one, scheduler(nats_settings) as two:
+        for turn in range(6):
+            for session in range(10):
+                await house.ask(f"{session}-{turn}", session=f"s{session}")
+            await house.until(lambda turn=turn: sum(len(x.requests) for x in leaders) == 10 * (turn + 1))
+        for session in range(10):
+            homes = {where(leaders, f"{session}-{turn}") for turn in range(6)}
+            assert len(homes) == 1
+        assert len({where(leaders, f"{session}-0") for session in range(10)}) > 1
+        received = [s._metrics.received.labels("interactive")._value.get() for s in (one, two)]
+        assert sum(received) == 60
+        assert min(received) > 0, "both schedulers work"
+        hits = sum(s._metrics.pins.labels("hit")._value.get() for s in (one, two))
+        assert hits >= 40
+
+
+async def test_a_pin_is_written_for_all_and_moves_when_its_ring_is_gone(
+    house: House, nats_settings: CommonSettings, pins: Bucket[SessionPin]
+) -> None:
+    home, other = await house.leader("a"), await house.leader("b")
+    key = pin_key(MODEL, "s")
+    async with scheduler(nats_settings):
+        await house.ask("1", session="s")
+        await house.until(lambda: bool(home.requests or other.requests))
+        if other.requests:
+            home, other = other, home
+        entry = await pins.get(key)
+        assert entry is not None
+        assert entry.value == SessionPin(home.name, 1)
+
+        await house.event(home, "down")
+        await home.record("gone")
+        await house.bus.flush()
+        await house.ask("2", session="s")
+        await house.until(lambda: other.ids == ["2"])
+        moved = await pins.get(key)
+        assert moved is not None
+        assert moved.value == SessionPin(other.name, 1)
+
+        home.epoch = 2
+        await home.record("ready")
+        await house.bus.flush()
+        await house.ask("3", session="s")
+        await house.until(lambda: other.ids == ["2", "3"])
+        kept = await pins.get(key)
+        assert kept is not None
+        assert kept.revision == moved.revision
+
+
+async def test_a_ring_that_restarted_has_lost_its_sessions(
+    house: House, nats_settings: CommonSettings, pins: Bucket[SessionPin]
+) -> None:
+    await pins.create(pin_key(MODEL, "s"), SessionPin("g", 1))
+    leader = await house.leader("g", epoch=2)
+    async with scheduler(nats_settings):
+        await house.ask("1", session="s")
+        await house.until(lambda: leader.ids == ["1"])
+    entry = await pins.get(pin_key(MODEL, "s"))
+    assert entry is not None
+    assert entry.value == SessionPin("g", 2)
+
+
+async def test_an_overloaded_home_is_left_for_one_request_only(
+    house: House, nats_settings: CommonSettings, pins: Bucket[SessionPin]
+) -> None:
+    await pins.create(pin_key(MODEL, "s"), SessionPin("home", 1))
+    home, other = await house.leader("home"), await house.leader("other")
+    home.load = GroupLoad(waiting=50, waiting_tokens=50_000, free_blocks=90, total_blocks=100)
+    await home.record("busy")
+    async with scheduler(nats_settings):
+        await house.ask("1", session="s")
+        await house.until(lambda: other.ids == ["1"])
+        home.load = GroupLoad(free_blocks=90, total_blocks=100)
+        await home.record("ready")
+        await house.bus.flush()
+        await house.ask("2", session="s")
+        await house.until(lambda: home.ids == ["2"])
+    entry = await pins.get(pin_key(MODEL, "s"))
+    assert entry is not None
+    assert entry.value == SessionPin("home", 1)
+
+
+async def test_of_two_claims_one_wins_and_the_other_adopts(pins: Bucket[SessionPin]) -> None:
+    one, two = SessionPins(pins, 60, 10), SessionPins(pins, 60, 10)
+    wanted = [SessionPin("a", 1), SessionPin("b", 1)]
+    results = await asyncio.gather(
+        one.claim("k", wanted[0], lambda _pin: True, 0.0), two.claim("k", wanted[1], lambda _pin: True, 0.0)
+    )
+    assert results[0][0] == results[1][0]
+    assert sorted(outcome for _, outcome in results) == ["adopted", "created"]
+    assert one.cached("k", 1.0) == two.cached("k", 1.0) == results[0][0]
+
+    new = [SessionPin("c", 1), SessionPin("d", 1)]
+    results = await asyncio.gather(
+        one.claim("k", new[0], lambda pin: pin in new, 1.0),
+        two.claim("k", new[1], lambda pin: pin in new, 1.0),
+    )
+    assert results[0][0] == results[1][0]
+    assert results[0][0] in new
+    assert sorted(outcome for _, outcome in results) == ["adopted", "moved"]
+
+
+async def test_pins_are_refreshed_once_per_fraction_of_their_time(pins: Bucket[SessionPin]) -> None:
+    cache = SessionPins(pins, 60.0, 10)
+    await cache.claim("k", SessionPin("a", 1), lambda _pin: True, 0.0)
+    before = await pins.get("k")
+    assert not cache.refresh_due("k", 14.9)
+    assert cache.refresh_due("k", 15.0)
+    assert not cache.refresh_due("k", 15.1)
+    await cache.refresh("k", 15.0)
+    after = await pins.get("k")
+    assert before is not None
+    assert after is not None
+    assert after.revision > before.revision
+    assert not cache.refresh_due("unknown", 0.0)
+    await cache.refresh("unknown", 0.0)
+
+    await pins.put("k", SessionPin("elsewhere", 2))
+    await cache.refresh("k", 30.0)
+    assert cache.cached("k", 31.0) == SessionPin("elsewhere", 2)
+    assert cache.cached("k", 89.9) == SessionPin("elsewhere", 2)
+    assert cache.cached("k", 90.0) is None, "the broker has forgotten it by then"
+
+    await cache.claim("k", SessionPin("a", 1), lambda _pin: True, 91.0)
+    await pins.delete("k")
+    await cache.refresh("k", 91.0)
+    assert cache.cached("k", 91.0) is None
+
+
+async def test_the_cache_keeps_the_most_recently_used(pins: Bucket[SessionPin]) -> None:
+    cache = SessionPins(pins, 60.0, 2)
+    for key in ("a", "b"):
+        await cache.claim(key, SessionPin(key, 1), lambda _pin: True, 0.0)
+    assert cache.cached("a", 1.0) is not None
+    await cache.claim("c", SessionPin("c", 1), lambda _pin: True, 1.0)
+    assert cache.cached("b", 1.0) is None
+    assert cache.cached("a", 1.0) is not None
+
+
+async def test_a_pin_that_nobody_can_read_is_no_obstacle(bus: Bus, pins: Bucket[SessionPin]) -> None:
+    await bus.jetstream().publish("$KV.sessions.k", b"\xc1")
+    cache = SessionPins(pins, 60.0, 2)
+    assert await cache.claim("k", SessionPin("a", 1), lambda _pin: True, 0.0) == (
+        SessionPin("a", 1),
+        "unpinned",
+    )
+
+
+def test_keys_tell_models_and_sessions_apart() -> None:
+    assert len({pin_key("a", "bc"), pin_key("ab", "c"), pin_key("a", "b"), pin_key("a", "b ")}) == 4

@@ -1,0 +1,143 @@
+"""Errors, mailbox, sessions, sampling, losses, event streams."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.gateway.catalog import Losses
+from services.gateway.errors import RouteError, describe, headers_of, status_of
+from services.gateway.formats import CompletionFormat, Usage
+from services.gateway.http_io import EventStream
+from services.gateway.mailbox import ClientGone, Event, Mailbox
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.sampling import max_tokens, sampling_params, seed_of_choice
+from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, Message
+from services.gateway.sessions import SESSION_TOKENS, conversation_key, prompt_key
+from services.gateway.text_output import Piece, ScoredToken
+from services.gateway.tokenization import ModelTokenizer
+from shared import errors
+from shared.messages import ModelCard, TokenEntry, TokenLogprobs
+from tests.unit.gateway.tiny_tokenizer import tiny_files
+
+CARD = ModelCard("m", 100, 256, [0], "", 0)
+CHAT = ChatCompletionRequest(model="m", messages=[Message("user", "Hi")])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (errors.UnknownModel("x"), 404, "invalid_request_error", "model_not_found"),
+        (errors.InvalidRequest("x"), 400, "invalid_request_error", "invalid_request"),
+        (errors.PayloadTooLarge("x"), 413, "invalid_request_error", "payload_too_large"),
+        (errors.QueueFull("x"), 429, "rate_limit_error", "queue_full"),
+        (errors.BrokerUnavailable("x"), 503, "server_error", "broker_unavailable"),
+        (errors.RingLost("x"), 503, "server_error", "ring_lost"),
+        (errors.DeadlineExceeded("x"), 504, "server_error", "deadline_exceeded"),
+        (RouteError("x", status=405, reason="r", allow="GET"), 405, "invalid_request_error", "r"),
+    ],
+)
+def test_errors_as_clients_see_them(error: Exception, status: int, kind: str, code: str) -> None:
+    detail = describe(error, "req-1").error
+    assert (status_of(error), detail.type, detail.code, detail.message) == (status, kind, code, "x")
+    assert ("retry-after" in headers_of(error)) == (status in (429, 503, 504))
+
+
+@pytest.mark.parametrize("error", [ValueError("secret"), errors.InternalError("secret")])
+def test_our_faults_show_nothing_but_the_request_id(error: Exception) -> None:
+    detail = describe(error, "req-1").error
+    assert status_of(error) == 500
+    assert "req-1" in detail.message
+    assert "secret" not in detail.message
+
+
+def test_retry_after_is_whole_seconds() -> None:
+    assert headers_of(errors.QueueFull("x", retry_after=0.2)) == {"retry-after": "1"}
+    assert headers_of(errors.QueueFull("x", retry_after=7.4)) == {"retry-after": "7"}
+
+
+async def test_a_slow_reader_takes_everything_at_once() -> None:
+    mailbox, entry = Mailbox(), TokenEntry("g", 0, 0, [1])
+    reader = asyncio.create_task(mailbox.take())
+    await asyncio.sleep(0)
+    mailbox.put(0, entry)
+    mailbox.put(1, entry)
+    assert await reader == [Event(0, entry), Event(1, entry)]
+    mailbox.put(0, entry)
+    mailbox.close(ClientGone())
+    for _ in range(2):
+        with pytest.raises(ClientGone):
+            await mailbox.take()
+
+
+def test_a_conversation_keeps_its_key_from_turn_to_turn() -> None:
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+    more = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]
+    assert conversation_key([system, user]) == conversation_key([system, user, *more])
+    assert conversation_key([system, user]) != conversation_key([user])
+    assert conversation_key([{"role": "system", "content": "su"}, {"role": "user", "content": ""}]) != (
+        conversation_key([system, user])
+    )
+
+
+def test_a_short_prompt_has_no_key() -> None:
+    assert prompt_key([1] * (SESSION_TOKENS - 1)) == ""
+    assert prompt_key([1] * SESSION_TOKENS) == prompt_key([1] * (SESSION_TOKENS + 5)) != ""
+
+
+def test_seeds() -> None:
+    assert seed_of_choice(5, 0) == 5
+    assert len({seed_of_choice(seed, choice) for seed in range(50) for choice in range(50)}) == 2500
+    assert sampling_params(CHAT, CARD).seed != sampling_params(CHAT, CARD).seed
+    replaced = msgspec.structs.replace(CHAT, seed=-2)
+    assert sampling_params(replaced, CARD).seed == 2**64 - 2
+
+
+def test_output_lengths() -> None:
+    assert max_tokens(CHAT, CARD, 10, 0) == 90
+    assert max_tokens(CHAT, CARD, 10, 50) == 50
+    assert max_tokens(CHAT, CARD, 60, 50) == 40
+    assert max_tokens(msgspec.structs.replace(CHAT, max_tokens=9, max_completion_tokens=8), CARD, 1, 0) == 8
+    assert max_tokens(CompletionRequest(model="m", prompt="x"), CARD, 99, 0) == 1
+    for prompt, asked in ((100, None), (10, 91)):
+        with pytest.raises(errors.ContextLengthExceeded, match="100 tokens"):
+            max_tokens(msgspec.structs.replace(CHAT, max_tokens=asked), CARD, prompt, 0)
+
+
+def test_a_loss_is_told_once() -> None:
+    losses = Losses()
+    assert [losses.is_new("a", epoch) for epoch in (3, 3, 2, 4)] == [True, False, False, True]
+    assert losses.is_new("b", 1)
+
+
+async def test_an_event_stream_begins_with_its_first_write() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    events = EventStream(send)
+    assert not events.started
+    await events.write([b"1", b"2"], position=7)
+    await events.write([b"[DONE]"], end=True)
+    assert [message["type"] for message in sent] == ["http.response.start"] + ["http.response.body"] * 2
+    assert sent[1]["body"] == b"data: 1\n\ndata: 2\nid: 7\n\n"
+    assert sent[2] == {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
+
+
+def test_a_part_of_a_character_is_shown_by_its_bytes() -> None:
+    tokenizer = ModelTokenizer(tiny_files())
+    token = next(token for token in range(258) if tokenizer.token_bytes(token) == b"\xe2")
+    shape = CompletionFormat("i", "m", 0, tokenizer)
+    chunk = msgspec.json.decode(shape.delta(0, Piece("", [ScoredToken(token, TokenLogprobs(-1.0), 0)])))
+    assert chunk["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xe2"]
+    assert shape.first(0) is None
+    assert msgspec.json.decode(shape.usage(Usage.of(3, 2, 1)))["usage"]["total_tokens"] == 5
+
+
+def test_metrics_follow_the_naming_convention() -> None:
+    registry = CollectorRegistry()
+    GatewayMetrics(registry).of_model("m").prompt_tokens.inc()
+    assert all(metric.name.startswith("ryzanstein_gateway_") for metric in registry.collect())

@@ -1,0 +1,119 @@
+"""Text to tokens and back."""
+
+import pytest
+
+from services.gateway.errors import InvalidParameter
+from services.gateway.tokenization import LONG_TEXT, ModelTokenizer, StubTokenizer
+from shared.errors import InternalError
+from tests.unit.gateway.tiny_tokenizer import tiny_files
+
+CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+async def test_a_conversation_is_rendered_without_more_special_tokens(in_config: bool) -> None:
+    tokenizer = ModelTokenizer(tiny_files(in_config=in_config))
+    prompt = await tokenizer.encode_chat(CHAT)
+    text = b"".join(map(tokenizer.token_bytes, prompt)).decode()
+    assert text == ("<|start|>system\nBe kind.<|end|>\n<|start|>user\nHi<|end|>\n<|start|>assistant\n")
+    assert prompt[0] == 0
+
+
+async def test_plain_text_gets_the_models_special_tokens_and_is_never_cut() -> None:
+    tokenizer = ModelTokenizer(tiny_files())
+    prompt = await tokenizer.encode("x" * (LONG_TEXT + 1))
+    assert prompt[0] == 1
+    assert len(prompt) == LONG_TEXT + 2
+
+
+async def test_half_a_character_is_never_shown() -> None:
+    tokenizer = ModelTokenizer(tiny_files())
+    text = "na\u00efve \U0001f600!"
+    tokens = (await tokenizer.encode(text))[1:]
+    detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
+    pieces = [detokenizer.feed([token]) for token in tokens]
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces)
+    assert "" in pieces
+    after = tokenizer.detokenizer(tokens[:4], skip_special_tokens=True)
+    assert after.feed(tokens[4:]) == text[3:]
+    within = tokenizer.detokenizer(tokens[:3], skip_special_tokens=True)
+    assert within.feed(tokens[3:]) == "\ufffd" + text[3:]  # the prompt is not repeated
+
+
+async def test_special_tokens_are_shown_on_request() -> None:
+    tokenizer = ModelTokenizer(tiny_files())
+    tokens = [*(await tokenizer.encode("a"))[1:], 1]
+    assert tokenizer.detokenizer([], skip_special_tokens=True).feed(tokens) == "a"
+    assert tokenizer.detokenizer([], skip_special_tokens=False).feed(tokens) == "a<|end|>"
+
+
+def test_bytes_of_tokens() -> None:
+    tokenizer = ModelTokenizer(tiny_files())
+    assert tokenizer.token_bytes(1) == b"<|end|>"
+    assert tokenizer.token_bytes(10_000) == b""
+    assert sorted(tokenizer.token_bytes(token) for token in range(2, 258)) == [
+        bytes([byte]) for byte in range(256)
+    ]
+
+
+async def test_a_model_without_a_template_points_to_completions() -> None:
+    tokenizer = ModelTokenizer(tiny_files(template=None))
+    with pytest.raises(InvalidParameter, match="/v1/completions"):
+        await tokenizer.encode_chat(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
+        ("{{ messages.append(1) }}", "messages"),
+        ("{{ ''.__class__.__mro__ }}", "chat template"),
+    ],
+)
+async def test_what_a_template_refuses_is_told(template: str, shown: str) -> None:
+    tokenizer = ModelTokenizer(tiny_files(template=template))
+    with pytest.raises(InvalidParameter, match=shown):
+        await tokenizer.encode_chat(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (
+            "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+            "system",
+        ),
+        ("{% generation %}{{ bos_token }}{% endgeneration %}", "<|start|>"),
+        ("{{ messages[1] | tojson }}", '{"role": "user", "content": "Hi"}'),
+        ("{{ strftime_now('%%') }}", "%"),
+        ("  {% if tools is none %}\nno tools{% endif %}", "no tools"),
+    ],
+)
+async def test_what_templates_may_use(template: str, text: str) -> None:
+    tokenizer = ModelTokenizer(tiny_files(template=template))
+    prompt = await tokenizer.encode_chat(CHAT)
+    assert b"".join(map(tokenizer.token_bytes, prompt)).decode() == text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer.json": b"{}"},
+        {"tokenizer.json": b"\xff"},
+        {"tokenizer_config.json": b"["},
+        {"chat_template.jinja": b"{% if %}"},
+    ],
+)
+def test_broken_files(change: dict[str, bytes]) -> None:
+    with pytest.raises(InternalError, match="cannot be used"):
+        ModelTokenizer(tiny_files() | change)
+    with pytest.raises(InternalError, match=r"lacks tokenizer\.json"):
+        ModelTokenizer({})
+
+
+async def test_the_stub_is_bytes() -> None:
+    stub = StubTokenizer()
+    assert await stub.encode_chat(CHAT) == list(b"Be kind.\nHi\n")
+    assert stub.detokenizer([], skip_special_tokens=True).feed([0x41, 0x1E9]) == "A\xe9"
+    assert stub.token_bytes(0x41) == b"A"

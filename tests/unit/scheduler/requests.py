@@ -1,0 +1,58 @@
+"""Requests and groups for scheduler tests."""
+
+from services.scheduler.waiting import WaitingRequest
+from shared.messages import GroupLoad, GroupRecord, GroupStatus, Lane
+
+
+class Settled:
+    """A delivery that only counts its acknowledgements."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def ack(self) -> None:
+        self.count += 1
+
+
+def waiting(
+    name: str,
+    *,
+    model: str = "m",
+    lane: Lane = "interactive",
+    order: int = 0,
+    attempt: int = 0,
+    deadline: float = 0.0,
+    tokens: int = 10,
+    raw: bytes = b"x",
+) -> WaitingRequest:
+    return WaitingRequest(
+        generation_id=name,
+        request_id=f"r-{name}",
+        model=model,
+        consumer="c",
+        lane=lane,
+        tenant="",
+        session="",
+        deadline=deadline,
+        attempt=attempt,
+        position=0,
+        tokens=tokens,
+        order=order,
+        raw=raw,
+        delivery=Settled(),
+    )
+
+
+def group(
+    name: str,
+    *,
+    model: str = "m",
+    epoch: int = 1,
+    state: GroupStatus = "ready",
+    load: GroupLoad | None = None,
+    updated_at: float = 0.0,
+) -> GroupRecord:
+    load = load or GroupLoad(free_blocks=100, total_blocks=100)
+    return GroupRecord(
+        group=name, model=model, state=state, epoch=epoch, ranks=[], load=load, updated_at=updated_at
+    )
