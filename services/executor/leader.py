@@ -145,6 +145,7 @@ class Leader:
                 prompt_tokens=len(request.prompt),
                 reason=refusal.code if refusal else "",
             )
+        await self._publish(_acknowledgements(batch.requests, set(accepted)))
         self._wake.set()
         return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, self._report_load())
 
@@ -245,3 +246,15 @@ class Leader:
             while True:
                 self._board.loop_beat()
                 await asyncio.sleep(LOOP_BEAT_INTERVAL)
+
+
+def _acknowledgements(requests: list[GenerationRequest], accepted: set[str]) -> Entries:
+    """Empty entries that tell each consumer which group has its generation, before there is a token:
+    should the ring be lost now, it knows at once that the request must be handed in again."""
+    entries: Entries = {}
+    for request in requests:
+        if request.generation_id in accepted:
+            position = len(request.generated)
+            entry = TokenEntry(request.generation_id, request.attempt, position, tokens=[])
+            entries.setdefault(request.consumer, []).append(entry)
+    return entries
