@@ -119,6 +119,8 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop these generations; unknown ids are no error."""
 
     generation_ids: list[str]
+    attempt: int = -1
+    """Only attempts up to this one; -1: any. So a late cancel of a superseded attempt does not hit its successor."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
@@ -154,7 +156,7 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     finish: FinishReason = ""
     logprobs: list[TokenLogprobs] | None = None
     cached_tokens: int = 0
-    """Prompt tokens found in the KV cache; set in the attempt's first entry."""
+    """Prompt tokens found in the KV cache; set in the attempt's first entry that has tokens."""
     error_code: str = ""
     error: str = ""
     retryable: bool = False

@@ -23,11 +23,12 @@ from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import BadLogits, Engine, EngineSpec, SampledToken
 from services.executor.engine.sequence import Sequence
 from services.executor.naming import served_name
+from services.executor.recent_frames import RecentFrames
 from services.executor.ring import Drained, RankSpec, Ready
 from services.executor.settings import ExecutorSettings
 from shared import subjects
 from shared.bus import Bus
-from shared.errors import NoGroupAvailable, RyzansteinError
+from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
 from shared.messages import (
     Cancel,
     ControlCommand,
@@ -36,6 +37,7 @@ from shared.messages import (
     DispatchReply,
     GenerationRequest,
     GroupLoad,
+    GroupRecord,
     ModelCard,
     Refusal,
     TokenEntry,
@@ -73,6 +75,8 @@ class Leader:
         self._draining = False
         self._drain_by = 0.0
         self._load_version = 0
+        self._recent = RecentFrames()
+        self._republishing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Loads, serves until drained. Raises what makes the ring unusable."""
@@ -90,6 +94,7 @@ class Leader:
         )
         self._report_load()
         self._bus = await Bus.connect(self._settings, f"executor/{self._spec.instance}/rank-0")
+        self._bus.on_reconnect(self._on_reconnect)
         beating = asyncio.create_task(self._beat())
         try:
             await self._announce(engine_spec)
@@ -103,7 +108,8 @@ class Leader:
 
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
-        card, bundle = await asyncio.to_thread(self._read_card, engine_spec)
+        card, bundle = await asyncio.to_thread(self._engine.card, self._model)
+        await self._check_name(card)
         if bundle:
             store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)
             if await store.get(card.tokenizer) is None:
@@ -117,14 +123,27 @@ class Leader:
         self._orchestrator.send(Ready(self._model))
         log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.num_blocks)
 
-    def _read_card(self, engine_spec: EngineSpec) -> tuple[ModelCard, bytes]:
-        from services.executor.model_card import read_card, stub_card
-
-        if self._settings.engine == "stub":
-            return stub_card(self._model, engine_spec), b""
-        from services.executor.engine.ring_engine import model_directory
-
-        return read_card(model_directory(self._settings), self._model, engine_spec)
+    async def _check_name(self, card: ModelCard) -> None:
+        """Two models under one name would be decoded with one tokenizer: the second is refused."""
+        known = await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).get(card.model)
+        if known is None or (known.value.tokenizer, known.value.vocab_size) == (
+            card.tokenizer,
+            card.vocab_size,
+        ):
+            return
+        records = await (await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
+        others = [
+            record.group
+            for record in records.values()
+            if record.model == card.model
+            and record.group != self._spec.group
+            and record.state in ("ready", "busy")
+        ]
+        if others:
+            raise ConfigurationError(
+                f"The group {others[0]} serves another model under the name {card.model}; give this one a name "
+                "of its own with --served-model-name."
+            )
 
     # --- from NATS -------------------------------------------------------------------------------
 
@@ -151,7 +170,7 @@ class Leader:
 
     async def _on_control(self, command: ControlCommand) -> ControlReply:
         if isinstance(command, Cancel):
-            self._batcher.cancel(command.generation_ids)
+            self._batcher.cancel(command.generation_ids, command.attempt)
             self._wake.set()
         else:
             self._drain()
@@ -162,6 +181,7 @@ class Leader:
         self._load_version += 1
         load = msgspec.structs.replace(self._batcher.load(), version=self._load_version)
         self._board.set_load(load)
+        self._board.set_cache_totals(self._batcher.cached_tokens, self._batcher.preemptions)
         return load
 
     def _refuse_draining(self, request: GenerationRequest) -> Refusal:
@@ -218,13 +238,25 @@ class Leader:
         """One frame per consumer: live and, by the same publish, into the journal."""
         for consumer, of_consumer in entries.items():
             frame = TokenFrame(self._spec.group, self._spec.epoch, self._batcher.step, of_consumer)
-            try:
-                await self._bus.publish(subjects.tokens(consumer), frame)
-            except RyzansteinError as error:
-                log.error("frame_lost", consumer=consumer, error=str(error))
+            self._recent.add(consumer, frame, time.monotonic(), self._bus.connected)
+            await self._publish_frame(consumer, frame)
             for entry in of_consumer:
                 if entry.finish:
                     self._log_end(entry)
+
+    async def _publish_frame(self, consumer: str, frame: TokenFrame) -> None:
+        try:
+            await self._bus.publish(subjects.tokens(consumer), frame)
+        except RyzansteinError as error:  # published again once the connection is back
+            log.warning("frame_not_published", consumer=consumer, error=str(error))
+
+    def _on_reconnect(self) -> None:
+        self._republishing = asyncio.create_task(self._republish())
+
+    async def _republish(self) -> None:
+        """Publishes again what may have been lost with the connection; readers drop what they know."""
+        for consumer, frame in self._recent:
+            await self._publish_frame(consumer, frame)
 
     def _log_end(self, entry: TokenEntry) -> None:
         log.info(

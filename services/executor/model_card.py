@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from services.executor.engine.protocol import EngineSpec
-from services.executor.model.loader import load_config
 from shared.bus import encode
 from shared.errors import ModelLoadError
 from shared.messages import ModelCard, TokenizerBundle
@@ -23,21 +22,18 @@ TOKENIZER_FILES = (
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def stub_card(model: str, spec: EngineSpec) -> ModelCard:
-    """The stub's card: one token per byte, no tokenizer, no end of sequence."""
-    return ModelCard(model, spec.context_length, spec.vocab_size, [], "", int(time.time()))
-
-
 def read_card(directory: Path, model: str, spec: EngineSpec) -> tuple[ModelCard, bytes]:
     """(card, tokenizer bundle) of the model in `directory`. Raises `ModelLoadError`."""
     bundle = read_bundle(directory)
     generation = _read_json(directory / "generation_config.json")
-    eos = generation.get("eos_token_id") or load_config(directory).eos_token_id or []
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = _read_json(directory / "config.json").get("eos_token_id")
     card = ModelCard(
         model=model,
         context_length=spec.context_length,
         vocab_size=spec.vocab_size,
-        eos_token_ids=[eos] if isinstance(eos, int) else list(eos),
+        eos_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
         tokenizer=hashlib.sha256(bundle).hexdigest(),
         created=int(time.time()),
         defaults={name: generation[name] for name in DEFAULTS if generation.get(name) is not None},

@@ -15,7 +15,7 @@ from services.executor.metrics import RingCollector
 from services.executor.naming import served_name
 from services.executor.ring import Ring, RingEnd
 from services.executor.settings import ExecutorSettings
-from shared.errors import ConfigurationError, error_from_code
+from shared.errors import ConfigurationError, RingLost, error_from_code
 from shared.lifecycle import Service
 from shared.messages import GroupBeat, GroupLoad, ServiceName
 from shared.progress import ProgressWatch
@@ -26,6 +26,8 @@ log = structlog.get_logger(__name__)
 FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 10.0
 STABLE_AFTER = 60.0
+MOST_DEATHS = 5
+"""Rings that may die before the first one was ready."""
 
 
 class ExecutorService(Service):
@@ -45,7 +47,11 @@ class ExecutorService(Service):
         self._model = served_name(settings)
         self._ring: Ring | None = None
         self._message = ""
+        self._epoch = 0
+        """Of the ring that is up, else of the last one: its end is told under its own epoch."""
         self._was_ready = False
+        self._deaths = 0
+        self._supervision: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._collector = RingCollector(lambda: self._ring.board if self._ring else None)
         self.registry.register(self._collector)
@@ -53,46 +59,59 @@ class ExecutorService(Service):
     # --- life ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self.spawn(self._supervise(), "supervise")
+        self._supervision = self.spawn(self._supervise(), "supervise")
         self.spawn(self._watch_progress(), "watch-progress")
 
     async def stop(self) -> None:
         """Drains the ring: what runs may finish; what does not is continued by another ring."""
         self._stopping.set()
         ring = self._ring
-        if ring is None:
-            return
-        if ring.ready.is_set():
+        if ring is not None and ring.ready.is_set():
             ring.drain()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ring.wait_end(), self._executor_settings.drain_grace + 5)
-        self._ring = None
-        await ring.kill()
+            await asyncio.wait({asyncio.ensure_future(ring.wait_end())}, timeout=self._drain_limit)
+        elif ring is not None:
+            ring.lose("the executor is stopping")
+        if self._supervision is not None:
+            await asyncio.wait({self._supervision}, timeout=self._drain_limit)
+
+    @property
+    def _drain_limit(self) -> float:
+        """Seconds in which a drained ring must be gone: its grace time, and some to leave."""
+        return self._executor_settings.drain_grace + 5
 
     async def _supervise(self) -> None:
+        """One ring after the other; each is killed to the last process before the next begins."""
         pause = FIRST_PAUSE
         while not self._stopping.is_set():
-            ring = self._ring = Ring(self._executor_settings, self.group, self.instance)
+            self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
+            ring = Ring(self._executor_settings, self.group, self.instance, self._epoch)
             began = time.monotonic()
             try:
                 end = await self._live(ring)
-            finally:
+                self._ring = None
                 if not self._stopping.is_set():
-                    self._ring = None
-                    await ring.kill()
-            if self._stopping.is_set():
+                    await self._tell_loss(end)
+            finally:
+                self._ring = None
+                await ring.kill()
+            if self._stopping.is_set() or self._is_final(end):
                 return
-            if self._is_final(end):
-                return
-            self._collector.restarts += 1
-            self._message = end.reason
-            log.warning("ring_lost", group=self.group, epoch=ring.epoch, reason=end.reason)
-            await self.beat_now()
             pause = FIRST_PAUSE if time.monotonic() - began > STABLE_AFTER else min(pause * 2, LONGEST_PAUSE)
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _tell_loss(self, end: RingEnd) -> None:
+        """At once, and before the processes that are left are ended: others take over meanwhile."""
+        self._collector.restarts += 1
+        self._deaths += 1
+        self._message = end.reason
+        log.warning("ring_lost", group=self.group, epoch=self._epoch, reason=end.reason)
+        await self.beat_now()
 
     async def _live(self, ring: Ring) -> RingEnd:
+        self._ring = ring
         await ring.start()
+        await self.beat_now()
         ready = asyncio.create_task(ring.ready.wait())
         ended = asyncio.create_task(ring.wait_end())
         try:
@@ -103,6 +122,7 @@ class ExecutorService(Service):
             )
             if ready.done():
                 self._was_ready, self._model, self._message = True, ring.model, ""
+                self._deaths = 0
                 log.info("ring_ready", group=self.group, model=ring.model, epoch=ring.epoch)
                 await self.beat_now()
             elif not ended.done():
@@ -113,7 +133,8 @@ class ExecutorService(Service):
             ended.cancel()
 
     def _is_final(self, end: RingEnd) -> bool:
-        """A drained group leaves; a model that has never loaded will not load next time either."""
+        """A drained group leaves; a model that has never loaded will not load next time either, and a
+        ring that died again and again before it was ever ready is given up."""
         if end.kind == "drained":
             self.end()
             return True
@@ -122,6 +143,10 @@ class ExecutorService(Service):
             if not error.retryable:
                 self.fail(error)
                 return True
+        if not self._was_ready and self._deaths >= MOST_DEATHS:
+            reason = f"The ring has died {self._deaths} times before it was ready, the last time because {end.reason}."
+            self.fail(RingLost(f"{reason} Look into the log above, and at the memory that the model needs."))
+            return True
         return False
 
     # --- watching --------------------------------------------------------------------------------
@@ -146,7 +171,9 @@ class ExecutorService(Service):
         ring = self._ring
         ready = ring is not None and ring.ready.is_set()
         if ring is None:
-            return GroupBeat(self.group, self._model, 0, "starting", [], GroupLoad(), message=self._message)
+            return GroupBeat(
+                self.group, self._model, self._epoch, "starting", [], GroupLoad(), message=self._message
+            )
         draining = self.state == "draining" or ring.board.state is RingState.DRAINING
         return GroupBeat(
             group=self.group,

@@ -2,8 +2,11 @@
 
 Plain TCP on the ring's own address: an idle rank waits in a read for as long as it takes, and the
 end of the other side is seen at once. Tensors do not pass here; they go through the collectives.
+Plans hold users' tokens, so a rank shows the ring's secret before it is taken for one.
 """
 
+import hmac
+import secrets
 import socket
 import struct
 
@@ -11,6 +14,7 @@ from services.executor.engine.plan import StepPlan, decode_plan, encode_plan
 from shared.errors import RingLost
 
 _LENGTH = struct.Struct("<I")
+_GREETING_TIMEOUT = 5.0
 
 
 class PlanListener:
@@ -18,6 +22,7 @@ class PlanListener:
 
     def __init__(self, host: str) -> None:
         self.host = host
+        self.secret = secrets.token_hex(16)
         self._socket = socket.create_server((host, 0))
 
     @property
@@ -31,9 +36,12 @@ class PlanListener:
         try:
             while len(connections) < followers:
                 connection, _ = self._socket.accept()
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(None)
-                connections.append(connection)
+                if self._is_rank(connection):
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    connection.settimeout(None)
+                    connections.append(connection)
+                else:
+                    connection.close()
         except TimeoutError:
             raise RingLost(
                 f"Only {len(connections)} of {followers} other ranks came to the ring within {timeout:g} s."
@@ -41,6 +49,14 @@ class PlanListener:
         finally:
             self._socket.close()
         return PlanSender(connections)
+
+    def _is_rank(self, connection: socket.socket) -> bool:
+        connection.settimeout(_GREETING_TIMEOUT)
+        try:
+            shown = connection.recv(len(self.secret), socket.MSG_WAITALL)
+        except OSError:
+            return False
+        return hmac.compare_digest(shown, self.secret.encode())
 
 
 class PlanSender:
@@ -70,8 +86,9 @@ class PlanSender:
 class PlanReceiver:
     """A follower's side."""
 
-    def __init__(self, host: str, port: int, timeout: float) -> None:
+    def __init__(self, host: str, port: int, secret: str, timeout: float) -> None:
         self._socket = socket.create_connection((host, port), timeout=timeout)
+        self._socket.sendall(secret.encode())
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(None)
 

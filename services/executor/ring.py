@@ -6,12 +6,13 @@ spawn all ranks ─▶ rank 0 says where to meet ─▶ told to the others ─�
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,8 @@ from shared.process import die_with_parent
 log = structlog.get_logger(__name__)
 
 LEAVE_TIMEOUT = 5.0
+SPIN_COUNT = "10000"
+"""Turns that an OpenMP thread waits before it sleeps, about 20 us."""
 
 
 def thread_count(settings: ExecutorSettings) -> int:
@@ -45,11 +48,15 @@ class RankSpec(msgspec.Struct, frozen=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):
-    """Rank 0 → orchestrator → the other ranks: where the ring meets."""
+    """Rank 0 → orchestrator → the other ranks: where the ring meets, and what it loads."""
 
     host: str
     plan_port: int
-    store_port: int
+    secret: str
+    """What a rank shows to be taken for one."""
+    store_port: int = 0
+    model_directory: str = ""
+    """Resolved once, by rank 0: a download or conversion happens once per ring."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -84,23 +91,27 @@ class RingEnd(msgspec.Struct, frozen=True):
 class Ring:
     """One life of a group's ranks. `start`, then `wait_end`, then always `kill`."""
 
-    def __init__(self, settings: ExecutorSettings, group: str, instance: str) -> None:
+    def __init__(self, settings: ExecutorSettings, group: str, instance: str, epoch: int) -> None:
+        """`epoch`: larger than that of any earlier ring of the group."""
         self._settings = settings
         self._group = group
         self._instance = instance
-        self.epoch = time.time_ns() // 1_000_000
+        self.epoch = epoch
         self.ready = asyncio.Event()
         self.model = ""
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
         self.board = RingBoard(self._directory / "board", settings.tp, create=True)
         self._processes: list[asyncio.subprocess.Process] = []
-        self._readers: list[asyncio.Task[None]] = []
+        self._events: dict[int, asyncio.Task[None]] = {}
+        self._exits: list[asyncio.Task[None]] = []
+        self._killed = False
         self._end: asyncio.Future[RingEnd] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
         """Starts every rank. Returns at once; `ready` is set when the group takes requests."""
         for rank in range(self._settings.tp):
-            await self._spawn(rank)
+            if not self._killed:
+                await self._spawn(rank)
 
     async def wait_end(self) -> RingEnd:
         return await asyncio.shield(self._end)
@@ -118,6 +129,7 @@ class Ring:
 
         The ranks of a drained ring leave by themselves, in good order; only stragglers are killed.
         """
+        self._killed = True
         if self._end.done() and self._end.result().kind == "drained":
             leaving = [asyncio.ensure_future(process.wait()) for process in self._processes]
             await asyncio.wait(leaving, timeout=LEAVE_TIMEOUT)
@@ -127,9 +139,10 @@ class Ring:
                     process.send_signal(signal.SIGKILL)
         for process in self._processes:
             await process.wait()
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        followers = [*self._events.values(), *self._exits]
+        for follower in followers:
+            follower.cancel()
+        await asyncio.gather(*followers, return_exceptions=True)
         if self._directory.exists():
             self.board.close()
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -152,14 +165,21 @@ class Ring:
             os.close(write_end)
         self._processes.append(process)
         self._tell(rank, msgspec.json.encode(self._spec(rank)) + b"\n")
-        self._readers.append(asyncio.create_task(self._follow_events(rank, read_end)))
-        self._readers.append(asyncio.create_task(self._follow_exit(rank, process)))
+        self._events[rank] = asyncio.create_task(self._follow_events(rank, read_end))
+        self._exits.append(asyncio.create_task(self._follow_exit(rank, process)))
+        if self._killed:  # while the process was being started
+            process.kill()
+            await process.wait()
 
     def _environment(self) -> dict[str, str]:
-        """OpenMP reads these when torch is imported. Threads that spin while they wait take the cores from
-        the other ranks and services of the machine."""
+        """OpenMP reads these when torch is imported. A thread that waits spins for a moment only, which
+        bridges the gap between two operations: one that spins for long takes the core from the other
+        ranks and services of the machine, and one that sleeps at once is woken too late."""
         threads = str(thread_count(self._settings))
-        return {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": threads, **os.environ}
+        own = {"GOMP_SPINCOUNT": SPIN_COUNT, "OMP_NUM_THREADS": threads}
+        if ipaddress.ip_address(socket.gethostbyname(self._settings.ring_host)).is_loopback:
+            own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        return {**own, **os.environ}
 
     def _spec(self, rank: int) -> RankSpec:
         settings = self._settings.model_dump(mode="json")
@@ -207,7 +227,8 @@ class Ring:
 
     async def _follow_exit(self, rank: int, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        await asyncio.sleep(0.05)  # the event that says why may still be in the pipe
+        # What the rank said last may still be in the pipe, which ends with the process.
+        await asyncio.wait({self._events[rank]}, timeout=LEAVE_TIMEOUT)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
         self._finish(RingEnd("died", f"rank {rank} (process {process.pid}) ended with {how}"))
 

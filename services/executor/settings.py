@@ -41,11 +41,13 @@ class ExecutorSettings(CommonSettings):
     """Tokens per KV block."""
     kv_memory: int = Field(default=0, ge=0)
     """Bytes for the KV cache of each rank; 0: from the free memory."""
+    replicas_on_host: int = Field(default=1, ge=1)
+    """Executor groups that share this host's memory, which each then takes its part of for the KV cache."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of each rank; 0: the cores shared out among the ranks."""
     ring_host: str = "127.0.0.1"
     """Address on which the ranks of the ring meet."""
-    hung_after: float = Field(default=5.0, gt=0)
+    hung_after: float = Field(default=3.0, ge=1.0)
     """Seconds without progress, with work in flight, after which the ring is taken down and up."""
     start_timeout: float = Field(default=1800.0, gt=0)
     """Seconds that a ring may take to load."""

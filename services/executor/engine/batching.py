@@ -68,6 +68,8 @@ class ContinuousBatcher:
         """The last step that was scheduled; the first is 1."""
         self.preemptions = 0
         """Sequences that have had to give up their blocks."""
+        self.cached_tokens = 0
+        """Prompt tokens that were found in the cache."""
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -96,14 +98,15 @@ class ContinuousBatcher:
         insort(self._waiting, sequence, key=_URGENCY)
         return None
 
-    def cancel(self, generation_ids: Iterable[str]) -> None:
-        """Ends generations with `finish="cancelled"`; unknown ids are ignored.
+    def cancel(self, generation_ids: Iterable[str], attempt: int = -1) -> None:
+        """Ends generations with `finish="cancelled"`; unknown ids are ignored, and so are attempts
+        later than `attempt` unless that is -1.
 
         Safe while a step is under way: its result for them is dropped.
         """
         for generation_id in generation_ids:
             sequence = self._live.get(generation_id)
-            if sequence is None:
+            if sequence is None or -1 < attempt < sequence.request.attempt:
                 continue
             if sequence.in_flight:
                 sequence.ending = Ending.CANCELLED
@@ -287,6 +290,7 @@ class ContinuousBatcher:
         sequence.num_computed = len(shared) * self._spec.block_size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_tokens)
+            self.cached_tokens += sequence.cached_tokens
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=_URGENCY)
         sequence.state = SequenceState.RUNNING

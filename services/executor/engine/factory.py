@@ -43,7 +43,7 @@ def follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, rendezv
         follow_ring(settings, spec, board, rendezvous)
         return
     mine = board.rank(spec.rank)
-    receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, settings.start_timeout)
+    receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, rendezvous.secret, settings.start_timeout)
     while (plan := receiver.receive()) is not None:
         mine.begin(plan.step)
         mine.end(plan.step)

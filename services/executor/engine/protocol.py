@@ -13,7 +13,7 @@ import msgspec
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.sampling_state import SamplingState
 from shared.errors import InternalError
-from shared.messages import TokenLogprobs
+from shared.messages import ModelCard, TokenLogprobs
 
 ProgressCallback = Callable[[int, int], None]
 """Called while loading with (bytes done, bytes in all)."""
@@ -53,6 +53,11 @@ class Engine(Protocol):
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         """Brings the model into memory. Raises `shared.errors.ModelLoadError` with the remedy."""
+        ...
+
+    def card(self, model: str) -> tuple[ModelCard, bytes]:
+        """What gateways are told of the loaded model, which clients call `model`: its card, and its
+        tokenizer's files as an encoded `TokenizerBundle` (empty: none). Raises `ModelLoadError`."""
         ...
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:

@@ -5,6 +5,7 @@ leader   plan ──▶ plan channel ──▶ followers
          logits ──▶ sampler ──▶ tokens
 """
 
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -30,10 +31,12 @@ from services.executor.model.collectives import Collectives, SingleRank, TorchDi
 from services.executor.model.loader import context_length, load_config, load_model
 from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
+from services.executor.model_card import read_card
 from services.executor.plan_channel import PlanListener, PlanReceiver, PlanSender
 from services.executor.ring import RankSpec, Rendezvous, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
+from shared.messages import ModelCard
 
 JOIN_TIMEOUT = 120.0
 
@@ -55,12 +58,16 @@ class RingEngine:
         self._sampler = Sampler()
         self._sender = PlanSender([])
         self._member: RingMember | None = None
+        self._directory = Path()
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         device = choose_device(self._settings, self._spec.rank)
         torch.set_num_threads(thread_count(self._settings))
+        self._directory = model_directory(self._settings)
         collectives = self._meet(device)
-        self._member = RingMember.load(self._settings, self._spec, self._board, device, collectives, progress)
+        self._member = RingMember.load(
+            self._settings, self._spec, self._board, self._directory, device, collectives, progress
+        )
         return self._member.engine_spec
 
     def _meet(self, device: torch.device) -> Collectives:
@@ -70,20 +77,35 @@ class RingEngine:
             return SingleRank()
         host = self._settings.ring_host
         listener = PlanListener(host)
-        store = TCPStore(host, 0, world, is_master=True, wait_for_workers=False)
-        self._announce(Rendezvous(host, listener.port, store.port))
+        # Our own socket, since the store would listen on every address of the host.
+        socket_of_store = socket.create_server((host, 0))
+        store = TCPStore(
+            host,
+            socket_of_store.getsockname()[1],
+            world,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=socket_of_store.detach(),
+        )
+        self._announce(Rendezvous(host, listener.port, listener.secret, store.port, str(self._directory)))
         self._sender = listener.accept(world - 1, JOIN_TIMEOUT)
         return join(store, self._spec, device)
+
+    def card(self, model: str) -> tuple[ModelCard, bytes]:
+        assert self._member is not None, "the engine has not been loaded"
+        return read_card(self._directory, model, self._member.engine_spec)
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         assert self._member is not None, "the engine has not been loaded"
         self._board.begin(plan.step)
-        self._sender.send(plan)
-        logits = self._member.runner.forward(plan, self._board.tick)
-        assert logits is not None, "rank 0 gets the logits"
-        sampled = self._sampler.sample(logits, samples)
-        self._board.end(plan.step)
-        return sampled
+        try:
+            self._sender.send(plan)
+            logits = self._member.runner.forward(plan, self._board.tick)
+            assert logits is not None, "rank 0 gets the logits"
+            self._board.tick()
+            return self._sampler.sample(logits, samples)
+        finally:
+            self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
 
     def close(self) -> None:
         self._sender.close()
@@ -98,10 +120,10 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     device = choose_device(settings, spec.rank)
     torch.set_num_threads(thread_count(settings))
     store = TCPStore(rendezvous.host, rendezvous.store_port, spec.world_size, is_master=False)
-    receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, JOIN_TIMEOUT)
-    member = RingMember.load(
-        settings, spec, mine, device, join(store, spec, device), lambda done, total: None
-    )
+    receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, rendezvous.secret, JOIN_TIMEOUT)
+    collectives = join(store, spec, device)
+    directory = Path(rendezvous.model_directory)
+    member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
     while (plan := receiver.receive()) is not None:
         mine.begin(plan.step)
         member.runner.forward(plan, mine.tick)
@@ -122,12 +144,12 @@ class RingMember:
         settings: ExecutorSettings,
         spec: RankSpec,
         board: RankBoard,
+        directory: Path,
         device: torch.device,
         collectives: Collectives,
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
-        directory = model_directory(settings)
         config = load_config(directory)
         layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
         dtype = choose_dtype(settings, device, config)
@@ -165,8 +187,9 @@ def _agree_on_blocks(
     if settings.kv_memory:
         budget, cap = settings.kv_memory, None
     else:
-        # Ranks of one host share its memory; each GPU has its own.
-        ranks_sharing = collectives.world_size if device.type == "cpu" else 1
+        # Ranks and groups of one host share its memory; each GPU has its own.
+        on_host = collectives.world_size * settings.replicas_on_host
+        ranks_sharing = on_host if device.type == "cpu" else 1
         budget = default_budget(device) // ranks_sharing
         cap = DEFAULT_SEQUENCES if device.type == "cpu" else None
     mine = plan_num_blocks(shape.bytes_per_block, shape.block_size, context, budget, cap)

@@ -1,5 +1,6 @@
 """The stub engine on a ring: the other ranks get every plan and compute nothing either."""
 
+import time
 from collections.abc import Callable, Sequence
 
 from services.executor.board import RingBoard
@@ -9,6 +10,7 @@ from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.stub import StubEngine
 from services.executor.plan_channel import PlanListener, PlanSender
 from services.executor.ring import RankSpec, Rendezvous
+from shared.messages import ModelCard
 
 JOIN_TIMEOUT = 60.0
 
@@ -32,17 +34,23 @@ class StubRing:
         self._sender = PlanSender([])
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
-        self._announce(Rendezvous(self._listener.host, self._listener.port, store_port=0))
+        self._announce(Rendezvous(self._listener.host, self._listener.port, self._listener.secret))
         self._sender = self._listener.accept(self._spec.world_size - 1, JOIN_TIMEOUT)
-        return self._stub.load(progress)
+        self._engine_spec = self._stub.load(progress)
+        return self._engine_spec
+
+    def card(self, model: str) -> tuple[ModelCard, bytes]:
+        """No tokenizer (a token is a byte), no end of sequence."""
+        spec = self._engine_spec
+        return ModelCard(model, spec.context_length, spec.vocab_size, [], "", int(time.time())), b""
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         self._board.begin(plan.step)
-        self._sender.send(plan)
-        sampled = self._stub.execute(plan, samples)
-        self._board.tick()
-        self._board.end(plan.step)
-        return sampled
+        try:
+            self._sender.send(plan)
+            return self._stub.execute(plan, samples)
+        finally:
+            self._board.end(plan.step)
 
     def close(self) -> None:
         self._sender.close()

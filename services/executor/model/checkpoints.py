@@ -54,9 +54,12 @@ _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 def resolve_model(name_or_path: str, cache_dir: Path, progress: ConversionProgress) -> Path:
     """The model directory that `name_or_path` stands for, converted or fetched where need be.
 
-    `cache_dir` holds converted GGUF files. Hub names go to transformers' own cache. Raises
-    `ModelLoadError`.
+    `cache_dir` holds converted GGUF files and the models that `ryzanstein models pull` has fetched, under
+    their names with `--` for `/`; other hub names go to the hub's own cache. Raises `ModelLoadError`.
     """
+    pulled = cache_dir / name_or_path.replace("/", "--")
+    if (pulled / "config.json").is_file():
+        return pulled
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path

@@ -4,16 +4,21 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import SecretStr
 
+from services.cli.nats_server import LocalNats
 from services.executor.engine.stub import stub_token
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.journal import replay
 from shared.messages import (
     Cancel,
     ControlCommand,
@@ -22,6 +27,8 @@ from shared.messages import (
     DispatchReply,
     Drain,
     GenerationRequest,
+    GroupLoad,
+    GroupRecord,
     Heartbeat,
     ModelCard,
     SamplingParams,
@@ -43,7 +50,8 @@ class Reader:
         self._news = asyncio.Event()
 
     async def on_frame(self, frame: TokenFrame) -> None:
-        self.entries += frame.entries
+        # Entries without tokens say which group has accepted a request, once per hand-in.
+        self.entries += [entry for entry in frame.entries if entry.tokens or entry.finish]
         self.epochs.add(frame.epoch)
         self._news.set()
 
@@ -62,11 +70,15 @@ class Reader:
                 await self._news.wait()
 
     async def some(self) -> None:
-        """Returns once anything has come."""
+        """Returns once a token has come."""
         async with asyncio.timeout(30):
             while not self.entries:
-                self._news.clear()
-                await self._news.wait()
+                await self.more()
+
+    async def more(self) -> None:
+        """Returns when the next frame comes."""
+        self._news.clear()
+        await self._news.wait()
 
 
 @contextlib.asynccontextmanager
@@ -209,6 +221,10 @@ async def test_a_lost_rank_takes_the_ring_down_and_up_again(
         after = (await process.wait_for(is_back)).group
         assert after is not None
         assert not {one.pid for one in before.ranks} & {one.pid for one in after.ranks}, "a whole new ring"
+        told = [beat.group for beat in process.beats if beat.group and beat.group.epoch == before.epoch]
+        assert (told[-1].state, told[-1].ranks) == ("starting", []), (
+            "the loss is told under the lost ring's epoch"
+        )
         for old in before.ranks:
             with pytest.raises(ProcessLookupError):
                 os.kill(old.pid, 0)
@@ -256,3 +272,52 @@ async def test_no_model_is_said_in_one_sentence(
         lines = process.log.read_text().splitlines()
         assert lines[-1].startswith("error: No model is named; give --model")
         assert not any("Traceback" in line for line in lines)
+
+
+async def test_a_name_that_another_model_has_is_refused(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    cards = await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)
+    await cards.put("stub", ModelCard("stub", 100, 100, [], "another tokenizer", 0))
+    groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
+    await groups.put("other", GroupRecord("other", "stub", "ready", 1, [], GroupLoad()))
+    async with executor(bus, nats_settings, tmp_path) as process:
+        assert await asyncio.wait_for(process.process.wait(), 30) == 1
+        last = process.log.read_text().splitlines()[-1]
+        assert last.startswith("error: The group other serves another model under the name stub;")
+
+
+async def test_no_token_is_lost_when_the_broker_is_killed(tmp_path: Path) -> None:
+    """Frames that were on their way to the broker are published again; the journal has every token."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = LocalNats(tmp_path / "nats", port=port)
+    await server.start()
+    settings = CommonSettings(
+        nats_url=server.url,
+        nats_user=server.user,
+        nats_password=SecretStr(server.password),
+        beat_interval=0.1,
+    )
+    bus = await Bus.connect(settings, "test")
+    await bus.ensure_streams()
+    reader = Reader()
+    await bus.subscribe(subjects.tokens("me"), TokenFrame, reader.on_frame)
+    began = time.time() - 1
+    async with executor(bus, settings, tmp_path, "--stub-step-ms", "2") as process:
+        await process.wait_ready()
+        await dispatch(bus, request("a", max_tokens=1000))
+        await reader.some()
+        os.kill(server.pid, signal.SIGKILL)
+        await server.stop()
+        await server.start()
+        async with asyncio.timeout(30):
+            while not (reader.entries and reader.entries[-1].finish):
+                await reader.more()
+        tokens: dict[int, int] = {}
+        async for frame in replay(bus, "me", began):
+            for entry in frame.entries:
+                tokens.update(enumerate(entry.tokens, entry.position))
+        assert [tokens.get(position) for position in range(1000)] == expected(1, 0, 1000)
+    await bus.close()
+    await server.stop()
