@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from services.executor.model.collectives import Collectives
+from services.executor.model.packing import packed_product
 from services.executor.model.sharding import Span, split_dimension
 
 
@@ -47,11 +48,31 @@ class ShardedLayer(nn.Module):
         self.slices[name] = piece
 
 
-class ColumnParallelLinear(ShardedLayer):
-    """`span` of a linear layer's outputs. [..., in] -> [..., span]."""
+class LinearShard(ShardedLayer):
+    """A rank's share of a linear layer, and the product with it."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packed: Tensor | None = None
+
+    def pack(self, packed: Tensor, keep_plain: bool) -> None:
+        """From now on multiplies with `packed` (see `packing.py`); the plain weight goes unless it is kept."""
+        self._packed = packed
+        if not keep_plain:
+            self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """`x` [..., in] times the share, plus its bias: [..., out]."""
+        if self._packed is None:
+            return functional.linear(x, self.weight, self.bias)
+        return packed_product(x, self._packed, self.bias)
+
+
+class ColumnParallelLinear(LinearShard):
+    """`span` of a linear layer's outputs. [..., in] -> [..., span]."""
 
     def __init__(self, linear: nn.Linear, span: Span):
         super().__init__()
@@ -61,17 +82,14 @@ class ColumnParallelLinear(ShardedLayer):
             self._hold("bias", linear.bias, TensorSlice(0, span, linear.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return self.multiply(x)
 
 
-class RowParallelLinear(ShardedLayer):
+class RowParallelLinear(LinearShard):
     """`span` of a linear layer's inputs, summed over the ranks. [..., span] -> [..., out].
 
     Rank 0 alone holds the bias: added on every rank, it would count once per rank.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(self, linear: nn.Linear, span: Span, collectives: Collectives):
         super().__init__()
@@ -85,7 +103,7 @@ class RowParallelLinear(ShardedLayer):
             self.elsewhere = frozenset({"bias"})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._collectives.all_reduce(functional.linear(x, self.weight, self.bias))
+        return self._collectives.all_reduce(self.multiply(x))
 
 
 class VocabParallelEmbedding(ShardedLayer):
@@ -108,11 +126,8 @@ class VocabParallelEmbedding(ShardedLayer):
         return self._collectives.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
 
 
-class VocabParallelHead(ShardedLayer):
+class VocabParallelHead(LinearShard):
     """`span` of the output layer: local logits only, [..., hidden] -> [..., span]."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(self, head: nn.Linear, rank: int, world_size: int):
         super().__init__()
@@ -126,4 +141,4 @@ class VocabParallelHead(ShardedLayer):
             self._hold("bias", head.bias, piece)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self.weight, self.bias)
+        return self.multiply(hidden)

@@ -10,6 +10,7 @@ garbage without a word.
 import inspect
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.executor.model.attention import ATTENTION_NAME, register_attention
 from services.executor.model.collectives import Collectives
-from services.executor.model.layers import ShardedLayer, TensorSlice
+from services.executor.model.layers import LinearShard, ShardedLayer, TensorSlice
+from services.executor.model.packing import can_pack, packed_weight
 from services.executor.model.parallel import apply_plan
 from services.executor.model.sharding import ShardLayout
 from services.executor.model.support import check_supported
@@ -94,6 +96,8 @@ def load_model(
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+    if can_pack(device, dtype):
+        _pack(model)
     served: nn.Module = model.eval()
     return served
 
@@ -226,6 +230,15 @@ def _read(
                 setattr(module, attribute, value)
             done += held.numel() * dtype.itemsize
             progress(done, total)
+
+
+def _pack(model: nn.Module) -> None:
+    """Packs every linear share in place. The plain weight is let go, unless the embedding shares it: a
+    tied head is held twice."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for module in model.modules():
+        if isinstance(module, LinearShard):
+            module.pack(packed_weight(module.weight), keep_plain=uses[id(module.weight)] > 1)
 
 
 def _first_line(error: BaseException) -> str:

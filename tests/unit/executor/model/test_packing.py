@@ -1,0 +1,43 @@
+"""Packed weights multiply like plain ones."""
+
+import pytest
+import torch
+from torch import nn
+
+from services.executor.model.collectives import SingleRank
+from services.executor.model.layers import ColumnParallelLinear, RowParallelLinear
+from services.executor.model.packing import can_pack, packed_weight
+from services.executor.model.sharding import Span
+
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
+
+
+def test_only_bf16_on_a_cpu_is_packed() -> None:
+    assert can_pack(CPU, BF16)
+    assert not can_pack(CPU, torch.float32)
+    assert not can_pack(torch.device("cuda"), BF16)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("shape", [(1, 1, 96), (1, 5, 96), (40, 96), (1, 300, 96)])
+def test_a_packed_layer_computes_what_the_plain_one_does(
+    kind: str, bias: bool, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 80, bias=bias, dtype=BF16)
+    layer: ColumnParallelLinear | RowParallelLinear
+    if kind == "column":
+        layer = ColumnParallelLinear(linear, Span(0, 80))
+    else:
+        layer = RowParallelLinear(linear, Span(0, 96), SingleRank())
+    layer.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+    if bias:
+        layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
+    x = torch.randn(shape, dtype=BF16)
+    with torch.inference_mode():
+        expected = layer(x)
+        layer.pack(packed_weight(layer.weight), keep_plain=False)
+        torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)
+    assert layer.weight.numel() == 0, "the plain weight is let go"
