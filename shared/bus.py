@@ -18,11 +18,20 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import BadRequestError
+from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 from shared import subjects
+from shared.broker_errors import (
+    BROKER_ERRORS,
+    broker_error,
+    lacks_jetstream,
+    lacks_room,
+    reason_of,
+    server_urls,
+    without_password,
+)
 from shared.config import CommonSettings
-from shared.errors import BrokerUnavailable, PayloadTooLarge
+from shared.errors import BrokerUnavailable, ConfigurationError, PayloadTooLarge
 
 T = TypeVar("T")
 Reply = bytes | msgspec.Struct | None
@@ -32,6 +41,9 @@ _encoder = msgspec.msgpack.Encoder()
 
 DEFAULT_PENDING_MESSAGES = 65_536
 DEFAULT_PENDING_BYTES = 64 << 20
+CLOSE_TIMEOUT = 2.0
+REPEAT_INTERVAL = 1.0
+"""Seconds between two log lines about the same fault."""
 
 
 def encode(message: object) -> bytes:
@@ -46,34 +58,40 @@ class Bus:
         self._client = client
         self._settings = settings
         self._gap_callbacks: list[tuple[Subscription | None, Callable[[], None]]] = []
+        self._where = without_password(settings.nats_url)
         self._last_error = ""
         self._refused = asyncio.Event()
+        self._repeats: dict[tuple[str, str], int] = {}
 
     @classmethod
     async def connect(cls, settings: CommonSettings, name: str) -> "Bus":
-        """Connects, trying again for `nats_connect_timeout` seconds. Raises `BrokerUnavailable`."""
+        """Connects, trying again for `nats_connect_timeout` seconds.
+
+        Raises `BrokerUnavailable`, and `ConfigurationError` for what is not an address.
+        """
+        urls = server_urls(settings.nats_url)
         bus = cls(Client(), settings)
-        where = _without_password(settings.nats_url)
         try:
             async with asyncio.timeout(settings.nats_connect_timeout):
-                await bus._connect(name)
+                await bus._connect(urls, name)
         except TimeoutError:
             reason = f" ({bus._last_error})" if bus._last_error else ""
             raise BrokerUnavailable(
-                f"NATS at {where} did not answer within {settings.nats_connect_timeout:g} s{reason}; "
+                f"NATS at {bus._where} did not answer within {settings.nats_connect_timeout:g} s{reason}; "
                 "start it, or set RYZANSTEIN_NATS_URL or --nats-url."
             ) from None
-        except ValueError as error:
+        except (nats.errors.Error, OSError, ValueError) as error:
             raise BrokerUnavailable(
-                f"The NATS address {where} is not one ({error}); write it as nats://host:port."
+                f"NATS at {bus._where} cannot be reached ({reason_of(error)}); "
+                "start it, or set RYZANSTEIN_NATS_URL or --nats-url."
             ) from None
         return bus
 
-    async def _connect(self, name: str) -> None:
+    async def _connect(self, urls: list[str], name: str) -> None:
         """nats-py tries again for ever, a wrong password included: watch for that one beside it."""
         connecting = asyncio.create_task(
             self._client.connect(
-                servers=[url.strip() for url in self._settings.nats_url.split(",") if url.strip()],
+                servers=urls,
                 name=name,
                 user=self._settings.nats_user or None,
                 password=self._settings.nats_password.get_secret_value() or None,
@@ -92,8 +110,8 @@ class Bus:
             await asyncio.wait({connecting, refused}, return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
                 raise BrokerUnavailable(
-                    f"NATS at {_without_password(self._settings.nats_url)} refused the user name or "
-                    "password; set RYZANSTEIN_NATS_USER and RYZANSTEIN_NATS_PASSWORD."
+                    f"NATS at {self._where} refused the user name or password; "
+                    "set RYZANSTEIN_NATS_USER and RYZANSTEIN_NATS_PASSWORD."
                 )
             await connecting
         finally:
@@ -122,7 +140,11 @@ class Bus:
     # --- streams ---------------------------------------------------------------------------------
 
     async def ensure_streams(self) -> None:
-        """Creates intake and journal where they do not exist yet. Any service may do so, at any time."""
+        """Creates intake and journal where they do not exist yet. Any service may do so, at any time.
+
+        Raises `BrokerUnavailable`, and `ConfigurationError` for a server that has no JetStream or has
+        other streams under these names.
+        """
         await self._ensure_stream(
             StreamConfig(
                 name=subjects.INTAKE_STREAM,
@@ -143,11 +165,37 @@ class Bus:
         )
 
     async def _ensure_stream(self, config: StreamConfig) -> None:
+        try:
+            await self._add_or_update(config)
+        except BROKER_ERRORS as error:
+            if lacks_jetstream(error):
+                raise ConfigurationError(
+                    f"NATS at {self._where} runs without JetStream; start nats-server with -js -sd DIRECTORY. "
+                    "(Its log says why, if JetStream was switched off: a full disk does that.)"
+                ) from None
+            raise broker_error(f"create the stream {config.name}", error) from None
+
+    async def _add_or_update(self, config: StreamConfig) -> None:
         jetstream = self.jetstream()
         try:
             await jetstream.add_stream(config)
-        except BadRequestError:  # it exists with other limits: ours are the newer ones
+            return
+        except BadRequestError as error:  # it exists with other limits: ours are the newer ones
+            refusal: APIError = error
+        try:
             await jetstream.update_stream(config)
+        except NotFoundError:  # it does not exist, so the first answer says what is wrong
+            raise self._other_stream(config, refusal) from None
+        except APIError as error:
+            if error.code == 503 or lacks_room(error):
+                raise
+            raise self._other_stream(config, error) from None
+
+    def _other_stream(self, config: StreamConfig, error: APIError) -> ConfigurationError:
+        return ConfigurationError(
+            f"NATS at {self._where} cannot have the stream {config.name} as it must be "
+            f"({error.description}); delete the stream that is in its way, or use another server."
+        )
 
     # --- publish, request, subscribe -------------------------------------------------------------
 
@@ -164,9 +212,7 @@ class Bus:
         try:
             ack = await self.jetstream().publish(subject, payload, timeout=timeout)
         except (nats.errors.Error, TimeoutError) as error:
-            raise BrokerUnavailable(
-                f"NATS did not store a message on {subject} within {timeout:g} s; try again."
-            ) from error
+            raise broker_error(f"store a message on {subject} within {timeout:g} s", error) from error
         return ack.seq
 
     async def request(self, subject: str, message: object, reply_type: type[T], *, timeout: float) -> T:
@@ -224,9 +270,11 @@ class Bus:
         """Waits until the server has seen everything published so far."""
         await self._client.flush()
 
-    def on_reconnect(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` whenever the connection was lost and is back."""
-        self._gap_callbacks.append((None, callback))
+    def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Calls `callback` whenever the connection was lost and is back, until what is returned is called."""
+        entry = (None, callback)
+        self._gap_callbacks.append(entry)
+        return lambda: self._gap_callbacks.remove(entry)
 
     def _checked(self, message: object) -> bytes:
         payload = encode(message)
@@ -241,11 +289,11 @@ class Bus:
         """Sends what is buffered and closes. Safe to call twice."""
         if self._client.is_closed:
             return
-        try:
-            await asyncio.wait_for(self._client.flush(), 2)
-        except (nats.errors.Error, TimeoutError):
-            log.debug("flush_at_close_failed")
-        await self._client.close()
+        for step in (self._client.flush, self._client.close):
+            try:
+                await asyncio.wait_for(step(), CLOSE_TIMEOUT)
+            except BROKER_ERRORS as error:
+                log.debug("close_failed", error=reason_of(error))
 
     # --- connection events -----------------------------------------------------------------------
 
@@ -254,12 +302,31 @@ class Bus:
         if "authorization" in self._last_error.lower():
             self._refused.set()
         if isinstance(error, nats.errors.SlowConsumerError):
-            log.warning("slow_consumer", subject=error.subject)
-            for subscription, callback in self._gap_callbacks:
+            self._warn("slow_consumer", error.subject)
+            for subscription, callback in list(self._gap_callbacks):
                 if subscription is not None and subscription is error.sub:
                     callback()
         elif self._client.is_connected:
-            log.warning("nats_error", error=self._last_error)
+            self._warn("nats_error", self._last_error)
+
+    def _warn(self, event: str, about: str) -> None:
+        """Logs at once, and what repeats once per interval with its number: a line for each message that
+        is dropped would make a slow consumer slower still."""
+        key = (event, about)
+        if key in self._repeats:
+            self._repeats[key] += 1
+            return
+        self._repeats[key] = 0
+        log.warning(event, about=about)
+        asyncio.get_running_loop().call_later(REPEAT_INTERVAL, self._warn_again, key)
+
+    def _warn_again(self, key: tuple[str, str]) -> None:
+        count = self._repeats.pop(key)
+        if count and not self._client.is_closed:
+            event, about = key
+            log.warning(event, about=about, times=count)
+            self._repeats[key] = 0
+            asyncio.get_running_loop().call_later(REPEAT_INTERVAL, self._warn_again, key)
 
     async def _on_disconnected(self) -> None:
         if not self._client.is_closed:
@@ -267,13 +334,5 @@ class Bus:
 
     async def _on_reconnected(self) -> None:
         log.info("nats_reconnected")
-        for _, callback in self._gap_callbacks:
+        for _, callback in list(self._gap_callbacks):
             callback()
-
-
-def _without_password(urls: str) -> str:
-    """`urls` fit for a message: credentials in them are left out."""
-    return ",".join(
-        f"{scheme}://{rest.rpartition('@')[2]}" if rest else scheme
-        for scheme, _, rest in (url.strip().partition("://") for url in urls.split(","))
-    )

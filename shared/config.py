@@ -15,6 +15,7 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    CliSuppress,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -35,7 +36,7 @@ class CommonSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     """NATS server, or several with commas."""
     nats_user: str = ""
-    nats_password: SecretStr = SecretStr("")
+    nats_password: CliSuppress[SecretStr] = SecretStr("")
     nats_connect_timeout: float = Field(default=30.0, gt=0)
     """Seconds to wait for NATS at start before giving up."""
     instance: str = ""
@@ -76,14 +77,16 @@ SettingsT = TypeVar("SettingsT", bound=CommonSettings)
 def load_settings(kind: type[SettingsT], **overrides: Any) -> SettingsT:
     """Reads settings once; an override of None means "not given". Raises `ConfigurationError`."""
     given = {name: value for name, value in overrides.items() if value is not None}
-    return _validated(lambda: kind(**given))
+    return _validated(kind, lambda: kind(**given))
 
 
 def parse_settings(kind: type[SettingsT], command: str, arguments: Sequence[str]) -> SettingsT:
     """Settings of a service started as `command`: each field is an option, `--help` lists them.
 
-    Exits with 2 on an unknown option, as argparse does. Raises `ConfigurationError` on a wrong value.
+    Secrets are no options: everybody on the machine can read a command line. Exits with 2 on an unknown
+    option, as argparse does. Raises `ConfigurationError` on a wrong value.
     """
+    _refuse_secrets(kind, arguments)
     source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
         kind,
         cli_prog_name=command,
@@ -93,25 +96,56 @@ def parse_settings(kind: type[SettingsT], command: str, arguments: Sequence[str]
         cli_hide_none_type=True,
         cli_avoid_json=True,
     )
-    return _validated(lambda: kind(_cli_settings_source=source))  # type: ignore[call-arg]
+    return _validated(kind, lambda: kind(_cli_settings_source=source))  # type: ignore[call-arg]
 
 
-def _validated(build: Callable[[], SettingsT]) -> SettingsT:
-    """Turns the errors of a settings class into one sentence."""
+def _refuse_secrets(kind: type[CommonSettings], arguments: Sequence[str]) -> None:
+    for name in kind.model_fields:
+        option = f"--{name.replace('_', '-')}"
+        if _is_secret(kind, name) and any(given.partition("=")[0] == option for given in arguments):
+            raise ConfigurationError(
+                f"{option} is no option, since everybody on the machine can read a command line; "
+                f"set {ENV_PREFIX}{name.upper()}, or {name} in the settings file."
+            )
+
+
+def _validated(kind: type[SettingsT], build: Callable[[], SettingsT]) -> SettingsT:
+    """Turns the errors of a settings class into one sentence, which never holds a secret."""
     path = os.environ.get(f"{ENV_PREFIX}CONFIG")
-    if path and not Path(path).is_file():
-        raise ConfigurationError(
-            f"RYZANSTEIN_CONFIG names the file {path}, which does not exist; create it or unset the variable."
-        )
     try:
+        if path and not Path(path).is_file():
+            raise ConfigurationError(
+                f"{ENV_PREFIX}CONFIG names the file {path}, which does not exist; "
+                "create it or unset the variable."
+            )
         return build()
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else "settings"
-        raise ConfigurationError(
-            f"The setting {ENV_PREFIX}{name.upper()} (or --{name.replace('_', '-')}) is wrong: "
-            f"{first['msg']}; it was {first['input']!r}.",
-            param=name,
-        ) from None
+        raise _wrong_value(kind, error) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"The settings file {path} is not TOML: {error}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"The settings file {path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8."
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"The settings file {path} cannot be read ({error.strerror}); make it readable, "
+            f"or unset {ENV_PREFIX}CONFIG."
+        ) from None
+
+
+def _wrong_value(kind: type[CommonSettings], error: ValidationError) -> ConfigurationError:
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    if name not in kind.model_fields:
+        return ConfigurationError(f"The settings are wrong: {first['msg']}.")
+    option = "" if _is_secret(kind, name) else f" (or --{name.replace('_', '-')})"
+    # An address may hold a user's password.
+    given = "" if not option or name == "nats_url" else f"; it was {first['input']!r}"
+    return ConfigurationError(
+        f"The setting {ENV_PREFIX}{name.upper()}{option} is wrong: {first['msg']}{given}.", param=name
+    )
+
+
+def _is_secret(kind: type[CommonSettings], name: str) -> bool:
+    return kind.model_fields[name].annotation is SecretStr

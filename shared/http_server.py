@@ -54,8 +54,8 @@ class HttpServer:
     def __init__(self, app: Any, sock: socket.socket, **options: Any) -> None:
         self._sock = sock
         host, port = sock.getsockname()[:2]
-        self.address = f"{host}:{port}"
-        """`host:port` that it listens on, also once it is closed."""
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        """`host:port` that it listens on, an IPv6 host in brackets; also once it is closed."""
         self._server = _Uvicorn(
             uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **options)
         )

@@ -5,44 +5,88 @@ position it knows.
 """
 
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime
 
 import msgspec
 import nats.errors
+import structlog
+from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from shared import subjects
+from shared.broker_errors import BROKER_ERRORS
 from shared.bus import Bus
 from shared.messages import TokenFrame
 
+log = structlog.get_logger(__name__)
 _decoder = msgspec.msgpack.Decoder(TokenFrame)
 BATCH = 256
 
 
-async def replay(bus: Bus, consumer: str, since: float) -> AsyncIterator[TokenFrame]:
-    """Yields the recorded frames of `consumer` from `since` (unix seconds) to the newest, then ends.
+def replay(bus: Bus, consumer: str, since: float) -> AsyncIterator[TokenFrame]:
+    """The recorded frames of `consumer` from `since` (unix seconds) to the newest; see `JournalReader.read`."""
+    return JournalReader(bus, consumer).read(since)
 
-    Raises `nats.errors.Error` or `TimeoutError` when the broker does not answer.
-    """
-    subscription = await bus.jetstream().pull_subscribe(
-        subjects.tokens(consumer),
-        stream=subjects.JOURNAL_STREAM,
-        config=ConsumerConfig(
-            deliver_policy=DeliverPolicy.BY_START_TIME,
-            opt_start_time=datetime.fromtimestamp(since, UTC),
-            ack_policy=AckPolicy.NONE,
-            inactive_threshold=30,
-            mem_storage=True,
-        ),
-    )
-    try:
-        pending = (await subscription.consumer_info()).num_pending or 0
-        while pending > 0:
-            messages = await subscription.fetch(min(pending, BATCH), timeout=5)
-            for message in messages:
-                yield _decoder.decode(message.data)
-            pending = (messages[-1].metadata.num_pending if messages else 0) or 0
-    finally:
-        with contextlib.suppress(nats.errors.Error):  # the broker removes an inactive consumer by itself
-            await subscription.unsubscribe()
+
+class JournalReader:
+    """Reads the frames of one consumer, time and again: what was read to its end is not read twice."""
+
+    def __init__(self, bus: Bus, consumer: str) -> None:
+        self._bus = bus
+        self._consumer = consumer
+        self._read_to = 0
+        """Number in the stream of the last frame of a complete reading; 0: there was none."""
+        self._read_at = 0.0
+        """Unix seconds at which that reading began."""
+
+    async def read(self, since: float) -> AsyncIterator[TokenFrame]:
+        """Yields the frames from `since` (unix seconds) to the newest, then ends.
+
+        It begins behind the last reading that was complete, where that is later. A frame that cannot be
+        decoded is logged and left out. Raises one of `BROKER_ERRORS` when the broker does not answer,
+        or the connection is cut meanwhile.
+        """
+        began, last = time.time(), self._read_to
+        async with contextlib.aclosing(self._messages(await self._start(since))) as messages:
+            async for message in messages:
+                last = message.metadata.sequence.stream
+                try:
+                    frame = _decoder.decode(message.data)
+                except msgspec.DecodeError as error:
+                    log.warning("undecodable_frame", subject=message.subject, sequence=last, error=str(error))
+                    continue
+                yield frame
+        self._read_to, self._read_at = last, began
+
+    async def _start(self, since: float) -> ConsumerConfig:
+        config = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=30, mem_storage=True)
+        if self._read_to and since < self._read_at:
+            info = await self._bus.jetstream().stream_info(subjects.JOURNAL_STREAM)
+            if info.state.last_seq >= self._read_to:  # else the stream was made anew
+                return config.evolve(
+                    deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=self._read_to + 1
+                )
+        return config.evolve(
+            deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=datetime.fromtimestamp(since, UTC)
+        )
+
+    async def _messages(self, config: ConsumerConfig) -> AsyncGenerator[Msg, None]:
+        subscription = await self._bus.jetstream().pull_subscribe(
+            subjects.tokens(self._consumer), stream=subjects.JOURNAL_STREAM, config=config
+        )
+        try:
+            pending = (await subscription.consumer_info()).num_pending or 0
+            delivered = 0
+            while pending > 0:
+                messages = await subscription.fetch(min(pending, BATCH), timeout=5)
+                for message in messages:
+                    delivered += 1
+                    if message.metadata.sequence.consumer != delivered:
+                        raise nats.errors.Error("the connection was cut within a reading of the journal")
+                    yield message
+                pending = (messages[-1].metadata.num_pending if messages else 0) or 0
+        finally:
+            with contextlib.suppress(*BROKER_ERRORS):  # the broker removes an inactive consumer by itself
+                await subscription.unsubscribe()

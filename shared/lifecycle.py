@@ -1,7 +1,11 @@
 """The life of a service process: start, run until a signal or a fault, stop.
 
 starting ──start()──▶ ready ──SIGTERM, SIGINT──▶ draining ──stop()──▶ gone
-                         └──── fail(error) ────────▶ draining
+    │                    └──── fail(error) ────────▶ draining
+    └── SIGTERM, SIGINT, fail(error): start() is cancelled ──▶ draining
+
+The HTTP port answers from the first moment, before NATS is connected: /health says that the process
+lives, /ready why it is not ready.
 """
 
 import abc
@@ -27,6 +31,9 @@ from shared.messages import GroupBeat, Heartbeat, ServiceName, ServiceStatus
 from shared.telemetry import Health, OpsApp, configure_logging, new_registry
 
 log = structlog.get_logger(__name__)
+
+CANCEL_TIMEOUT = 10.0
+"""Seconds that cancelled work has to end; then it is left behind, with an error in the log."""
 
 
 class Service(abc.ABC):
@@ -71,9 +78,10 @@ class Service(abc.ABC):
     def health(self) -> Health:
         """What /health and /ready say; a subclass adds its own conditions."""
         connected = self._bus is not None and self._bus.connected
-        reason = "" if connected else "NATS is not connected"
-        if self.state != "ready":
-            reason = f"the service is {self.state}"
+        reasons = [] if self.state == "ready" else [f"the service is {self.state}"]
+        if not connected:
+            reasons.append("NATS is not connected")
+        reason = "; ".join(reasons)
         return Health(self.name, self.instance, self.state, not reason, reason)
 
     def group_beat(self) -> GroupBeat | None:
@@ -114,28 +122,53 @@ class Service(abc.ABC):
         sock = bind(self.settings.host, self.listen_port())
         self._http = HttpServer(self.make_app(), sock, **self.server_options())
         try:
-            self._bus = await Bus.connect(self.settings, f"{self.name}/{self.instance}")
-            await self._bus.ensure_streams()
             await self._http.start()
-            self.spawn(self._beat(), "heartbeat")
-            await self.start()
-            if not self._ended.is_set():
+            if await self._until_ended(asyncio.create_task(self._start_up(), name="start")):
                 self.state = "ready"
                 log.info("ready", address=self.address)
-            await self._ended.wait()
+                await self._ended.wait()
         finally:
             await self._shut_down()
         if self._failure is not None:
             raise self._failure
 
+    async def _start_up(self) -> None:
+        self._bus = await Bus.connect(self.settings, f"{self.name}/{self.instance}")
+        await self._bus.ensure_streams()
+        self.spawn(self._beat(), "heartbeat")
+        await self.start()
+
+    async def _until_ended(self, starting: asyncio.Task[None]) -> bool:
+        """Waits for `starting`, or for the end of the service: then it is cancelled.
+
+        True when the service may be called ready. Raises what `starting` raises.
+        """
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                return not self._ended.is_set()
+        finally:
+            ended.cancel()
+            if not starting.done():
+                await _cancel({starting})
+        if starting.done() and not starting.cancelled() and (error := starting.exception()) is not None:
+            log.warning("start_not_completed", error=str(error))
+        return False
+
     async def _shut_down(self) -> None:
+        """Every step is taken, whatever becomes of the others; the first fault is the one that is told."""
         self.state = "draining"
         await self._farewell()
         try:
             if self._bus is not None:
                 await self.stop()
+        except Exception as error:
+            log.exception("stop_failed")
+            self._failure = self._failure or error
         finally:
-            await self._cancel_tasks()
+            await _cancel(self._tasks)
             if self._http is not None:
                 await self._http.stop()
             self.state = "gone"
@@ -143,14 +176,6 @@ class Service(abc.ABC):
             if self._bus is not None:
                 await self._bus.close()
             log.info("stopped")
-
-    async def _cancel_tasks(self) -> None:
-        """Ends the background tasks. More than once, since `asyncio.wait_for` of Python 3.11 can swallow
-        a cancellation that meets its result."""
-        while self._tasks:
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.wait(self._tasks, timeout=0.5)
 
     async def _beat(self) -> None:
         while True:
@@ -184,6 +209,19 @@ class Service(abc.ABC):
             self.fail(error)
 
 
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    """Ends `tasks`, which may shrink meanwhile. More than once, since `asyncio.wait_for` of Python 3.11 can
+    swallow a cancellation that meets its result."""
+    give_up = asyncio.get_running_loop().time() + CANCEL_TIMEOUT
+    while left := [task for task in tasks if not task.done()]:
+        if asyncio.get_running_loop().time() >= give_up:
+            log.error("tasks_do_not_end", tasks=[task.get_name() for task in left])
+            return
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=0.5)
+
+
 async def _run_with_signals(service: Service) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -199,7 +237,7 @@ def main(
 ) -> int:
     """A service's whole process: reads its settings, runs it to its end, returns the exit code.
 
-    An expected error is printed as its one sentence, without a stack trace.
+    An expected error is printed as its one sentence; of another one the log has the trace.
     """
 
     async def live() -> None:
@@ -216,4 +254,9 @@ def main(
         return 1
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        log.exception("unexpected_error")
+        fault = f"`{command}` ended by a fault of its own ({type(error).__name__})"
+        print(f"error: {fault}; the log above says where: please report it.", file=sys.stderr)  # noqa: T201
+        return 1
     return 0

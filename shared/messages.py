@@ -120,7 +120,8 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
     generation_ids: list[str]
     attempt: int = -1
-    """Only attempts up to this one; -1: any. So a late cancel of a superseded attempt does not hit its successor."""
+    """-1: the client has gone, whatever the attempt. Else only attempts up to this one are withdrawn: they
+    end with a retryable error, and a late command does not hit their successor."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):

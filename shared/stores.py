@@ -1,11 +1,11 @@
 """Typed views of NATS KV buckets and object stores."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
 import msgspec
-import nats.errors
 import structlog
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig
@@ -14,18 +14,23 @@ from nats.js.errors import (
     BucketNotFoundError,
     KeyNotFoundError,
     KeyWrongLastSequenceError,
-    NoKeysError,
     ObjectNotFoundError,
 )
 from nats.js.errors import NotFoundError as StreamNotFoundError
 from nats.js.kv import KeyValue
 
+from shared.broker_errors import BROKER_ERRORS, reason_of, translated
 from shared.bus import Bus, encode
 from shared.subjects import escape, unescape
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 log = structlog.get_logger(__name__)
+
+READ_TIMEOUT = 10.0
+"""Seconds to read a whole bucket or object: nats-py waits for ever for a part that is lost."""
+WATCH_PAUSE = 0.2
+"""Seconds before a lost watcher is opened again."""
 
 
 class Entry(msgspec.Struct, Generic[T], frozen=True):
@@ -37,9 +42,15 @@ class Entry(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Bucket(Generic[T]):
-    """A KV bucket of values of one message type. Keys may be any non-empty names."""
+    """A KV bucket of values of one message type. Keys may be any non-empty names.
 
-    def __init__(self, store: KeyValue, value_type: type[T]) -> None:
+    Every method raises `BrokerUnavailable` when the broker does not answer or will not do it. A value
+    that cannot be decoded is logged and taken for one that is not there.
+    """
+
+    def __init__(self, bus: Bus, name: str, store: KeyValue, value_type: type[T]) -> None:
+        self._bus = bus
+        self._name = name
         self._store = store
         self._decoder = msgspec.msgpack.Decoder(value_type)
 
@@ -47,87 +58,121 @@ class Bucket(Generic[T]):
     async def open(cls, bus: Bus, name: str, value_type: type[T], *, ttl: float | None = None) -> "Bucket[T]":
         """Opens the bucket `name`, creating it where it does not exist. `ttl` in seconds."""
         jetstream = bus.jetstream()
-        try:
-            store = await jetstream.key_value(name)
-        except BucketNotFoundError:
-            store = await _create(jetstream, name, ttl)
-        return cls(store, value_type)
+        with translated(f"open the bucket {name}"):
+            try:
+                store = await jetstream.key_value(name)
+            except BucketNotFoundError:
+                store = await _create(jetstream, name, ttl)
+        return cls(bus, name, store, value_type)
 
     async def get(self, key: str) -> Entry[T] | None:
-        try:
-            found = await self._store.get(escape(key))
-        except KeyNotFoundError:
-            return None
-        return Entry(key, self._decoder.decode(found.value or b""), found.revision or 0)
+        with translated(f"read from the bucket {self._name}"):
+            try:
+                found = await self._store.get(escape(key))
+            except KeyNotFoundError:
+                return None
+        value = self._decode(key, found.value)
+        return None if value is None else Entry(key, value, found.revision or 0)
 
     async def put(self, key: str, value: T) -> int:
         """Writes without condition; returns the revision."""
-        return await self._store.put(escape(key), encode(value))
+        with self._writing():
+            return await self._store.put(escape(key), encode(value))
 
     async def create(self, key: str, value: T) -> int | None:
         """Writes if the key does not exist; None when somebody was first."""
-        try:
-            return await self._store.create(escape(key), encode(value))
-        except KeyWrongLastSequenceError:
-            return None
+        with self._writing():
+            try:
+                return await self._store.create(escape(key), encode(value))
+            except KeyWrongLastSequenceError:
+                return None
 
     async def update(self, key: str, value: T, revision: int) -> int | None:
         """Writes if the key still has `revision`; None when somebody was first."""
-        try:
-            return await self._store.update(escape(key), encode(value), last=revision)
-        except KeyWrongLastSequenceError:
-            return None
+        with self._writing():
+            try:
+                return await self._store.update(escape(key), encode(value), last=revision)
+            except KeyWrongLastSequenceError:
+                return None
 
     async def delete(self, key: str) -> None:
-        await self._store.delete(escape(key))
+        with self._writing():
+            await self._store.delete(escape(key))
 
     async def items(self) -> dict[str, T]:
         """All keys and values."""
-        try:
-            keys = await self._store.keys()
-        except NoKeysError:
-            return {}
-        found = await asyncio.gather(*(self.get(unescape(key)) for key in keys))
-        return {entry.key: entry.value for entry in found if entry is not None}
+        found: dict[str, T] = {}
+        with translated(f"read the bucket {self._name}"):
+            async with asyncio.timeout(READ_TIMEOUT), self._watcher(ignore_deletes=True) as watcher:
+                async for update in watcher:
+                    if update is None:
+                        break
+                    key = unescape(update.key)
+                    if (value := self._decode(key, update.value)) is not None:
+                        found[key] = value
+        return found
 
     async def watch(self) -> AsyncIterator[tuple[str, T | None] | None]:
         """Yields every present (key, value), then None once, then each change; a value of None is a deletion.
 
-        Goes on for ever. A lost watcher is opened again: everything present is yielded anew, and what
-        was deleted meanwhile as a deletion. A value that cannot be decoded is logged and left out.
+        Goes on for ever. A watcher is opened again when it is lost or the connection was: everything
+        present is yielded anew, and what was deleted meanwhile as a deletion.
         """
         known: set[str] = set()
         first = True
         while True:
             present: set[str] | None = set()
             try:
-                async for update in await self._store.watchall():
-                    if update is None:  # all that was there has been yielded
-                        for key in known - (present or set()):
-                            yield key, None
-                        known, present = present or set(), None
-                        if first:
-                            first = False
-                            yield None
-                        continue
-                    key = unescape(update.key)
-                    deleted = update.operation is not None
-                    value = None if deleted else self._decode(key, update.value)
-                    if value is None and not deleted:
-                        continue
-                    current = known if present is None else present
-                    (current.discard if deleted else current.add)(key)
-                    yield key, value
-            except (nats.errors.Error, TimeoutError) as error:
-                log.debug("watch_lost", error=str(error))
-            await asyncio.sleep(0.2)
+                async with self._watcher() as watcher:
+                    async for update in watcher:
+                        if update is None:  # all that was there has been yielded
+                            for key in known - (present or set()):
+                                yield key, None
+                            known, present = present or set(), None
+                            if first:
+                                first = False
+                                yield None
+                            continue
+                        key = unescape(update.key)
+                        deleted = update.operation is not None
+                        value = None if deleted else self._decode(key, update.value)
+                        if value is None and not deleted:
+                            continue
+                        current = known if present is None else present
+                        (current.discard if deleted else current.add)(key)
+                        yield key, value
+            except BROKER_ERRORS as error:
+                log.debug("watch_lost", bucket=self._name, error=reason_of(error))
+            known |= present or set()
+            await asyncio.sleep(WATCH_PAUSE)
+
+    @contextlib.asynccontextmanager
+    async def _watcher(self, *, ignore_deletes: bool = False) -> AsyncIterator[KeyValue.KeyWatcher]:
+        """A watcher of all keys, which ends when the connection was lost: the broker may have forgotten
+        it, and nats-py would notice that only after many seconds. Always stopped: else it would stay."""
+        watcher = await self._store.watchall(ignore_deletes=ignore_deletes)
+        stopping: set[asyncio.Task[None]] = set()
+        forget = self._bus.on_reconnect(lambda: stopping.add(asyncio.create_task(_stop(watcher))))
+        try:
+            yield watcher
+        finally:
+            forget()
+            await _stop(watcher)
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        return translated(f"write to the bucket {self._name}")
 
     def _decode(self, key: str, payload: bytes | None) -> T | None:
         try:
             return self._decoder.decode(payload or b"")
         except msgspec.DecodeError as error:
-            log.warning("undecodable_value", key=key, error=str(error))
+            log.warning("undecodable_value", bucket=self._name, key=key, error=str(error))
             return None
+
+
+async def _stop(watcher: KeyValue.KeyWatcher) -> None:
+    with contextlib.suppress(*BROKER_ERRORS):  # it has been stopped before, or the connection is closed
+        await watcher.stop()  # type: ignore[no-untyped-call]
 
 
 async def _create(jetstream: JetStreamContext, name: str, ttl: float | None) -> KeyValue:
@@ -138,7 +183,7 @@ async def _create(jetstream: JetStreamContext, name: str, ttl: float | None) -> 
 
 
 class ObjectStore:
-    """Large values under names of our choice."""
+    """Large values under names of our choice. Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus, name: str) -> None:
         self._bus = bus
@@ -147,20 +192,23 @@ class ObjectStore:
     async def put(self, key: str, data: bytes) -> None:
         """Stores `data`; the store is created where it does not exist."""
         jetstream = self._bus.jetstream()
-        try:
-            store = await jetstream.object_store(self._name)
-        except (BucketNotFoundError, StreamNotFoundError):
+        with translated(f"store an object in {self._name}"):
             try:
-                store = await jetstream.create_object_store(self._name)
-            except BadRequestError:
                 store = await jetstream.object_store(self._name)
-        await store.put(escape(key), data)
+            except (BucketNotFoundError, StreamNotFoundError):
+                try:
+                    store = await jetstream.create_object_store(self._name)
+                except BadRequestError:
+                    store = await jetstream.object_store(self._name)
+            await store.put(escape(key), data)
 
     async def get(self, key: str) -> bytes | None:
         """The data under `key`, or None."""
-        try:
-            store = await self._bus.jetstream().object_store(self._name)
-            result = await store.get(escape(key))
-        except (BucketNotFoundError, ObjectNotFoundError, StreamNotFoundError):
-            return None
+        with translated(f"read an object of {self._name}"):
+            try:
+                async with asyncio.timeout(READ_TIMEOUT):
+                    store = await self._bus.jetstream().object_store(self._name)
+                    result = await store.get(escape(key))
+            except (BucketNotFoundError, ObjectNotFoundError, StreamNotFoundError):
+                return None
         return result.data

@@ -11,7 +11,6 @@ GROUPS_BUCKET = "groups"
 SERVICES_BUCKET = "services"
 MODELS_BUCKET = "models"
 SESSIONS_BUCKET = "sessions"
-GENERATIONS_BUCKET = "generations"
 TOKENIZERS_STORE = "tokenizers"
 
 ALL_INTAKE = "intake.>"

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.health_monitor.progress import RingProgress
 from shared.messages import (
     GroupBeat,
     GroupEvent,
@@ -25,6 +24,7 @@ from shared.messages import (
     ServiceRecord,
     ServiceStatus,
 )
+from shared.progress import ProgressWatch
 
 STALL = 1.0
 """Seconds between two ticks from which on the monitor itself was not listening, and blames nobody."""
@@ -52,12 +52,12 @@ class _Group:
     epoch: int
     instance: str
     heard: float
+    progress: ProgressWatch
     state: GroupStatus = "starting"
     load: GroupLoad = field(default_factory=GroupLoad)
     ranks: list[RankBeat] = field(default_factory=list)
     loaded: float = 0.0
     message: str = ""
-    progress: RingProgress = field(default_factory=RingProgress)
     announced: Literal["", "up", "draining"] = ""
     """The last event about this ring, unless it was a loss."""
 
@@ -105,6 +105,7 @@ class Detector:
                 epoch=record.epoch,
                 instance=record.instance,
                 heard=now,
+                progress=ProgressWatch(self._hung_after),
                 state=record.state,
                 load=record.load,
                 ranks=record.ranks,
@@ -137,26 +138,27 @@ class Detector:
 
     def _observe_group(self, beat: Heartbeat, said: GroupBeat, now: float) -> list[GroupEvent]:
         entry = self._groups.get(said.group)
-        if entry is not None and said.epoch < entry.epoch:
+        if entry is not None and said.epoch < entry.epoch and not _has_lost_its_ring(beat, said, entry):
             return []  # from a life that is over
         events: list[GroupEvent] = []
         if entry is None or said.epoch > entry.epoch:
             if entry is not None:
                 events += _down(entry, f"epoch {said.epoch} took its place")
-            entry = _Group(said.group, said.model, said.epoch, beat.instance, now)
+            progress = ProgressWatch(self._hung_after)
+            entry = _Group(said.group, said.model, said.epoch, beat.instance, now, progress)
             self._groups[said.group] = entry
         entry.heard = now
         entry.instance = beat.instance
         entry.load, entry.ranks = said.load, said.ranks
         entry.loaded, entry.message = said.loaded, said.message
-        entry.progress.observe(said.ranks, said.load, now)
-        return events + self._set_state(entry, self._judge(beat, said, entry, now))
+        hung = _hung_ranks(entry.progress, said, now)
+        return events + self._set_state(entry, self._judge(beat, said, entry, hung))
 
-    def _judge(self, beat: Heartbeat, said: GroupBeat, entry: _Group, now: float) -> GroupStatus:
+    def _judge(self, beat: Heartbeat, said: GroupBeat, entry: _Group, hung: list[int]) -> GroupStatus:
         """The state that a beat shows."""
         if said.state == "starting":
             return "starting"
-        if hung := entry.progress.hung(now, self._hung_after):
+        if hung:
             ranks = ", ".join(map(str, hung))
             entry.message = f"no progress for {self._hung_after:g} s on rank {ranks}"
             return "hung"
@@ -213,6 +215,25 @@ class Detector:
         if state == "draining":
             return _announce(entry, "draining") if entry.announced else []
         return _down(entry, entry.message or state)
+
+
+def _has_lost_its_ring(beat: Heartbeat, said: GroupBeat, entry: _Group) -> bool:
+    """Whether a beat of an older epoch means that there is no ring at the moment, and not that an executor
+    is still about which another one has replaced."""
+    ringless = said.state == "starting" and not said.ranks
+    return ringless and (beat.instance == entry.instance or entry.state == "gone")
+
+
+def _hung_ranks(progress: ProgressWatch, said: GroupBeat, now: float) -> list[int]:
+    """Ranks that stand still. Without work for the group, nothing need move."""
+    work = said.load.running + said.load.waiting > 0
+    return [
+        beat.rank
+        for beat in said.ranks
+        if progress.stands_still(
+            beat.rank, (beat.pid, beat.step, beat.progress), beat.in_flight and work, now
+        )
+    ]
 
 
 def _announced(state: GroupStatus) -> Literal["", "up", "draining"]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 
 import msgspec
-import nats.errors
 import structlog
 
 from services.health_monitor.changes import Changes, Record
@@ -76,9 +75,9 @@ class Registry:
             await self._write(
                 self._services, self._service_changes, {s.instance: s for s in services}, now, stamp
             )
-        except (nats.errors.Error, TimeoutError) as error:
+        except RyzansteinError as error:
             self._metrics.write_failures.inc()
-            log.warning("record_not_written", error=str(error) or type(error).__name__)
+            log.warning("record_not_written", error=str(error))
 
     async def _write(
         self,

@@ -8,8 +8,9 @@ from shared.config import CommonSettings
 class HealthMonitorSettings(CommonSettings):
     """What a health monitor needs to know beside the common settings."""
 
-    hung_after: float = Field(default=5.0, gt=0)
-    """Seconds without progress after which a rank with a step in flight is hung."""
+    hung_after: float = Field(default=2.5, gt=0)
+    """Seconds without progress after which a rank with a step in flight is hung. Heartbeats show it: a
+    rank that stops is known within this and two beats."""
     gone_after: float = Field(default=5.0, gt=0)
     """Seconds without a heartbeat after which an instance is gone."""
     forget_after: float = Field(default=60.0, gt=0)

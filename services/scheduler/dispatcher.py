@@ -5,10 +5,12 @@
                                      ├─ refused, for now ─────▶ back to the queue
                                      └─ no answer ────────────▶ back to the queue, the group is suspected
 
-A leader drops what it already has by (generation, attempt): handing in twice does no harm.
+A leader drops what it already has by (generation, attempt): handing in twice does no harm. Before a request
+goes to another group than the one that has not answered, that one is told to let go of it.
 """
 
 import asyncio
+from collections import defaultdict
 from typing import Protocol
 
 import msgspec
@@ -20,8 +22,8 @@ from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.waiting import WaitingRequest
 from shared import subjects
 from shared.bus import Bus
-from shared.errors import BrokerUnavailable, PayloadTooLarge
-from shared.messages import DispatchReply, Refusal
+from shared.errors import BrokerUnavailable, PayloadTooLarge, RyzansteinError
+from shared.messages import Cancel, DispatchReply, Refusal
 
 IN_FLIGHT = 2
 """Batches that one group has to answer at a time: one may be under way while the other is decided."""
@@ -38,7 +40,7 @@ class RawBatch(msgspec.Struct, frozen=True):
 class Outcome(Protocol):
     """What becomes of dispatched requests."""
 
-    def accepted(self, item: WaitingRequest, group: str) -> None: ...
+    def accepted(self, item: WaitingRequest, group: str, epoch: int) -> None: ...
 
     def rejected(self, item: WaitingRequest, refusal: Refusal) -> None: ...
 
@@ -109,7 +111,12 @@ class Dispatcher:
             self._in_flight[group.name] = self._in_flight.get(group.name, 0) + 1
             task = asyncio.create_task(self._send(group, batch))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("dispatch_failed", exc_info=error)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         """Comes back when the oldest gathered request has waited long enough (a full window comes back
@@ -131,6 +138,7 @@ class Dispatcher:
         for item in batch:
             self._metrics.decision_seconds.observe(now - item.decided)
         try:
+            await self._withdraw(group, batch)
             reply = await self._bus.request(
                 subjects.dispatch(group.name),
                 RawBatch([msgspec.Raw(item.raw) for item in batch]),
@@ -138,14 +146,17 @@ class Dispatcher:
                 timeout=self._timeout,
             )
         except PayloadTooLarge as error:
-            self._settle(
-                group, batch, [], [Refusal(i.generation_id, error.code, str(error), False) for i in batch]
-            )
+            refused = [Refusal(item.generation_id, error.code, str(error), False) for item in batch]
+            self._settle(group, batch, DispatchReply(group.name, group.epoch, [], refused, group.load))
         except (BrokerUnavailable, msgspec.DecodeError) as error:
-            self._on_no_answer(group, batch, error)
+            log.warning("group_did_not_answer", group=group.name, requests=len(batch), error=str(error))
+            self._on_no_answer(group, batch)
+        except Exception:
+            log.exception("dispatch_failed", group=group.name, requests=len(batch))
+            self._on_no_answer(group, batch)
         else:
             self._table.report(group, reply.load)
-            self._settle(group, batch, reply.accepted, reply.refused)
+            self._settle(group, batch, reply)
         finally:
             left = self._in_flight[group.name] - 1
             if left:
@@ -154,17 +165,29 @@ class Dispatcher:
                 del self._in_flight[group.name]
         self._outcome.answered()
 
-    def _settle(
-        self, group: Group, batch: list[WaitingRequest], accepted: list[str], refused: list[Refusal]
-    ) -> None:
-        taken = set(accepted)
-        refusals = {refusal.generation_id: refusal for refusal in refused}
+    async def _withdraw(self, group: Group, batch: list[WaitingRequest]) -> None:
+        """Cancels requests at the groups that did not answer for them: such a one may have them, or find
+        them when it wakes, and would compute the same attempt twice."""
+        stray: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
+        for item in batch:
+            if item.asked and item.asked != group.name:
+                stray[item.asked, item.attempt].append(item.generation_id)
+            item.asked = ""
+        for (name, attempt), generation_ids in stray.items():
+            try:
+                await self._bus.publish(subjects.control(name), Cancel(generation_ids, attempt))
+            except RyzansteinError as error:
+                log.warning("not_withdrawn", group=name, error=str(error))
+
+    def _settle(self, group: Group, batch: list[WaitingRequest], reply: DispatchReply) -> None:
+        taken = set(reply.accepted)
+        refusals = {refusal.generation_id: refusal for refusal in reply.refused}
         again = []
         for item in batch:
             self._table.release(group, item.tokens)
             refusal = refusals.get(item.generation_id)
             if item.generation_id in taken:
-                self._outcome.accepted(item, group.name)
+                self._outcome.accepted(item, group.name, reply.epoch)
             elif refusal is not None and not refusal.retryable:
                 self._metrics.refusals.labels(refusal.code).inc()
                 self._outcome.rejected(item, refusal)
@@ -178,11 +201,11 @@ class Dispatcher:
         for item in again:
             self._outcome.returned(item)
 
-    def _on_no_answer(self, group: Group, batch: list[WaitingRequest], error: Exception) -> None:
-        log.warning("group_did_not_answer", group=group.name, requests=len(batch), error=str(error))
+    def _on_no_answer(self, group: Group, batch: list[WaitingRequest]) -> None:
         self._metrics.unanswered.inc()
         self._table.close(group, asyncio.get_running_loop().time() + self._suspect_time)
         for item in batch:
+            item.asked = group.name
             self._table.release(group, item.tokens)
             self._outcome.returned(item)
         self._give_back(group.name)

@@ -5,15 +5,23 @@ Endings of the same moment travel in one frame per consumer.
 
 import asyncio
 
-import nats.errors
 import structlog
 
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.waiting import WaitingRequest
 from shared import subjects
+from shared.broker_errors import BROKER_ERRORS, reason_of
 from shared.bus import Bus
-from shared.errors import RyzansteinError
+from shared.errors import BrokerUnavailable
 from shared.messages import TokenEntry, TokenFrame
+
+RETRY_PAUSE = 0.5
+"""Seconds before what the broker has not taken is tried again."""
+FRAME_ENTRIES = 512
+"""Endings per frame, at most: a frame must stay below the broker's limit."""
+
+Due = tuple[WaitingRequest, TokenEntry | None]
+"""A request to settle, with what its consumer has to be told first."""
 
 log = structlog.get_logger(__name__)
 
@@ -24,7 +32,7 @@ class Endings:
     def __init__(self, bus: Bus, metrics: SchedulerMetrics) -> None:
         self._bus = bus
         self._metrics = metrics
-        self._due: asyncio.Queue[tuple[WaitingRequest, TokenEntry | None]] = asyncio.Queue()
+        self._due: asyncio.Queue[Due] = asyncio.Queue()
 
     def fail(self, item: WaitingRequest, code: str, message: str, *, retryable: bool) -> None:
         """Ends the generation with an error."""
@@ -59,24 +67,54 @@ class Endings:
             batch = [await self._due.get()]
             while not self._due.empty():
                 batch.append(self._due.get_nowait())
-            try:
-                await self._publish(batch)
-            except (RyzansteinError, nats.errors.Error) as error:
-                # Unacknowledged, the requests are delivered again and settled then.
-                log.warning("endings_not_published", error=str(error))
+            left = await self._settle(batch)
+            for due in left:
+                self._due.put_nowait(due)
             for _ in batch:
                 self._due.task_done()
+            if left:
+                log.warning("endings_not_settled", requests=len(left))
+                await asyncio.sleep(RETRY_PAUSE)
 
     async def drained(self) -> None:
         """Waits until everything taken so far is settled."""
         await self._due.join()
 
-    async def _publish(self, batch: list[tuple[WaitingRequest, TokenEntry | None]]) -> None:
-        by_consumer: dict[str, list[TokenEntry]] = {}
+    async def _settle(self, batch: list[Due]) -> list[Due]:
+        """Publishes and acknowledges; returns what the broker has not taken. Nothing stops the rest."""
+        by_consumer: dict[str, list[tuple[WaitingRequest, TokenEntry]]] = {}
+        told = []
         for item, entry in batch:
-            if entry is not None:
-                by_consumer.setdefault(item.consumer, []).append(entry)
-        for consumer, entries in by_consumer.items():
+            if entry is None:
+                told.append(item)
+            else:
+                by_consumer.setdefault(item.consumer, []).append((item, entry))
+        left: list[Due] = []
+        for consumer, dues in by_consumer.items():
+            for start in range(0, len(dues), FRAME_ENTRIES):
+                part = dues[start : start + FRAME_ENTRIES]
+                if await self._tell(consumer, [entry for _, entry in part]):
+                    told += [item for item, _ in part]
+                else:
+                    left += part
+        left += [(item, None) for item in told if not await self._acknowledge(item)]
+        return left
+
+    async def _tell(self, consumer: str, entries: list[TokenEntry]) -> bool:
+        """False when it must be tried again."""
+        try:
             await self._bus.publish(subjects.tokens(consumer), TokenFrame("", 0, 0, entries))
-        for item, _ in batch:
+        except BrokerUnavailable:
+            return False
+        except Exception:  # a consumer that cannot be told must not keep its requests for ever
+            log.exception("consumer_not_told", consumer=consumer, requests=len(entries))
+        return True
+
+    async def _acknowledge(self, item: WaitingRequest) -> bool:
+        """False when it must be tried again."""
+        try:
             await item.delivery.ack()
+        except BROKER_ERRORS as error:
+            log.debug("not_acknowledged", generation_id=item.generation_id, error=reason_of(error))
+            return False
+        return True

@@ -7,16 +7,20 @@ pull's messages arrive through a callback, one by one.
     credit = limit - held - outstanding      what may still be pulled without holding more than `limit`
 
 A message stays in the stream until it is acknowledged; what a dead scheduler held goes to another
-after `ack_wait`.
+after `ack_wait`, which is why those that are held are touched:
+
+    arrival ──── ack_wait/2 ──── touch ──── ack_wait/2 ──── touch ...      spread out, oldest first
+       └──────── ack_wait without a touch (we were stopped, or cut off): not ours any more
 """
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
-import nats.errors
 import structlog
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -26,6 +30,7 @@ from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.waiting import WaitingRequest
 from shared import subjects
+from shared.broker_errors import BROKER_ERRORS, reason_of, translated
 from shared.bus import Bus
 from shared.messages import LANES, GenerationRequest, Lane
 
@@ -33,6 +38,14 @@ PULL_EXPIRES = 20.0
 """Seconds that a pull stays open at the broker."""
 LOOK = 0.1
 """Seconds between two looks at held messages and broken pulls."""
+TOUCH_SHARE = 0.5
+"""A held message is touched when this fraction of `ack_wait` has passed since the last time."""
+TOUCH_SPREAD = 0.25
+"""Many that are due together are touched within this fraction of `ack_wait`."""
+FIRST_DEFERRAL, LONGEST_DEFERRAL = 1.0, 4.0
+"""Seconds for which a request that cannot wait here is put off, doubled each time."""
+STOP_TIMEOUT = 2.0
+"""Seconds that a leaving scheduler waits for the last messages of its pulls."""
 LATECOMERS = 256
 """Interactive requests held beyond `max_waiting`, while they are handed over or refused."""
 _REFILL_SHARE = 4
@@ -82,6 +95,18 @@ class IntakeDelivery:
     async def ack(self) -> None:
         await self._intake.settle(self)
 
+    def ours(self, now: float) -> bool:
+        return self._intake.holds(self, now)
+
+    def drop(self) -> None:
+        self._intake.drop(self)
+
+
+class Admit(Protocol):
+    """What becomes of a request: False when it cannot wait here now."""
+
+    def __call__(self, item: WaitingRequest, *, crowded: bool) -> bool: ...
+
 
 class Intake:
     """Pulls requests and hands them to `admit`."""
@@ -91,7 +116,7 @@ class Intake:
         bus: Bus,
         settings: SchedulerSettings,
         metrics: SchedulerMetrics,
-        admit: Callable[[WaitingRequest], None],
+        admit: Admit,
     ) -> None:
         self._bus = bus
         self._settings = settings
@@ -99,6 +124,7 @@ class Intake:
         self._admit = admit
         self._decoder = msgspec.msgpack.Decoder(GenerationRequest)
         self._held: dict[int, IntakeDelivery] = {}
+        """By place in the stream; in the order in which they were touched last."""
         self._stopping = False
         # A pull stays open when the queue is full, so that those who come too late are told.
         limits = {"interactive": settings.max_waiting + LATECOMERS}
@@ -108,12 +134,16 @@ class Intake:
         ]
 
     async def start(self) -> None:
-        """Creates the consumers where they do not exist, most urgent lane first, and begins to pull."""
+        """Creates the consumers where they do not exist, most urgent lane first, and begins to pull.
+
+        Raises `BrokerUnavailable`.
+        """
         for pull in self._pulls:
-            await self._ensure_consumer(pull)
-            pull.subscription = await self._bus.client.subscribe(
-                pull.inbox, cb=self._receiver(pull), pending_msgs_limit=2 * pull.limit + 64
-            )
+            with translated(f"open the consumer {pull.consumer}"):
+                await self._ensure_consumer(pull)
+                pull.subscription = await self._bus.client.subscribe(
+                    pull.inbox, cb=self._receiver(pull), pending_msgs_limit=2 * pull.limit + 64
+                )
             await self._pull(pull)
         self._bus.on_reconnect(self._on_reconnect)
 
@@ -126,36 +156,81 @@ class Intake:
         while not self._stopping:
             await asyncio.sleep(LOOK)
             try:
-                await self._touch(asyncio.get_running_loop().time() - self._settings.ack_wait / 5)
+                await self._touch(asyncio.get_running_loop().time())
                 await self._revive()
-            except (nats.errors.Error, TimeoutError) as error:
-                log.warning("intake_not_looked_after", error=str(error) or type(error).__name__)
+            except BROKER_ERRORS as error:
+                log.warning("intake_not_looked_after", error=reason_of(error))
 
     async def stop_pulling(self) -> None:
         """Takes nothing more; what arrives meanwhile goes back at once."""
         self._stopping = True
+        subscriptions = [pull.subscription for pull in self._pulls if pull.subscription is not None]
         for pull in self._pulls:
-            if pull.subscription is not None:
-                await pull.subscription.drain()  # type: ignore[no-untyped-call]
-                pull.subscription = None
+            pull.subscription = None
+        drains = [subscription.drain() for subscription in subscriptions]  # type: ignore[no-untyped-call]
+        try:
+            await asyncio.wait_for(asyncio.gather(*drains), STOP_TIMEOUT)
+        except BROKER_ERRORS as error:  # its pulls end with the connection, or with their time
+            log.warning("pulls_not_ended", error=reason_of(error))
 
     async def give_back(self) -> None:
         """Returns everything held to the stream, for another scheduler."""
         for delivery in list(self._held.values()):
-            self._forget(delivery)
-            await delivery.message.nak()
+            self.drop(delivery)
+            try:
+                await delivery.message.nak()
+            except BROKER_ERRORS as error:  # after `ack_wait` it goes to another one by itself
+                log.warning("request_not_given_back", order=delivery.order, error=reason_of(error))
+
+    # --- held messages ---------------------------------------------------------------------------
 
     async def settle(self, delivery: IntakeDelivery) -> None:
-        """Acknowledges `delivery`; pulls more where there is room again."""
+        """Acknowledges `delivery`; pulls more where there is room again. Raises what nats-py raises: then
+        it is still held."""
         if self._held.get(delivery.order) is not delivery:
             return
-        self._forget(delivery)
         await delivery.message.ack()
+        self.drop(delivery)
         await self._pull(delivery.pull)
 
-    def _forget(self, delivery: IntakeDelivery) -> None:
-        del self._held[delivery.order]
-        delivery.pull.held -= 1
+    def holds(self, delivery: IntakeDelivery, now: float) -> bool:
+        """Whether the broker still counts on us for `delivery`."""
+        held = self._held.get(delivery.order) is delivery
+        return held and now - delivery.touched < self._settings.ack_wait
+
+    def drop(self, delivery: IntakeDelivery) -> None:
+        """Lets go of `delivery`, without a word to the broker."""
+        if self._held.get(delivery.order) is delivery:
+            del self._held[delivery.order]
+            delivery.pull.held -= 1
+
+    async def _touch(self, now: float) -> None:
+        """Tells the broker that messages are still held. The oldest first, and no more at a time than it
+        takes to touch all in time. What the broker has given up already is left alone."""
+        if not self._bus.connected:
+            return
+        wait = self._settings.ack_wait
+        most = math.ceil(len(self._held) * LOOK / (TOUCH_SPREAD * wait))
+        for delivery in list(self._held.values()):
+            age = now - delivery.touched
+            if age < TOUCH_SHARE * wait or (most <= 0 and age < (TOUCH_SHARE + TOUCH_SPREAD) * wait):
+                return
+            if age < wait and self._held.get(delivery.order) is delivery:
+                most -= 1
+                await delivery.message.in_progress()
+                self._note_touch(delivery, now)
+
+    def _note_touch(self, delivery: IntakeDelivery, now: float) -> None:
+        delivery.touched = now
+        if self._held.pop(delivery.order, None) is not None:
+            self._held[delivery.order] = delivery
+
+    async def _defer(self, delivery: IntakeDelivery) -> None:
+        """Leaves the request in the stream for a while."""
+        self._metrics.deferred.inc()
+        self.drop(delivery)
+        times = delivery.message.metadata.num_delivered - 1
+        await delivery.message.nak(delay=min(FIRST_DEFERRAL * 2.0 ** min(times, 16), LONGEST_DEFERRAL))
 
     # --- pulling ---------------------------------------------------------------------------------
 
@@ -182,9 +257,13 @@ class Intake:
         pull.outstanding += credit
         pull.expires = asyncio.get_running_loop().time() + PULL_EXPIRES + 1.0
         request = {"batch": credit, "expires": int(PULL_EXPIRES * 1e9)}
-        await self._bus.client.publish(
-            f"{_PULL_API}.{pull.consumer}", json.dumps(request).encode(), pull.inbox
-        )
+        try:
+            await self._bus.client.publish(
+                f"{_PULL_API}.{pull.consumer}", json.dumps(request).encode(), pull.inbox
+            )
+        except BROKER_ERRORS as error:
+            pull.broken = True
+            log.warning("not_pulled", lane=pull.lane, error=reason_of(error))
 
     def _receiver(self, pull: _LanePull) -> Callable[[Msg], Awaitable[None]]:
         async def receive(message: Msg) -> None:
@@ -234,7 +313,8 @@ class Intake:
         if metadata.num_delivered > 1:
             self._metrics.redelivered.inc()
         if (held := self._held.get(order)) is not None:  # late with a sign of life: it is still ours
-            held.message, held.touched = message, now
+            held.message = message
+            self._note_touch(held, now)
             return
         try:
             request = self._decoder.decode(message.data)
@@ -246,15 +326,8 @@ class Intake:
         delivery = IntakeDelivery(self, message, pull, order, now)
         self._held[order] = delivery
         pull.held += 1
-        self._admit(
-            WaitingRequest.of(
-                request, raw=message.data, lane=pull.lane, order=order, delivery=delivery, arrived=now
-            )
+        item = WaitingRequest.of(
+            request, raw=message.data, lane=pull.lane, order=order, delivery=delivery, arrived=now
         )
-
-    async def _touch(self, before: float) -> None:
-        """Tells the broker that messages are still held which it has not heard of since `before`."""
-        now = asyncio.get_running_loop().time()
-        for delivery in [held for held in self._held.values() if held.touched <= before]:
-            delivery.touched = now
-            await delivery.message.in_progress()
+        if not self._admit(item, crowded=2 * pull.held > pull.limit):
+            await self._defer(delivery)

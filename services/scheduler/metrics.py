@@ -19,6 +19,14 @@ class SchedulerMetrics:
         self.redelivered = Counter(
             f"{_PREFIX}_redelivered", "Requests that another delivery preceded.", registry=registry
         )
+        self.deferred = Counter(
+            f"{_PREFIX}_deferred",
+            "Deliveries put off because nobody serves the model and others need the room.",
+            registry=registry,
+        )
+        self.lost = Counter(
+            f"{_PREFIX}_lost", "Requests let go of after a silence of our own.", registry=registry
+        )
         self.undecodable = Counter(
             f"{_PREFIX}_undecodable", "Intake messages that are no requests.", registry=registry
         )

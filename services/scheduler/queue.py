@@ -8,6 +8,7 @@ Invariant: a generation waits at most once, with its newest attempt.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 
 from services.scheduler.waiting import WaitingRequest
@@ -48,12 +49,17 @@ class RequestQueue:
         self._lanes: dict[str, dict[Lane, _Heap]] = {}
         self._deadlines = _Heap(self._waits)
         self._depth: dict[Lane, int] = dict.fromkeys(LANES, 0)
+        self._depth_of: Counter[tuple[str, Lane]] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def depth(self, lane: Lane) -> int:
         return self._depth[lane]
+
+    def depth_of(self, model: str, lane: Lane) -> int:
+        """Requests of one lane that wait for `model`."""
+        return self._depth_of[model, lane]
 
     def models(self) -> list[str]:
         """Models that requests wait for."""
@@ -69,6 +75,7 @@ class RequestQueue:
             self._drop(other)
         self._by_id[item.generation_id] = item
         self._depth[item.lane] += 1
+        self._depth_of[item.model, item.lane] += 1
         lanes = self._lanes.setdefault(item.model, {})
         lanes.setdefault(item.lane, _Heap(self._waits)).push(item.order, item)
         if item.deadline:
@@ -111,3 +118,7 @@ class RequestQueue:
     def _drop(self, item: WaitingRequest) -> None:
         del self._by_id[item.generation_id]
         self._depth[item.lane] -= 1
+        key = item.model, item.lane
+        self._depth_of[key] -= 1
+        if not self._depth_of[key]:
+            del self._depth_of[key]

@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import structlog
 
 from services.scheduler.batcher import Batcher
-from services.scheduler.cancels import CancelMemory
 from services.scheduler.dispatcher import Dispatcher
 from services.scheduler.endings import Endings
 from services.scheduler.groups import GroupTable
+from services.scheduler.memory import GenerationMemory, Holder
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.placement import Decision, Placement
 from services.scheduler.queue import RequestQueue
@@ -25,6 +26,8 @@ from shared.messages import LANES, Cancel, CancelRequest, ControlReply, Refusal,
 
 TICK = 0.02
 """Seconds between two looks at deadlines and closed groups."""
+FAULT_PAUSE = 0.5
+"""Seconds before a request is tried again that a fault of ours has hit."""
 PAYLOAD_MARGIN = 4096
 """Bytes of a message kept free for the batch's own framing."""
 
@@ -53,7 +56,7 @@ class Router:
         self._more_coming = more_coming
         self._queue = RequestQueue()
         self._placement = Placement(table, settings.sticky_tokens)
-        self._cancels = CancelMemory()
+        self._memory = GenerationMemory()
         self._dispatcher = Dispatcher(
             bus,
             table,
@@ -70,29 +73,57 @@ class Router:
 
     # --- from outside ----------------------------------------------------------------------------
 
-    def admit(self, item: WaitingRequest) -> None:
-        """A request has arrived from intake."""
-        if self._cancels.cancelled(item.generation_id):
+    def admit(self, item: WaitingRequest, *, crowded: bool) -> bool:
+        """A request has arrived from intake. False: it cannot wait here now.
+
+        `crowded`: much of what intake may hold is held. Then the requests of a model that nobody serves
+        stay in the stream, so that those of other models still come through.
+        """
+        if self._memory.cancelled(item.generation_id):
             self._endings.cancel(item)
-        elif item.lane == "interactive" and self._queue.depth("interactive") >= self._settings.max_waiting:
+        elif self._is_taken(item):
+            self._endings.settle(item)
+        elif crowded and not self._is_late(item) and not self._is_served(item.model):
+            return False
+        elif self._is_full(item):
             error = QueueFull(
-                f"{self._settings.max_waiting:,} requests wait already; try again in a few seconds."
+                f"{self._settings.max_waiting:,} requests for the model {item.model} wait already; "
+                "try again in a few seconds."
             )
             self._endings.fail(item, error.code, str(error), retryable=error.retryable)
         else:
             self._enqueue(item)
+        return True
+
+    def _is_taken(self, item: WaitingRequest) -> bool:
+        """Whether a delivery is a repeat: a living ring has this attempt, or a later one has been placed."""
+        holder = self._memory.holder(item.generation_id)
+        if holder is None or holder.attempt != item.attempt:
+            return holder is not None and holder.attempt > item.attempt
+        group = self._table.get(holder.group)
+        return group is not None and group.up and group.epoch == holder.epoch
+
+    def _is_late(self, item: WaitingRequest) -> bool:
+        return 0 < item.deadline <= time.time()
+
+    def _is_served(self, model: str) -> bool:
+        return bool(self._table.open(model)) or any(group.up for group in self._table.of(model))
+
+    def _is_full(self, item: WaitingRequest) -> bool:
+        waiting = self._queue.depth_of(item.model, item.lane)
+        return item.lane == "interactive" and waiting >= self._settings.max_waiting
 
     async def cancel(self, request: CancelRequest) -> None:
         """Stops generations wherever they are; ids that are not known yet are remembered."""
         now = asyncio.get_running_loop().time()
         by_group: dict[str, list[str]] = {}
         for generation_id in request.generation_ids:
-            self._cancels.cancel(generation_id, now)
+            self._memory.cancel(generation_id, now)
             item = self._queue.remove(generation_id)
             if item is not None:
                 self._endings.cancel(item)
-            elif (group := self._cancels.group_of(generation_id)) is not None:
-                by_group.setdefault(group, []).append(generation_id)
+            elif (holder := self._memory.holder(generation_id)) is not None:
+                by_group.setdefault(holder.group, []).append(generation_id)
         for group, generation_ids in by_group.items():
             self._spawn(self._forward_cancel(group, generation_ids))
         self.wake()
@@ -127,13 +158,20 @@ class Router:
         self._woken = False
         self._expire()
         for model in self._queue.models():
-            while (item := self._queue.peek(model)) is not None and self._place(item):
-                pass
+            try:
+                while (item := self._queue.peek(model)) is not None and self._place(item):
+                    pass
+            except Exception:  # the other models' requests must go on
+                log.exception("placing_failed", model=model)
         self._dispatcher.flush(more_coming=self._more_coming() or self._claiming > 0)
 
     def _place(self, item: WaitingRequest) -> bool:
         """Takes `item` out of the queue to a group; False when no group has room for it."""
         now = asyncio.get_running_loop().time()
+        if not item.delivery.ours(now):
+            self._queue.take(item)
+            self._let_go(item)
+            return True
         key = pin_key(item.model, item.session) if item.session else ""
         pin = self._pins.cached(key, now) if key else None
         decision = self._placement.choose(item.model, item.tokens, pin)
@@ -153,24 +191,30 @@ class Router:
 
     async def _place_pinned(self, item: WaitingRequest, key: str, decision: Decision) -> None:
         """Agrees with the other schedulers on the session's group, then sends the request there."""
-        loop = asyncio.get_running_loop()
-        wanted = SessionPin(decision.group.name, decision.group.epoch)
         try:
+            wanted = SessionPin(decision.group.name, decision.group.epoch)
             pin, outcome = await self._pins.claim(
-                key, wanted, lambda pin: self._placement.alive(item.model, pin), loop.time()
+                key,
+                wanted,
+                lambda pin: self._placement.alive(item.model, pin),
+                asyncio.get_running_loop().time(),
             )
+            self._metrics.pins.labels(outcome).inc()
+            adopted = decision if pin == wanted else self._placement.choose(item.model, item.tokens, pin)
+        except Exception:
+            log.exception("placing_failed", generation_id=item.generation_id)
+            self._table.release(decision.group, item.tokens)
+            asyncio.get_running_loop().call_later(FAULT_PAUSE, self.returned, item)
+            return
         finally:
             self._claiming -= 1
-        self._metrics.pins.labels(outcome).inc()
-        if pin != wanted:
+        if adopted is not decision:
             self._table.release(decision.group, item.tokens)
-            adopted = self._placement.choose(item.model, item.tokens, pin)
             if adopted is None:
                 self.returned(item)
                 return
             self._table.reserve(adopted.group, item.tokens)
-            decision = adopted
-        self._send(item, decision)
+        self._send(item, adopted)
         self.wake()
 
     def _send(self, item: WaitingRequest, decision: Decision) -> None:
@@ -181,9 +225,9 @@ class Router:
 
     # --- outcomes of dispatches ------------------------------------------------------------------
 
-    def accepted(self, item: WaitingRequest, group: str) -> None:
+    def accepted(self, item: WaitingRequest, group: str, epoch: int) -> None:
+        self._memory.taken(item.generation_id, Holder(item.attempt, group, epoch))
         self._endings.settle(item)
-        self._cancels.taken(item.generation_id, group)
         self._metrics.dispatched.labels(group).inc()
         self._metrics.queue_seconds.observe(asyncio.get_running_loop().time() - item.arrived)
         log.info(
@@ -193,7 +237,7 @@ class Router:
             group=group,
             attempt=item.attempt,
         )
-        if self._cancels.cancelled(item.generation_id):
+        if self._memory.cancelled(item.generation_id):
             self._spawn(self._forward_cancel(group, [item.generation_id]))
 
     def rejected(self, item: WaitingRequest, refusal: Refusal) -> None:
@@ -201,7 +245,7 @@ class Router:
 
     def returned(self, item: WaitingRequest) -> None:
         """A request comes back: it waits again, in its old place."""
-        if self._cancels.cancelled(item.generation_id):
+        if self._memory.cancelled(item.generation_id):
             self._endings.cancel(item)
         else:
             self._enqueue(item)
@@ -216,7 +260,11 @@ class Router:
         self.wake()
 
     def _expire(self) -> None:
+        now = asyncio.get_running_loop().time()
         for item in self._queue.expire(time.time()):
+            if not item.delivery.ours(now):
+                self._let_go(item)
+                continue
             if any(group.up for group in self._table.of(item.model)):
                 error: DeadlineExceeded | NoGroupAvailable = DeadlineExceeded(
                     "No group had room for the request before its deadline; try again later."
@@ -228,6 +276,12 @@ class Router:
                 )
             self._endings.fail(item, error.code, str(error), retryable=error.retryable)
 
+    def _let_go(self, item: WaitingRequest) -> None:
+        """We have been silent for so long that the broker has given the request to another scheduler."""
+        log.warning("request_lost", request_id=item.request_id, generation_id=item.generation_id)
+        self._metrics.lost.inc()
+        item.delivery.drop()
+
     # --- helpers ---------------------------------------------------------------------------------
 
     async def _forward_cancel(self, group: str, generation_ids: list[str]) -> None:
@@ -235,7 +289,7 @@ class Router:
             await self._bus.request(
                 subjects.control(group), Cancel(generation_ids), ControlReply, timeout=2.0
             )
-        except BrokerUnavailable as error:
+        except (BrokerUnavailable, msgspec.DecodeError) as error:
             log.warning("cancel_not_forwarded", group=group, error=str(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -246,4 +300,4 @@ class Router:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("task_failed", error=str(error))
+            log.error("task_failed", exc_info=error)

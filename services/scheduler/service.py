@@ -48,6 +48,7 @@ class SchedulerService(Service):
         router = self._router = Router(
             self.bus, self._settings, self._table, pins, endings, self._metrics, intake.more_coming
         )
+        self.spawn(pins.follow(), "sessions")
         self.spawn(endings.run(), "endings")
         self.spawn(router.tick(), "tick")
         await self.bus.subscribe(subjects.CANCEL, CancelRequest, router.cancel)
@@ -65,9 +66,9 @@ class SchedulerService(Service):
             await asyncio.wait_for(self._endings.drained(), SETTLE_TIMEOUT)
         await self._intake.give_back()
 
-    def _admit(self, item: WaitingRequest) -> None:
+    def _admit(self, item: WaitingRequest, *, crowded: bool) -> bool:
         assert self._router is not None, "intake starts after the router"
-        self._router.admit(item)
+        return self._router.admit(item, crowded=crowded)
 
     async def _follow_groups(self) -> None:
         """Returns once every group that is recorded is known; goes on in the background."""

@@ -2,6 +2,7 @@
 
 A pin is written once and cached: the common case costs no round trip. When its ring is gone the first
 scheduler that notices moves it; the others lose the compare-and-set and adopt what the first one wrote.
+Each follows the bucket, so that it does not go on with a pin that another one has moved.
 """
 
 import hashlib
@@ -10,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
-import nats.errors
 import structlog
 
+from shared.errors import RyzansteinError
 from shared.messages import SessionPin
 from shared.stores import Bucket
 
@@ -58,6 +58,17 @@ class SessionPins:
         self._cache.move_to_end(key)
         return cached.pin
 
+    async def follow(self) -> None:
+        """Forgets cached pins that others have changed, for ever: the next request asks the bucket."""
+        async for update in self._bucket.watch():
+            if update is not None:
+                self._changed(*update)
+
+    def _changed(self, key: str, pin: SessionPin | None) -> None:
+        cached = self._cache.get(key)
+        if cached is not None and cached.pin != pin:
+            del self._cache[key]
+
     async def claim(
         self, key: str, wanted: SessionPin, alive: Callable[[SessionPin], bool], now: float
     ) -> tuple[SessionPin, Outcome]:
@@ -67,8 +78,8 @@ class SessionPins:
         """
         try:
             return await self._claim(key, wanted, alive, now)
-        except (nats.errors.Error, TimeoutError, msgspec.DecodeError) as error:
-            log.warning("session_not_pinned", error=str(error) or type(error).__name__)
+        except RyzansteinError as error:
+            log.warning("session_not_pinned", error=str(error))
             return wanted, "unpinned"
 
     async def _claim(
@@ -112,7 +123,7 @@ class SessionPins:
                 self._remember(key, _Cached(entry.value, entry.revision, now))
             else:
                 self._cache.pop(key, None)
-        except (nats.errors.Error, TimeoutError, msgspec.DecodeError) as error:
+        except RyzansteinError as error:
             log.debug("session_not_refreshed", error=str(error))
 
     def _remember(self, key: str, cached: _Cached) -> None:

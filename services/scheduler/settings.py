@@ -11,7 +11,7 @@ class SchedulerSettings(CommonSettings):
     ack_wait: float = Field(default=5.0, ge=0.5)
     """Seconds of silence after which a dead scheduler's requests go to another one."""
     max_waiting: int = Field(default=4096, gt=0)
-    """Interactive requests that one scheduler lets wait; more are refused with queue_full."""
+    """Interactive requests for one model that a scheduler lets wait; more are refused with queue_full."""
     held_requests: int = Field(default=1024, gt=0)
     """Recovery and batch requests that one scheduler holds, each; the rest waits in the stream."""
     batch_wait: float = Field(default=0.005, ge=0, le=0.1)

@@ -13,6 +13,15 @@ class Delivery(Protocol):
         """The request is in other hands, or ended: the stream may forget it."""
         ...
 
+    def ours(self, now: float) -> bool:
+        """Whether the broker still counts on us at `now` (monotonic seconds): after a silence it has
+        given the request to another scheduler."""
+        ...
+
+    def drop(self) -> None:
+        """Lets go of a request that is not ours any more."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class WaitingRequest:
@@ -43,6 +52,8 @@ class WaitingRequest:
     """Monotonic seconds."""
     decided: float = 0.0
     """Monotonic seconds at which a group was last chosen."""
+    asked: str = ""
+    """Group that was sent the request and has not answered: it may have it all the same."""
 
     @classmethod
     def of(

@@ -98,7 +98,7 @@ def test_golden_frame() -> None:
 
 
 def test_golden_commands_are_told_apart_by_their_tag() -> None:
-    assert read(encode(Cancel(["a"]))) == {"type": "cancel", "generation_ids": ["a"]}
+    assert read(encode(Cancel(["a"], 2))) == {"type": "cancel", "generation_ids": ["a"], "attempt": 2}
     assert read(encode(Drain())) == {"type": "drain"}
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ControlCommand)
     assert decoder.decode(msgpack.packb({"type": "drain", "since": "later versions"})) == Drain()

@@ -1,6 +1,7 @@
 """A service's life on a real NATS: ready, heartbeats, signals, faults, taken ports."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
-from shared import subjects
+from shared import lifecycle, subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import InternalError, PortInUse
@@ -96,3 +98,134 @@ async def test_what_is_expected_to_go_wrong_is_one_sentence(
     lines = process.log.read_text().splitlines()
     assert lines[-1].startswith("error: NATS at nats://127.0.0.1:1 did not answer within 0.3 s")
     assert not any("Traceback" in line for line in lines)
+
+
+async def _until_answered(client: httpx.AsyncClient, url: str) -> httpx.Response:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await client.get(url)
+            except httpx.ConnectError:
+                await asyncio.sleep(0.02)
+
+
+async def test_before_nats_is_there_the_port_answers_and_a_signal_ends_it(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nowhere = ["--nats-url", "nats://127.0.0.1:1", "--nats-connect-timeout", "600", "--ops-port", str(port)]
+    async with service_process(
+        bus, nats_settings, "tests.example_service", tmp_path, *nowhere, instance="example"
+    ) as process:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await _until_answered(client, f"http://127.0.0.1:{port}/health")).status_code == 200
+            answer = await client.get(f"http://127.0.0.1:{port}/ready")
+        assert answer.status_code == 503
+        assert answer.json()["reason"] == "the service is starting; NATS is not connected"
+        assert await process.end(signal.SIGTERM) == 0
+    assert "Traceback" not in process.log.read_text()
+
+
+class Slow(Example):
+    """Never completes its start."""
+
+    async def start(self) -> None:
+        await super().start()
+        self.begun.set()
+        await asyncio.Event().wait()
+
+    begun: asyncio.Event
+
+
+async def test_an_end_during_the_start_cancels_it_and_stops_in_order(nats_settings: CommonSettings) -> None:
+    service = Slow(nats_settings)
+    service.begun = asyncio.Event()
+    running = asyncio.create_task(service.run())
+    await asyncio.wait_for(service.begun.wait(), 10)
+    assert service.state == "starting"
+    service.end()
+    await asyncio.wait_for(running, 10)
+    assert service.stopped
+    assert service.state == "gone"
+
+
+class BadAtStopping(Example):
+    async def stop(self) -> None:
+        await super().stop()
+        raise ValueError("not the cause")
+
+
+async def test_a_fault_while_stopping_does_not_hide_the_cause(nats_settings: CommonSettings) -> None:
+    service = BadAtStopping(nats_settings)
+    service.fault = InternalError("The cause.")
+    with pytest.raises(InternalError, match="The cause"):
+        await asyncio.wait_for(service.run(), 10)
+    assert service.state == "gone"
+
+
+async def test_a_fault_while_stopping_is_a_fault(bus: Bus, nats_settings: CommonSettings) -> None:
+    queue = await _beats(bus)
+    service = BadAtStopping(nats_settings)
+    running = asyncio.create_task(service.run())
+    await _until_state(queue, "ready")
+    service.end()
+    with pytest.raises(ValueError, match="not the cause"):
+        await asyncio.wait_for(running, 10)
+    assert service.state == "gone"
+
+
+class Stubborn(Example):
+    """Has a task that does not end when it is told to."""
+
+    async def start(self) -> None:
+        await super().start()
+        self.release = asyncio.Event()
+        self.task = self.spawn(self._stay(), "stubborn")
+        self.end()
+
+    async def _stay(self) -> None:
+        while not self.release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.release.wait()
+
+
+async def test_a_task_that_does_not_end_is_left_behind(
+    nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "CANCEL_TIMEOUT", 0.1)
+    service = Stubborn(nats_settings)
+    with capture_logs() as logs:
+        await asyncio.wait_for(service.run(), 10)
+    assert [line["tasks"] for line in logs if line["event"] == "tasks_do_not_end"] == [["stubborn"]]
+    service.release.set()
+    await service.task
+
+
+class Broken(Example):
+    def __init__(self, settings: CommonSettings) -> None:
+        super().__init__(settings)
+        raise KeyError("a secret")
+
+
+def test_a_fault_of_its_own_is_logged_and_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with capture_logs() as logs:
+        assert lifecycle.main(Broken, CommonSettings, "ryzanstein serve example", []) == 1
+    (line,) = logs
+    assert (line["event"], line["exc_info"]) == ("unexpected_error", True)
+    assert capsys.readouterr().err == (
+        "error: `ryzanstein serve example` ended by a fault of its own (KeyError); "
+        "the log above says where: please report it.\n"
+    )
+
+
+async def test_an_empty_address_is_one_sentence(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    async with service_process(
+        bus, nats_settings, "tests.example_service", tmp_path, "--nats-url", "", instance="example"
+    ) as process:
+        assert await asyncio.wait_for(process.process.wait(), 20) == 1
+    text = process.log.read_text()
+    assert "error: No NATS address is set" in text
+    assert "Traceback" not in text

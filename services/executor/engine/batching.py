@@ -99,19 +99,19 @@ class ContinuousBatcher:
         return None
 
     def cancel(self, generation_ids: Iterable[str], attempt: int = -1) -> None:
-        """Ends generations with `finish="cancelled"`; unknown ids are ignored, and so are attempts
-        later than `attempt` unless that is -1.
+        """Ends generations with `finish="cancelled"`; unknown ids are ignored.
 
-        Safe while a step is under way: its result for them is dropped.
+        With `attempt`, only that attempt and earlier ones are withdrawn: the client still waits, so they
+        end with a retryable error, and not as if it had gone. Safe while a step is under way: its
+        result for them is dropped.
         """
         for generation_id in generation_ids:
             sequence = self._live.get(generation_id)
             if sequence is None or -1 < attempt < sequence.request.attempt:
                 continue
-            if sequence.in_flight:
-                sequence.ending = Ending.CANCELLED
-            else:
-                self._end(sequence, sequence.entry([], "cancelled"))
+            sequence.ending = Ending.CANCELLED if attempt < 0 else Ending.WITHDRAWN
+            if not sequence.in_flight:
+                self._end(sequence, sequence.ending_entry())
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -336,10 +336,8 @@ class ContinuousBatcher:
     def _settle(self, batch: list[Chunk]) -> None:
         """Ends the sequences that were cancelled or replaced while the step was under way."""
         for sequence, _ in batch:
-            if sequence.ending is Ending.CANCELLED:
-                self._end(sequence, sequence.entry([], "cancelled"))
-            elif sequence.ending is Ending.REPLACED:
-                self._end(sequence, None)
+            if sequence.ending is not Ending.NONE:
+                self._end(sequence, sequence.ending_entry())
 
     # --- ends ------------------------------------------------------------------------------------
 
@@ -353,9 +351,8 @@ class ContinuousBatcher:
         if sequence is None:
             return
         self._ended.add(sequence.request)
-        if sequence.in_flight:
-            sequence.ending = Ending.REPLACED
-        else:
+        sequence.ending = Ending.REPLACED
+        if not sequence.in_flight:
             self._end(sequence, None)
 
     def _finished_before(self, request: GenerationRequest) -> bool:

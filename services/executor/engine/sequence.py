@@ -14,7 +14,7 @@ import msgspec
 from services.executor.engine.protocol import SampledToken
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.kv_cache.prefix_index import BlockChain
-from shared.errors import RyzansteinError
+from shared.errors import NoGroupAvailable, RyzansteinError
 from shared.messages import LANES, FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
 
 Urgency = tuple[int, int]
@@ -32,6 +32,8 @@ class Ending(Enum):
 
     NONE = "none"
     CANCELLED = "cancelled"
+    WITHDRAWN = "withdrawn"
+    """Whoever placed it here has given this ring up: told as an error that is made good elsewhere."""
     REPLACED = "replaced"
     """By a newer attempt: nobody listens to this one."""
 
@@ -111,6 +113,15 @@ class Sequence:
             logprobs,
             cached,
         )
+
+    def ending_entry(self) -> TokenEntry | None:
+        """What the consumer is told when `ending` takes effect; None: nothing."""
+        if self.ending is Ending.REPLACED:
+            return None
+        if self.ending is Ending.WITHDRAWN:
+            error = NoGroupAvailable("The request was withdrawn from this group; another one takes it.")
+            return self.error_entry([], error)
+        return self.entry([], "cancelled")
 
     def error_entry(self, last: list[SampledToken], error: RyzansteinError) -> TokenEntry:
         """The last entry of a sequence that cannot go on; `last` are tokens that were not told yet."""

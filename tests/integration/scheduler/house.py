@@ -71,6 +71,8 @@ class Leader:
         self.batches: list[int] = []
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[str] = []
+        self.withdrawn: list[tuple[str, int]] = []
+        """Cancelled up to an attempt."""
         self.refuse: Callable[[GenerationRequest], Refusal | None] = lambda _request: None
         self.silent = False
         self.lost_replies = 0
@@ -125,7 +127,11 @@ class Leader:
 
     async def _on_control(self, command: Cancel) -> ControlReply:
         async with self._house.changed:
-            self.cancelled += command.generation_ids
+            if command.attempt < 0:
+                self.cancelled += command.generation_ids
+            self.withdrawn += [
+                (name, command.attempt) for name in command.generation_ids if command.attempt >= 0
+            ]
             self._house.changed.notify_all()
         return ControlReply(ok=True)
 

@@ -252,14 +252,16 @@ async def test_the_newer_attempt_replaces_the_older_one(house: House, nats_setti
 async def test_consumers_are_shared_and_bounded_by_the_scheduler_alone(
     house: House, nats_settings: CommonSettings, bus: Bus
 ) -> None:
-    async with scheduler(nats_settings, held_requests=5) as service:
+    leader = await house.leader()
+    leader.hold = asyncio.Event()
+    async with scheduler(nats_settings, held_requests=5, dispatch_timeout=30) as service:
         for index in range(20):
             await house.ask(str(index), lane="batch")
         await house.until_lanes(service._metrics.received, {"batch": 5})
         info = await bus.jetstream().consumer_info(subjects.INTAKE_STREAM, "scheduler-batch")
         assert info.num_ack_pending == 5
         assert await house.left() == 20
-        leader = await house.leader()
+        leader.hold.set()
         await house.until(lambda: leader.ids == [str(index) for index in range(20)])
         await house.until_settled()
 

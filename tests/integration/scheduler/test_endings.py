@@ -2,10 +2,15 @@
 
 import asyncio
 import time
+from typing import Any
 
+import pytest
+
+from services.scheduler import endings
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.errors import BrokerUnavailable
 from shared.messages import CancelRequest, Refusal
 from tests.integration.scheduler.house import House, scheduler
 
@@ -53,6 +58,73 @@ async def test_more_waiting_than_the_bound_is_queue_full_but_recoveries_wait(
         ("i3", "queue_full", True),
     }
     assert sorted(leader.ids) == ["i0", "i1", "r0", "r1", "r2", "r3"]
+
+
+async def test_the_bound_is_each_models_own(house: House, nats_settings: CommonSettings) -> None:
+    async with scheduler(nats_settings, max_waiting=2) as service:
+        for index in range(3):
+            await house.ask(f"dead{index}", model="dead")
+        await house.ask("a")
+        await house.until_lanes(service._metrics.received, {"interactive": 4})
+        await house.until(lambda: bool(house.entries))
+        leader = await house.leader()
+        await house.until(lambda: leader.ids == ["a"])
+    assert [(entry.generation_id, entry.error_code) for entry in house.entries] == [("dead2", "queue_full")]
+
+
+async def test_what_the_broker_does_not_take_is_tried_again(
+    house: House, nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "RETRY_PAUSE", 0.01)
+    async with scheduler(nats_settings) as service:
+        publish, failures = service.bus.publish, 3
+
+        async def fail_first(subject: str, message: object) -> None:
+            nonlocal failures
+            if subject.startswith("tokens.") and failures:
+                failures -= 1
+                raise BrokerUnavailable("Its buffer is full.")
+            await publish(subject, message)
+
+        monkeypatch.setattr(service.bus, "publish", fail_first)
+        for index in range(4):
+            await house.ask(str(index), deadline=1.0)
+        await house.until(lambda: len(house.entries) == 4)
+        await house.until_settled()
+        assert failures == 0
+    assert sorted(entry.generation_id for entry in house.entries) == ["0", "1", "2", "3"]
+
+
+async def test_an_acknowledgement_that_fails_is_tried_again_without_a_second_word(
+    house: House, nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "RETRY_PAUSE", 0.01)
+    async with scheduler(nats_settings) as service:
+        publish, failures = service.bus.client.publish, 2
+
+        async def fail_first(subject: str, *arguments: Any, **options: Any) -> None:
+            nonlocal failures
+            if subject.startswith("$JS.ACK") and failures:
+                failures -= 1
+                raise OSError("The socket is full.")
+            await publish(subject, *arguments, **options)
+
+        monkeypatch.setattr(service.bus.client, "publish", fail_first)
+        await house.ask("a", deadline=1.0)
+        await house.until_settled()
+        assert failures == 0
+    assert len(house.entries) == 1
+
+
+async def test_a_consumer_that_cannot_be_told_does_not_stop_the_rest(
+    house: House, nats_settings: CommonSettings
+) -> None:
+    async with scheduler(nats_settings):
+        await house.ask("nobody", consumer="", deadline=1.0)
+        await house.ask("a", deadline=1.0)
+        await house.until(lambda: len(house.entries) == 1)
+        await house.until_settled()
+    assert house.entries[0].generation_id == "a"
 
 
 async def test_a_waiting_generation_is_cancelled(

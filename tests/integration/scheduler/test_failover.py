@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.nats_server import LocalNats
+from services.scheduler import intake
 from services.scheduler.settings import SchedulerSettings
+from shared import bus as bus_module
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
@@ -148,6 +151,28 @@ async def test_a_lost_connection_is_taken_up_again(
         service.bus.client._transport.close()
         await house.ask("b")
         await house.until(lambda: leader.ids == ["a", "b"])
+
+
+async def test_a_scheduler_can_leave_while_nats_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "STOP_TIMEOUT", 0.2)
+    monkeypatch.setattr(bus_module, "CLOSE_TIMEOUT", 0.2)
+    server = LocalNats(tmp_path)
+    await server.start()
+    settings = CommonSettings(nats_url=server.url, nats_user=server.user, nats_password=server.password)
+    bus = await Bus.connect(settings, "test")
+    try:
+        async with scheduler(settings) as service:
+            await (await House.open(bus)).ask("a")
+            async with asyncio.timeout(10):
+                while not service._metrics.received.labels("interactive")._value.get():
+                    await bus.flush()
+            await bus.close()
+            await server.stop()
+        assert service.state == "gone"
+    finally:
+        await server.stop()
 
 
 async def test_a_consumer_that_was_deleted_is_made_again(

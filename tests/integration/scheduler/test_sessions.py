@@ -129,6 +129,27 @@ async def test_of_two_claims_one_wins_and_the_other_adopts(pins: Bucket[SessionP
     assert sorted(outcome for _, outcome in results) == ["adopted", "moved"]
 
 
+async def test_a_pin_that_another_one_has_moved_is_forgotten(bus: Bus, pins: Bucket[SessionPin]) -> None:
+    one, two = SessionPins(pins, 60, 10), SessionPins(pins, 60, 10)
+    following = asyncio.create_task(one.follow())
+    try:
+        for key in ("moved", "deleted", "kept"):
+            for cache in (one, two):
+                await cache.claim(key, SessionPin("a", 1), lambda _pin: True, 0.0)
+        await two.claim("moved", SessionPin("b", 1), lambda pin: pin.group == "b", 0.0)
+        await pins.delete("deleted")
+        await two.refresh("kept", 0.0)
+        async with asyncio.timeout(10):
+            while one.cached("moved", 0.0) or one.cached("deleted", 0.0):
+                await bus.flush()
+        assert one.cached("kept", 0.0) == SessionPin("a", 1)
+        pin, outcome = await one.claim("moved", SessionPin("a", 1), lambda _pin: True, 0.0)
+        assert (pin, outcome) == (SessionPin("b", 1), "adopted")
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
 async def test_pins_are_refreshed_once_per_fraction_of_their_time(pins: Bucket[SessionPin]) -> None:
     cache = SessionPins(pins, 60.0, 10)
     await cache.claim("k", SessionPin("a", 1), lambda _pin: True, 0.0)

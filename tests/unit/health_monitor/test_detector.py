@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.health_monitor.detector import STALL, Detector
+from services.health_monitor.settings import HealthMonitorSettings
 from shared.messages import (
     GroupBeat,
     GroupEvent,
@@ -146,6 +147,53 @@ def test_a_new_epoch_is_another_ring() -> None:
     assert kinds(events) == [(1, "down"), (2, "up")]
     assert seen.observe(beat(rank(), epoch=1), 1.5) == [], "the dead are not heard"
     assert seen.groups()[0].epoch == 2
+
+
+def ringless(epoch: int, instance: str = "executor-1", message: str = "rank 1 died") -> Heartbeat:
+    said = GroupBeat("g", "m", epoch, "starting", [], GroupLoad(), message=message)
+    return Heartbeat("executor", instance, 1, "ready", "", said)
+
+
+@pytest.mark.parametrize("epoch", [7, 0], ids=["the last ring's epoch", "no epoch"])
+def test_an_executor_without_a_ring_is_starting_at_once_and_stays_known(epoch: int) -> None:
+    seen = detector()
+    seen.observe(beat(rank(), epoch=7), 0.0)
+    events = seen.observe(ringless(epoch), 0.5)
+    assert [(e.epoch, e.kind, e.reason) for e in events] == [(7, "down", "rank 1 died")]
+    for second in range(1, 30):
+        assert seen.observe(ringless(epoch), float(second)) == []
+        assert seen.tick(float(second)) == []
+        (record,) = seen.groups()
+        assert (record.state, record.epoch, record.message) == ("starting", 7, "rank 1 died")
+        assert (record.ranks, record.load) == ([], GroupLoad())
+    assert kinds(seen.observe(beat(rank(), epoch=8), 30.0)) == [(8, "up")]
+
+
+def test_an_executor_that_was_replaced_cannot_take_its_group_down() -> None:
+    seen = detector()
+    seen.observe(beat(rank(), epoch=7), 0.0)
+    assert seen.observe(ringless(6, "executor-0"), 0.1) == []
+    assert state(seen) == "ready"
+    assert kinds(seen.tick(5.0)) == [(7, "down")]
+    assert seen.observe(ringless(0, "executor-0"), 5.1) == [], "nobody has the group any more"
+    assert state(seen) == "starting"
+
+
+@given(st.floats(0.0, 1.0), st.lists(st.floats(-0.2, 0.2), min_size=12, max_size=12))
+def test_a_rank_that_stops_is_known_within_five_seconds(phase: float, jitter: list[float]) -> None:
+    """With the default settings, a heartbeat each second that travels more or less fast."""
+    settings = HealthMonitorSettings()
+    seen = Detector(hung_after=settings.hung_after, gone_after=settings.gone_after, forget_after=60.0)
+    stop = 2.0 + phase
+    known = None
+    for second, late in enumerate(jitter):
+        progress = min(float(second), stop)
+        heard = second + 0.2 + late
+        seen.observe(beat(rank(progress=int(progress * 1000)), load=WORK), heard)
+        if known is None and state(seen) == "hung":
+            known = heard
+    assert known is not None
+    assert stop < known <= stop + 5.0
 
 
 def test_the_gone_are_forgotten_after_a_while() -> None:

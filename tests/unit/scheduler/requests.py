@@ -13,6 +13,12 @@ class Settled:
     async def ack(self) -> None:
         self.count += 1
 
+    def ours(self, now: float) -> bool:
+        return True
+
+    def drop(self) -> None:
+        raise AssertionError("it is ours")
+
 
 def waiting(
     name: str,

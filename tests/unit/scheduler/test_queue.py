@@ -143,7 +143,9 @@ class QueueMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         assert len(self.queue) == len(self.model)
         for lane in LANES:
-            assert self.queue.depth(lane) == sum(item.lane == lane for item in self.model.values())
+            count = sum(item.lane == lane for item in self.model.values())
+            assert self.queue.depth(lane) == self.queue.depth_of("m", lane) == count
+            assert self.queue.depth_of("other", lane) == 0
 
 
 TestQueueMachine = QueueMachine.TestCase

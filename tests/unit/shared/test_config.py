@@ -65,7 +65,7 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for name in CommonSettings.model_fields:
-        assert f"--{name.replace('_', '-')}" in text
+        assert (f"--{name.replace('_', '-')}" in text) == (name != "nats_password")
 
 
 def test_an_unknown_option_ends_with_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,3 +73,40 @@ def test_an_unknown_option_ends_with_usage(capsys: pytest.CaptureFixture[str]) -
         parse_settings(CommonSettings, "ryzanstein serve test", ["--nonsense"])
     assert ended.value.code == 2
     assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--nats-password", "hunter2"], ["--nats-password=hunter2"]])
+def test_a_secret_is_no_option(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match="RYZANSTEIN_NATS_PASSWORD") as caught:
+        parse_settings(CommonSettings, "test", arguments)
+    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "text", ['nats_password = ["hunter2"]', 'nats_url = ["nats://me:hunter2@host"]', "nats_password = 1977"]
+)
+def test_a_secret_of_the_wrong_type_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    monkeypatch.setenv("RYZANSTEIN_CONFIG", str(file))
+    with pytest.raises(ConfigurationError, match=r"RYZANSTEIN_NATS_(URL|PASSWORD)") as caught:
+        load_settings(CommonSettings)
+    assert "hunter2" not in str(caught.value)
+    assert "1977" not in str(caught.value)
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_bytes(b'host = "\xff\xfe"')
+    monkeypatch.setenv("RYZANSTEIN_CONFIG", str(file))
+    with pytest.raises(ConfigurationError, match="is not UTF-8"):
+        load_settings(CommonSettings)
+
+
+def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RYZANSTEIN_CONFIG", "/proc/self/mem")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_settings(CommonSettings)

@@ -36,3 +36,19 @@ def test_who_stands_still_with_work_is_hung_at_the_limit(pauses: list[float], mo
     assert watch.stands_still("r", stuck, True, last + more)
     watch.forget("r")
     assert not watch.stands_still("r", stuck, True, last + more)
+
+
+@given(st.floats(LIMIT, 100))
+def test_idle_time_does_not_count(idle: float) -> None:
+    watch = ProgressWatch(LIMIT)
+    assert not watch.stands_still("r", (1,), False, 0.0)
+    assert not watch.stands_still("r", (1,), True, idle), "only from now on it must move"
+    assert watch.stands_still("r", (1,), True, idle + LIMIT + 0.01)
+
+
+def test_keys_that_are_no_longer_observed_are_dropped() -> None:
+    watch = ProgressWatch(LIMIT)
+    for epoch in range(100):
+        for rank in range(4):
+            watch.stands_still((epoch, rank), (0,), True, epoch * 3.0 * LIMIT)
+    assert len(watch) == 4

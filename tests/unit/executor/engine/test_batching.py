@@ -367,6 +367,22 @@ def test_cancelled_while_waiting_and_while_running() -> None:
     assert not ring.batcher.has_work
 
 
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_withdrawn_attempt_ends_as_an_error_that_another_ring_makes_good(in_flight: bool) -> None:
+    ring = Ring()
+    ring.add(ask("a", attempt=2, max_tokens=9))
+    ring.step()
+    scheduled = ring.batcher.schedule() if in_flight else None
+    ring.batcher.cancel(["a"], attempt=1)
+    assert ring.batcher.load().running == 1, "a command about an earlier attempt does not hit this one"
+    ring.batcher.cancel(["a"], attempt=2)
+    entries = ring.batcher.update([SampledToken(1)]) if scheduled else ring.batcher.take_entries()
+    (end,) = ring.take(entries)
+    assert (end.finish, end.retryable, end.error_code) == ("error", True, "no_group_available")
+    assert (end.attempt, end.position) == (2, 1)
+    assert not ring.batcher.has_work
+
+
 def test_cancelled_in_flight_keeps_its_blocks_until_the_step_is_over() -> None:
     ring = Ring()
     ring.add(ask("a"))

@@ -1,0 +1,31 @@
+"""Cancelled and placed generations are remembered for a time and in a number that are bounded."""
+
+from services.scheduler.memory import REMEMBER, GenerationMemory, Holder
+
+
+def test_a_cancelled_generation_is_known_for_a_while() -> None:
+    memory = GenerationMemory()
+    memory.cancel("a", 0.0)
+    memory.cancel("b", REMEMBER - 1)
+    assert memory.cancelled("a")
+    memory.cancel("c", REMEMBER)
+    assert not memory.cancelled("a")
+    assert memory.cancelled("b")
+    assert memory.cancelled("c")
+
+
+def test_memory_is_bounded() -> None:
+    memory = GenerationMemory(capacity=3)
+    for index in range(5):
+        memory.cancel(str(index), 0.0)
+        memory.taken(str(index), Holder(0, "g", 1))
+    assert [memory.cancelled(str(index)) for index in range(5)] == [False, False, True, True, True]
+    holders = [memory.holder(str(index)) for index in range(5)]
+    assert holders == [None, None] + [Holder(0, "g", 1)] * 3
+
+
+def test_the_last_ring_that_took_a_generation_is_known() -> None:
+    memory = GenerationMemory()
+    memory.taken("a", Holder(0, "one", 1))
+    memory.taken("a", Holder(1, "two", 7))
+    assert memory.holder("a") == Holder(1, "two", 7)
