@@ -33,13 +33,12 @@ class GatewayApp:
     def __init__(
         self, backend: Backend, ops: OpsApp, settings: GatewaySettings, metrics: GatewayMetrics
     ) -> None:
-        limit = settings.body_limit
         self._metrics = metrics
         self._socket = StreamSocket(backend, settings.max_generations_per_socket)
         self._router = Router(
             routes=[
-                Route(CHAT, CompletionsRoute("chat.completions", backend, limit), methods=["POST"]),
-                Route(COMPLETIONS, CompletionsRoute("completions", backend, limit), methods=["POST"]),
+                Route(CHAT, CompletionsRoute("chat.completions", backend, settings), methods=["POST"]),
+                Route(COMPLETIONS, CompletionsRoute("completions", backend, settings), methods=["POST"]),
                 Route(MODELS, ModelsRoute(backend), methods=["GET"]),
                 Route(MODELS + "/{model:path}", ModelRoute(backend), methods=["GET"]),
                 WebSocketRoute(STREAM, self._socket),

@@ -105,15 +105,15 @@ class Build:
         params = self._sampling
         if choice:
             params = msgspec.structs.replace(params, seed=sampling.seed_of_choice(params.seed, choice))
+        limit = sampling.max_tokens(self._request, self._card, len(prompt), settings.default_max_tokens)
+        validation.check_min_tokens(self._request, limit)
         wire = GenerationRequest(
             generation_id=f"{self._identity}-{index}",
             request_id=self._context.request_id,
             model=self._card.model,
             consumer=self._parts.consumer,
             prompt=prompt,
-            max_tokens=sampling.max_tokens(
-                self._request, self._card, len(prompt), settings.default_max_tokens
-            ),
+            max_tokens=limit,
             sampling=params,
             stop_token_ids=self._stop_ids,
             session=self._session,

@@ -13,37 +13,62 @@ from shared.stores import Bucket
 
 log = structlog.get_logger(__name__)
 
-OnLost = Callable[[str, int, str], None]
-"""Called with (group, epoch, model): that life of the ring, and all before it, are over."""
+OnLost = Callable[[str, int, str, float], None]
+"""Called with (group, epoch, model, at): that life of the ring, and all before it, are over."""
+OnAlive = Callable[[str, int, float], None]
+"""Called with (group, epoch, at): that life of the ring is at work. `at`: unix seconds, 0 if not known."""
+
+_SERVING = ("ready", "busy")
+_AT_WORK = (*_SERVING, "draining")
 
 
 class Catalog:
-    """A live copy of the buckets `models` and `groups`."""
+    """A live copy of the buckets `models` and `groups`.
 
-    def __init__(self, bus: Bus, *, on_card: Callable[[ModelCard], None], on_lost: OnLost) -> None:
+    A card stays when its groups go, so that requests for the model can wait until one is back. What is
+    listed is what is served: a model with a group that is not gone (one that starts, hangs or drains counts:
+    it comes back, or others take over). While no group at all is up, every card is listed.
+    """
+
+    def __init__(
+        self, bus: Bus, *, on_card: Callable[[ModelCard], None], on_lost: OnLost, on_alive: OnAlive
+    ) -> None:
         self._bus = bus
         self._on_card = on_card
         self._on_lost = on_lost
+        self._on_alive = on_alive
         self.cards: dict[str, ModelCard] = {}
         self._groups: dict[str, GroupRecord] = {}
         self._caught_up = (asyncio.Event(), asyncio.Event())
         self._stopping = False
 
     def card(self, model: str) -> ModelCard:
-        """Raises `UnknownModel`."""
+        """The card of a model, whether it has a group now or not. Raises `UnknownModel`."""
         card = self.cards.get(model)
         if card is None:
-            known = ", ".join(sorted(self.cards)) or "none yet; wait until an executor has loaded one"
+            names = ", ".join(card.model for card in self.listed())
+            known = names or "none yet; wait until an executor has loaded one"
             raise UnknownModel(
                 f"The model '{model[:128]}' does not exist here; the models are: {known}.", param="model"
             )
         return card
 
+    def listed(self) -> list[ModelCard]:
+        """The models that are served, by name; all, while none is."""
+        served = {record.model for record in self._groups.values() if record.state != "gone"}
+        names = sorted(served & self.cards.keys()) or sorted(self.cards)
+        return [self.cards[name] for name in names]
+
     def has_ready_group(self, model: str) -> bool:
         """Whether some group could take a request for `model` now."""
-        return any(
-            record.model == model and record.state in ("ready", "busy") for record in self._groups.values()
-        )
+        return any(record.model == model and record.state in _SERVING for record in self._groups.values())
+
+    def idle_at(self, group: str, epoch: int) -> float:
+        """Unix seconds at which that ring was at work with nothing to do; 0 when it was not seen so last."""
+        record = self._groups.get(group)
+        if record is None or record.epoch != epoch or record.state not in _AT_WORK:
+            return 0.0
+        return 0.0 if record.load.running or record.load.waiting else record.updated_at
 
     async def wait(self) -> None:
         """Until everything present in the buckets has been read once."""
@@ -90,23 +115,10 @@ class Catalog:
         if record is None:
             gone = self._groups.pop(group, None)
             if gone is not None:
-                self._on_lost(group, gone.epoch, gone.model)
+                self._on_lost(group, gone.epoch, gone.model, 0.0)
             return
         self._groups[group] = record
         over = record.epoch if record.state in ("hung", "gone") else record.epoch - 1
-        self._on_lost(group, over, record.model)
-
-
-class Losses:
-    """Tells each loss of a ring's life once, however often it is reported. Pure."""
-
-    def __init__(self) -> None:
-        self._over: dict[str, int] = {}
-
-    def is_new(self, group: str, epoch: int) -> bool:
-        """Whether `epoch` of `group` was not known to be over."""
-        known = self._over.get(group)
-        if known is not None and epoch <= known:
-            return False
-        self._over[group] = epoch
-        return True
+        self._on_lost(group, over, record.model, record.updated_at)
+        if record.state in _AT_WORK:
+            self._on_alive(group, record.epoch, record.updated_at)

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
-import nats.errors
 import structlog
 from nats.aio.subscription import Subscription
 
 from shared import subjects
+from shared.broker_errors import BROKER_ERRORS, reason_of
 from shared.bus import Bus
-from shared.journal import replay
+from shared.journal import JournalReader
 from shared.messages import TokenFrame
 
 log = structlog.get_logger(__name__)
@@ -19,14 +19,15 @@ REPLAY_INTERVAL = 0.1
 
 
 class TokenConsumer:
-    """Live frames and replayed ones go through the same door; the cursor behind it drops repeats."""
+    """Live frames and recorded ones reach the same cursors, which drop repeats."""
 
     def __init__(
         self,
         bus: Bus,
         name: str,
         *,
-        on_frame: Callable[[TokenFrame], None],
+        on_frame: Callable[[TokenFrame], object],
+        on_recorded: Callable[[TokenFrame], object],
         replay_since: Callable[[], float | None],
         on_replayed: Callable[[], None],
         pending_frames: int,
@@ -35,10 +36,13 @@ class TokenConsumer:
         self._bus = bus
         self._name = name
         self._on_frame = on_frame
+        self._on_recorded = on_recorded
         self._replay_since = replay_since
         self._on_replayed = on_replayed
         self._pending_frames = pending_frames
+        self._journal = JournalReader(bus, name)
         self._wanted = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
         self._subscription: Subscription | None = None
         self._stopping = False
         self.replays = 0
@@ -65,27 +69,39 @@ class TokenConsumer:
         """Lets `run` read the journal soon."""
         self._wanted.set()
 
+    async def replayed(self) -> None:
+        """Returns when a reading of the journal that began after this call is complete."""
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append(done)
+        self._wanted.set()
+        await done
+
     async def run(self) -> None:
         """Reads the journal whenever that is asked for. Runs until it is cancelled."""
         while not self._stopping:
             await self._wanted.wait()
             self._wanted.clear()
+            waiting, self._waiting = self._waiting, []
             since = self._replay_since()
-            if since is None:
-                continue
             try:
-                await self._replay(since)
-            except (nats.errors.Error, TimeoutError) as error:
-                log.warning("replay_failed", error=str(error))
+                if since is not None:
+                    await self._replay(since)
+            except BROKER_ERRORS as error:
+                log.warning("replay_failed", error=reason_of(error))
+                self._waiting += waiting
                 self._wanted.set()
+            else:
+                for done in waiting:
+                    if not done.done():
+                        done.set_result(None)
             await asyncio.sleep(REPLAY_INTERVAL)
 
     async def _replay(self, since: float) -> None:
         self.replays += 1
         frames = 0
-        async for frame in replay(self._bus, self._name, since):
+        async for frame in self._journal.read(since):
             frames += 1
-            self._on_frame(frame)
+            self._on_recorded(frame)
         log.info("journal_replayed", frames=frames)
         self._on_replayed()
 

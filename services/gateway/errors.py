@@ -17,10 +17,18 @@ from shared.errors import (
     UnknownModel,
 )
 
+
+class RequestTimeout(InvalidRequest):
+    """The client has not sent the whole request in time."""
+
+    code = "request_timeout"
+
+
 _STATUS: list[tuple[type[RyzansteinError], int]] = [
     (UnknownModel, 404),
     (ContextLengthExceeded, 400),
     (PayloadTooLarge, 413),
+    (RequestTimeout, 408),
     (QueueFull, 429),
     (NoGroupAvailable, 503),
     (DeadlineExceeded, 504),
@@ -92,11 +100,14 @@ def _type(status: int) -> str:
 
 
 def headers_of(error: BaseException) -> dict[str, str]:
-    """Headers that belong to `error`: Retry-After (whole seconds, at least 1) and Allow."""
+    """Headers that belong to `error`: Retry-After (whole seconds, at least 1), Allow, and Connection where
+    what is left of the request must not be taken for the next one."""
     headers: dict[str, str] = {}
     seconds: Any = getattr(error, "retry_after", None) or _RETRY_AFTER.get(status_of(error))
     if seconds is not None:
         headers["retry-after"] = str(max(1, round(seconds)))
+    if isinstance(error, RequestTimeout):
+        headers["connection"] = "close"
     if isinstance(error, RouteError) and error.allow:
         headers["allow"] = error.allow
     return headers

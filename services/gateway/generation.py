@@ -20,8 +20,6 @@ State = Literal[
 ]
 Deliver = Callable[[int, TokenEntry | RyzansteinError], None]
 
-QUEUE_PATIENCE = 6
-"""Times that the journal is read more rarely for a generation that may just be waiting its turn."""
 MAX_GAP_REPLAYS = 5
 """Replays that may leave a gap open: the journal is written a moment after the live message."""
 
@@ -34,6 +32,8 @@ class Decision(enum.Enum):
     """Read the journal: tokens are missing, or have not come for too long."""
     RECOVER = enum.auto()
     """Hand the request in again."""
+    REJECT = enum.auto()
+    """Tell the ring that sent the entry to end this attempt: it is not the one that is listened to."""
     EXPIRE = enum.auto()
     """Nobody produced a token in time: end it with an error."""
     ENDED = enum.auto()
@@ -48,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
     token_timeout: float
     """Seconds without a new token after which the generation has failed."""
     stall: float
-    """Seconds without a new token after which the journal is read; doubles each time."""
+    """Seconds without anything new from the ring after which the journal is read; doubles each time."""
 
 
 class Generation:
@@ -58,10 +58,13 @@ class Generation:
         "_deliver",
         "_gap_replays",
         "_limits",
+        "_rejected",
         "_stall",
+        "attempt_at",
         "cached_tokens",
         "epoch",
         "group",
+        "heard_at",
         "index",
         "intake_sequence",
         "last_progress",
@@ -69,7 +72,6 @@ class Generation:
         "started_at",
         "state",
         "stream",
-        "suspect_until",
         "tokens",
     )
 
@@ -92,16 +94,19 @@ class Generation:
         self.tokens: list[int] = []
         self.cached_tokens = 0
         self.group = ""
-        """The ring that the current attempt's entries come from; empty while none has come."""
+        """The ring whose entry of the current attempt came first; empty while none has come."""
         self.epoch = 0
+        self.heard_at = now
+        """When that ring last sent something new."""
         self.intake_sequence = 0
         """Where the request stands in the intake stream."""
-        self.suspect_until = 0.0
-        """Until when the request may have been in a ring that was lost before its first entry."""
         self.started_at = started_at
+        self.attempt_at = now
+        """When the current attempt was handed in."""
         self.last_progress = now
         self._stall = limits.stall
         self._gap_replays = 0
+        self._rejected: set[tuple[str, int, int]] = set()
 
     @property
     def id(self) -> str:
@@ -110,6 +115,11 @@ class Generation:
     @property
     def ended(self) -> bool:
         return self.state in ("finished", "failed", "cancelled")
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it has been handed in and no ring has said that it has it."""
+        return self.state == "queued" and not self.group
 
     # --- what happens to it ----------------------------------------------------------------------
 
@@ -120,13 +130,21 @@ class Generation:
             self.state = "queued"
 
     def on_entry(self, group: str, epoch: int, entry: TokenEntry, now: float) -> Decision:
-        """An entry of this generation has come, live or from the journal."""
-        if self.ended or entry.attempt != self.stream.attempt:
+        """An entry of this generation has come, live or from the journal.
+
+        An attempt can reach two rings (a reply or an acknowledgement that was lost). Their tokens need not
+        be the same, so the ring whose entry comes first has the attempt, and the other's change nothing.
+        """
+        if self.ended:
             return Decision.NOTHING
-        self._seen_in(group, epoch, entry)
+        if entry.attempt != self.stream.attempt or (
+            self.group and (group, epoch) != (self.group, self.epoch)
+        ):
+            return self._on_foreign(group, epoch, entry)
+        self._seen_in(group, epoch, entry, now)
         had_gap = self.stream.gap
         for fresh in self.stream.accept(entry):
-            self.last_progress, self._stall = now, self._limits.stall
+            self.last_progress, self.heard_at, self._stall = now, now, self._limits.stall
             if fresh.tokens or fresh.finish in ("stop", "length"):
                 self.state = "running"
                 self.tokens += fresh.tokens
@@ -143,24 +161,30 @@ class Generation:
         lost = not self.ended and self.group == group and self.epoch <= epoch
         return Decision.RECOVER if lost else Decision.NOTHING
 
-    def on_replayed(self) -> Decision:
-        """The journal has been read to its newest frame."""
-        if self.ended or not self.stream.gap:
-            return Decision.NOTHING
-        self._gap_replays += 1
-        return Decision.RECOVER if self._gap_replays > MAX_GAP_REPLAYS else Decision.REPLAY
+    def on_replayed(self, now: float, *, idle: bool) -> Decision:
+        """The journal has been read to its newest frame.
 
-    def on_time(self, now: float) -> Decision:
-        """To be asked now and then."""
+        `idle`: the ring has had no work at all since it was last heard here. Then an end was lost on the way
+        into the journal, which leaves no gap to see.
+        """
         if self.ended:
             return Decision.NOTHING
-        quiet = now - self.last_progress
-        if quiet >= self._limits.token_timeout:
-            return Decision.EXPIRE
-        if quiet >= self._stall * (1 if self.group else QUEUE_PATIENCE):
+        if self.stream.gap:
+            self._gap_replays += 1
+            return Decision.RECOVER if self._gap_replays > MAX_GAP_REPLAYS else Decision.REPLAY
+        if idle and self.group:
+            return Decision.RECOVER
+        if self._stalled(now):
             self._stall *= 2
-            return Decision.REPLAY
         return Decision.NOTHING
+
+    def on_time(self, now: float) -> Decision:
+        """To be asked now and then. A request that waits in the queue has nothing in the journal."""
+        if self.ended:
+            return Decision.NOTHING
+        if now - self.last_progress >= self._limits.token_timeout:
+            return Decision.EXPIRE
+        return Decision.REPLAY if self._stalled(now) else Decision.NOTHING
 
     # --- what is done to it ----------------------------------------------------------------------
 
@@ -180,8 +204,9 @@ class Generation:
             return None
         self.stream.restart(attempt)
         self.state = "recovering"
-        self.group, self.epoch, self.suspect_until = "", 0, 0.0
-        self.last_progress, self._stall, self._gap_replays = now, self._limits.stall, 0
+        self.group, self.epoch = "", 0
+        self.last_progress = self.heard_at = self.attempt_at = now
+        self._stall, self._gap_replays = self._limits.stall, 0
         self.request = msgspec.structs.replace(
             self.request, generated=list(self.tokens), attempt=attempt, lane="recovery", deadline=deadline
         )
@@ -200,13 +225,32 @@ class Generation:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _seen_in(self, group: str, epoch: int, entry: TokenEntry) -> None:
-        if group:
-            self.group, self.epoch, self.suspect_until = group, epoch, 0.0
+    def _on_foreign(self, group: str, epoch: int, entry: TokenEntry) -> Decision:
+        """An entry of another attempt, or of another ring than the one that has the attempt.
+
+        Each such ring is rejected once. A later life of the same group says that ours is over.
+        """
+        if not group or entry.attempt > self.stream.attempt:
+            return Decision.NOTHING
+        if entry.attempt == self.stream.attempt and group == self.group and epoch > self.epoch:
+            return Decision.RECOVER
+        ring = (group, epoch, entry.attempt)
+        if entry.finish or ring in self._rejected:
+            return Decision.NOTHING
+        self._rejected.add(ring)
+        return Decision.REJECT
+
+    def _seen_in(self, group: str, epoch: int, entry: TokenEntry, now: float) -> None:
+        if group and not self.group:
+            self.group, self.epoch = group, epoch
+            self.heard_at, self._stall = now, self._limits.stall
             if self.state in ("queued", "recovering", "received"):
                 self.state = "dispatched"
         if entry.cached_tokens and not self.cached_tokens:
             self.cached_tokens = min(entry.cached_tokens, len(self.request.prompt))
+
+    def _stalled(self, now: float) -> bool:
+        return bool(self.group) and now - self.heard_at >= self._stall
 
     def _on_finish(self, group: str, entry: TokenEntry) -> Decision:
         if entry.finish == "error" and entry.retryable and group:

@@ -1,20 +1,20 @@
 """All generations in flight: handed in, followed, recovered, cancelled. The shell around `generation.py`."""
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, Protocol
 
-import nats.errors
 import structlog
-from nats.js.errors import Error as JetStreamError
-from nats.js.errors import NotFoundError
 
-from services.gateway.catalog import Losses
+from services.gateway.cancellations import Cancellations
 from services.gateway.consumer import TokenConsumer
 from services.gateway.generation import Decision, Generation
+from services.gateway.losses import Losses
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
+from services.gateway.suspects import Suspects
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import (
@@ -25,15 +25,30 @@ from shared.errors import (
     QueueFull,
     RyzansteinError,
 )
-from shared.messages import Cancel, CancelRequest, GenerationRequest, GroupEvent, TokenFrame
+from shared.messages import GenerationRequest, GroupEvent, TokenFrame
 
 log = structlog.get_logger(__name__)
 
 SWEEP_INTERVAL = 0.25
-SUSPICION = 5.0
-"""Seconds after the loss of a ring in which a request without any entry may turn out to have been in it."""
 CLOCK_MARGIN = 5.0
-"""Seconds that this machine's clock and the broker's may differ by."""
+"""Seconds that two machines' clocks may differ by."""
+IDLE_MARGIN = 10.0
+"""Seconds by which a record must be later than an entry to know of it: its load may be of an older
+heartbeat, and its time is of the monitor's clock."""
+
+_intake = functools.lru_cache(maxsize=1024)(subjects.intake)
+
+
+class Rings(Protocol):
+    """What the groups' records say."""
+
+    def has_ready_group(self, model: str) -> bool:
+        """Whether some group could take a request for `model` now."""
+        ...
+
+    def idle_at(self, group: str, epoch: int) -> float:
+        """Unix seconds at which that ring was serving and had no work; 0 when it was not seen so last."""
+        ...
 
 
 class Generations:
@@ -46,24 +61,28 @@ class Generations:
         self._by_id: dict[str, Generation] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._losses = Losses()
+        self._rings: Rings | None = None
+        self._stall_replay_at = float("-inf")
         self._stopping = False
-        self._has_ready_group: Callable[[str], bool] = lambda _model: True
+        self.cancellations = Cancellations(bus)
         self.tokens = TokenConsumer(
             bus,
             consumer,
             on_frame=self.on_frame,
+            on_recorded=self._take,
             replay_since=self._oldest,
             on_replayed=self._on_replayed,
             pending_frames=settings.pending_frames,
         )
+        self.suspects = Suspects(bus, self.tokens.replayed, self._recover)
         metrics.in_flight.set_function(lambda: float(len(self._by_id)))
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    async def start(self, has_ready_group: Callable[[str], bool]) -> None:
-        """Subscribes. `has_ready_group(model)` decides what a time-out is called."""
-        self._has_ready_group = has_ready_group
+    async def start(self, rings: Rings) -> None:
+        """Subscribes."""
+        self._rings = rings
         await self.tokens.start()
         await self._bus.subscribe(subjects.HEALTH_EVENTS, GroupEvent, self._on_group_event)
 
@@ -71,17 +90,14 @@ class Generations:
         """Looks after time-outs. Runs until it is cancelled."""
         while not self._stopping:
             await asyncio.sleep(SWEEP_INTERVAL)
-            now = time.monotonic()
-            for generation in list(self._by_id.values()):
-                self._act(generation, generation.on_time(now))
-            suspects = [item for item in self._by_id.values() if item.suspect_until > now]
-            if suspects:
-                await self._check_suspects(suspects)
+            self._sweep(time.monotonic())
 
     async def stop(self) -> None:
         """Waits until what was begun in the background is done."""
         self._stopping = True
+        self.suspects.stop()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self.cancellations.stop()
         await self.tokens.stop()
 
     # --- from clients ----------------------------------------------------------------------------
@@ -107,19 +123,17 @@ class Generations:
 
     async def _hand_in(self, generation: Generation) -> None:
         request = generation.request
-        sequence = await self._bus.publish_durable(subjects.intake(request.lane, request.model), request)
+        sequence = await self._bus.publish_durable(_intake(request.lane, request.model), request)
         generation.queued(sequence)
 
     def cancel(self, generations: Sequence[Generation]) -> None:
         """Ends those that have not ended, here and in the rings; at once here, soon there."""
-        open_ones = [generation for generation in generations if not generation.ended]
-        for generation in open_ones:
-            generation.cancel()
         for generation in generations:
             self._by_id.pop(generation.id, None)
-        if open_ones:
-            self._metrics.cancelled.inc(len(open_ones))
-            self._spawn(self._publish_cancel(open_ones))
+            if not generation.ended:
+                generation.cancel()
+                self._metrics.cancelled.inc()
+                self.cancellations.cancel(generation)
 
     def fail_all(self, error: RyzansteinError) -> None:
         """Ends everything in flight with `error`."""
@@ -127,66 +141,70 @@ class Generations:
         self._by_id.clear()
         for generation in generations:
             generation.fail(error)
-        if generations:
-            self._spawn(self._publish_cancel(generations))
-
-    async def _publish_cancel(self, generations: Sequence[Generation]) -> None:
-        groups: dict[str, list[str]] = {}
-        for generation in generations:
-            groups.setdefault(generation.group, []).append(generation.id)
-        await self._bus.publish(subjects.CANCEL, CancelRequest([generation.id for generation in generations]))
-        for group, ids in groups.items():
-            if group:
-                await self._bus.publish(subjects.control(group), Cancel(ids))
-        for generation in generations:
-            if not generation.group and generation.intake_sequence:
-                await self._withdraw(generation.intake_sequence)
-
-    async def _withdraw(self, sequence: int) -> None:
-        """Takes a request that no ring has accepted out of the queue: nobody would read its tokens."""
-        try:
-            await self._bus.jetstream().delete_msg(subjects.INTAKE_STREAM, sequence)
-        except (nats.errors.Error, TimeoutError) as error:
-            log.debug("not_withdrawn", sequence=sequence, error=str(error))
+            self.cancellations.cancel(generation)
 
     # --- from rings and the journal --------------------------------------------------------------
 
     def on_frame(self, frame: TokenFrame) -> None:
-        """A frame has come, live or from the journal."""
+        """A live frame has come; perhaps one of a ring that is known to be lost."""
+        touched = self._take(frame)
+        if self._losses.over_since(frame.group, frame.epoch) is not None:
+            self._recover_lost(touched)
+
+    def _take(self, frame: TokenFrame) -> list[Generation]:
+        """Gives the frame's entries to their generations; returns these."""
         now = time.monotonic()
+        touched = []
         for entry in frame.entries:
             generation = self._by_id.get(entry.generation_id)
             if generation is None:
                 continue
+            touched.append(generation)
             decision = generation.on_entry(frame.group, frame.epoch, entry, now)
-            if decision is not Decision.NOTHING:
+            if decision is Decision.REJECT:
+                self.cancellations.end(frame.group, generation.id, entry.attempt)
+            elif decision is not Decision.NOTHING:
                 self._act(generation, decision)
+        return touched
 
-    def on_group_lost(self, group: str, epoch: int, model: str) -> None:
-        """`epoch` of `group`, and all before it, are over: whatever was in it is handed in again."""
-        if not self._losses.is_new(group, epoch):
+    def on_group_lost(self, group: str, epoch: int, model: str, at: float = 0.0) -> None:
+        """`epoch` of `group`, and all before it, are over: whatever was in it is handed in again.
+
+        `at`: the monitor's time of the news, 0 where it is not known.
+        """
+        if not self._losses.lost(group, epoch, at=at, now=time.monotonic()):
             return
-        until = time.monotonic() + SUSPICION
         for generation in list(self._by_id.values()):
             self._act(generation, generation.on_group_lost(group, epoch))
-            if not generation.group and generation.request.model == model and generation.state == "queued":
-                generation.suspect_until = until
+        self.suspects.add(
+            item for item in self._by_id.values() if item.unheard and item.request.model == model
+        )
+
+    def on_group_alive(self, group: str, epoch: int, at: float = 0.0) -> None:
+        """`epoch` of `group` is at work, even if it was given up before."""
+        self._losses.alive(group, epoch, at=at)
 
     async def _on_group_event(self, event: GroupEvent) -> None:
         if event.kind == "down":
-            self.on_group_lost(event.group, event.epoch, event.model)
+            self.on_group_lost(event.group, event.epoch, event.model, event.at)
+        elif event.kind == "up":
+            self.on_group_alive(event.group, event.epoch, event.at)
 
-    async def _check_suspects(self, suspects: Sequence[Generation]) -> None:
-        """A request that left the queue before a ring was lost, and was never heard of, was in that ring."""
-        for generation in suspects:
-            sequence = generation.intake_sequence
-            try:
-                await self._bus.jetstream().get_msg(subjects.INTAKE_STREAM, sequence)
-            except NotFoundError:
-                if generation.state == "queued" and generation.intake_sequence == sequence:
-                    self._act(generation, Decision.RECOVER)
-            except (nats.errors.Error, JetStreamError, TimeoutError) as error:
-                log.debug("suspect_not_checked", error=str(error))
+    def _recover_lost(self, generations: Iterable[Generation]) -> None:
+        """Those that a late frame has bound to a ring which is over.
+
+        A ring that has taken what was handed in after its loss lives, whatever is said of it: to hand in once
+        more would spend the attempts on the very same ring.
+        """
+        for generation in generations:
+            group, epoch = generation.group, generation.epoch
+            over_since = self._losses.over_since(group, epoch) if group else None
+            if over_since is None:
+                continue
+            if generation.attempt_at > over_since:
+                self._losses.alive(group, epoch)
+            else:
+                self._act(generation, generation.on_group_lost(group, epoch))
 
     def _oldest(self) -> float | None:
         started = [generation.started_at for generation in self._by_id.values()]
@@ -196,10 +214,33 @@ class Generations:
         return min(started) - CLOCK_MARGIN
 
     def _on_replayed(self) -> None:
+        now = time.monotonic()
         for generation in list(self._by_id.values()):
-            self._act(generation, generation.on_replayed())
+            self._act(generation, generation.on_replayed(now, idle=self._idle(generation, now)))
+        self._recover_lost(list(self._by_id.values()))
+
+    def _idle(self, generation: Generation, now: float) -> bool:
+        """Whether the generation's ring has been without work since it was last heard."""
+        if not generation.group or self._rings is None:
+            return False
+        heard_at = time.time() - (now - generation.heard_at)
+        return self._rings.idle_at(generation.group, generation.epoch) > heard_at + IDLE_MARGIN
 
     # --- what a decision means -------------------------------------------------------------------
+
+    def _sweep(self, now: float) -> None:
+        """Asks each generation. One reading of the journal serves all that have stalled, so it is done
+        once per stall time-out at most."""
+        stalled = False
+        for generation in list(self._by_id.values()):
+            decision = generation.on_time(now)
+            if decision is Decision.REPLAY:
+                stalled = True
+            else:
+                self._act(generation, decision)
+        if stalled and now - self._stall_replay_at >= self._settings.stall_timeout:
+            self._stall_replay_at = now
+            self.tokens.request_replay()
 
     def _act(self, generation: Generation, decision: Decision) -> None:
         if decision is Decision.REPLAY:
@@ -213,7 +254,9 @@ class Generations:
 
     def _recover(self, generation: Generation) -> None:
         deadline = time.time() + self._settings.token_timeout
-        lost = generation.group
+        lost, attempt = generation.group, generation.stream.attempt
+        if lost and not generation.stream.ended:  # it may live: a false alarm, or only its frames are lost
+            self.cancellations.end(lost, generation.id, attempt)
         request = generation.next_attempt(time.monotonic(), deadline)
         if request is None:
             self._by_id.pop(generation.id, None)
@@ -246,7 +289,7 @@ class Generations:
     def _expire(self, generation: Generation) -> None:
         seconds, model = self._settings.token_timeout, generation.request.model
         error: RyzansteinError
-        if generation.tokens or self._has_ready_group(model):
+        if generation.tokens or (self._rings is not None and self._rings.has_ready_group(model)):
             error = DeadlineExceeded(f"No token came within {seconds:g} s; try again later.", retry_after=5)
         else:
             error = NoGroupAvailable(
@@ -255,7 +298,7 @@ class Generations:
             )
         generation.fail(error)
         self._by_id.pop(generation.id, None)
-        self._spawn(self._publish_cancel([generation]))
+        self.cancellations.cancel(generation)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,10 +1,11 @@
 """ASGI in small pieces: bodies with a limit, JSON answers, event streams, the client's going."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from services.gateway.errors import InvalidParameter
+from services.gateway.errors import InvalidParameter, RequestTimeout
 from services.gateway.mailbox import ClientGone, Mailbox
 from shared.errors import PayloadTooLarge
 from shared.telemetry import Receive, Scope, Send
@@ -18,11 +19,29 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `PayloadTooLarge`, before it is read where its length is told; `ClientGone`."""
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float) -> bytes:
+    """The whole body. Raises `PayloadTooLarge`, before it is read where its length is told;
+    `RequestTimeout` when it is not there within `timeout` seconds; `ClientGone`."""
     length = header(scope, b"content-length")
     if length is not None and length.isdigit() and int(length) > limit:
         raise _too_large(limit)
+    try:
+        async with asyncio.timeout(timeout):
+            body = await _read_all(receive, limit)
+    except TimeoutError:
+        raise RequestTimeout(
+            f"The request body was not complete after {timeout:g} s; send it again, faster or in smaller parts."
+        ) from None
+    if header(scope, b"content-encoding") not in (None, "identity"):
+        raise InvalidParameter(
+            "Compressed request bodies are not supported; send the body as it is.",
+            param="content-encoding",
+            reason="unsupported_encoding",
+        )
+    return body
+
+
+async def _read_all(receive: Receive, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -36,12 +55,6 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         parts.append(part)
         if not message.get("more_body", False):
             break
-    if header(scope, b"content-encoding") not in (None, "identity"):
-        raise InvalidParameter(
-            "Compressed request bodies are not supported; send the body as it is.",
-            param="content-encoding",
-            reason="unsupported_encoding",
-        )
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

@@ -1,6 +1,6 @@
 """From a request's body to a `Run`: decoded, checked and tokenized."""
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -8,12 +8,13 @@ from services.gateway import validation
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
 from services.gateway.run import Run
-from services.gateway.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.sessions import conversation_key, prompt_key
+from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.sessions import cache_key, conversation_key, prompt_key
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
 from shared.messages import ModelCard
 
+FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 Endpoint = Literal["chat.completions", "completions"]
 
 
@@ -27,11 +28,25 @@ class Intake:
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
 
-    async def prepare(self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context) -> Run:
-        """Raises `InvalidRequest` in all its forms, `Unavailable`."""
+    async def prepare(
+        self,
+        endpoint: Endpoint,
+        body: bytes | msgspec.Raw,
+        context: Context,
+        *,
+        always_streamed: bool = False,
+    ) -> Run:
+        """`always_streamed`: the connection knows no other way, so `stream` need not be given.
+
+        Raises `InvalidRequest` in all its forms, `Unavailable`.
+        """
         if endpoint == "chat.completions":
-            return await self._prepare_chat(validation.decode(body, self._chat), context)
-        return await self._prepare_completion(validation.decode(body, self._completion), context)
+            chat = validation.decode(body, self._chat)
+            return await self._prepare_chat(_streamed(chat) if always_streamed else chat, context)
+        completion = validation.decode(body, self._completion)
+        return await self._prepare_completion(
+            _streamed(completion) if always_streamed else completion, context
+        )
 
     async def _prepare_chat(self, request: ChatCompletionRequest, context: Context) -> Run:
         validation.check_chat(request)
@@ -39,7 +54,7 @@ class Intake:
         tokenizer = await self._tokenizers.get(card)
         messages = chat_messages(request)
         prompt = await tokenizer.encode_chat(messages)
-        session = context.session or request.prompt_cache_key or conversation_key(messages)
+        session = context.session or cache_key(request.prompt_cache_key) or conversation_key(messages)
         return Build(self._parts, request, card, tokenizer, context, session).run([prompt])
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
@@ -48,8 +63,14 @@ class Intake:
         given = validation.prompts_of(request)
         tokenizer = await self._tokenizers.get(card)
         prompts = [await _prompt_ids(prompt, tokenizer, card) for prompt in given]
-        session = context.session or request.prompt_cache_key or prompt_key(prompts[0])
+        session = context.session or cache_key(request.prompt_cache_key) or prompt_key(prompts[0])
         return Build(self._parts, request, card, tokenizer, context, session).run(prompts)
+
+
+def _streamed(request: FieldsT) -> FieldsT:
+    """`request` with `stream` set. Raises `InvalidParameter` when it says no to that."""
+    validation.check_streamed(request)
+    return msgspec.structs.replace(request, stream=True)
 
 
 async def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, card: ModelCard) -> list[int]:

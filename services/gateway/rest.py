@@ -14,6 +14,7 @@ from services.gateway.http_io import EventStream, header, read_body, send_json, 
 from services.gateway.intake import Endpoint
 from services.gateway.mailbox import ClientGone
 from services.gateway.run import Run
+from services.gateway.settings import GatewaySettings
 from services.gateway.validation import check_session_id
 from shared.errors import RyzansteinError
 from shared.messages import ModelCard
@@ -27,16 +28,17 @@ DONE = b"[DONE]"
 class CompletionsRoute:
     """One of the two endpoints that generate."""
 
-    def __init__(self, endpoint: Endpoint, backend: Backend, body_limit: int) -> None:
+    def __init__(self, endpoint: Endpoint, backend: Backend, settings: GatewaySettings) -> None:
         self._endpoint = endpoint
         self._backend = backend
-        self._body_limit = body_limit
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._backend.active():
             intake = self._backend.intake
             context = Context(scope["state"]["request_id"], check_session_id(header(scope, b"x-session-id")))
-            body = await read_body(scope, receive, self._body_limit)
+            settings = self._settings
+            body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
             run = await intake.prepare(self._endpoint, body, context)
             scope["state"]["model"] = run.model
             watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox))
@@ -57,7 +59,7 @@ async def _stream(run: Run, send: Send, request_id: str) -> None:
     try:
         async with contextlib.aclosing(run.chunks()) as chunks:
             async for batch in chunks:
-                await events.write(batch, position=run.position)
+                await events.write([chunk.data for chunk in batch], position=batch[-1].position)
         await events.write([DONE], end=True)
     except ClientGone:
         raise
@@ -91,19 +93,19 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class ModelsRoute:
-    """The list of models."""
+    """The models that are served."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cards = self._backend.catalog.cards
-        data: dict[str, Any] = {"object": "list", "data": [Model.of(cards[name]) for name in sorted(cards)]}
+        models = [Model.of(card) for card in self._backend.catalog.listed()]
+        data: dict[str, Any] = {"object": "list", "data": models}
         await send_json(send, 200, msgspec.json.encode(data))
 
 
 class ModelRoute:
-    """One model. Names may have slashes."""
+    """One model, also while it waits for a group. Names may have slashes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

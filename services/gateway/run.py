@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from typing import NamedTuple
 
 from services.gateway.formats import Choice, Format, Usage
 from services.gateway.generation import Generation
@@ -11,6 +12,14 @@ from services.gateway.metrics import ModelMetrics
 from services.gateway.text_output import Piece, ScoredToken, TextOutput
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
+
+
+class Chunk(NamedTuple):
+    """A JSON text for the client."""
+
+    data: bytes
+    position: int | None
+    """Where in the log a reader of everything up to this chunk may resume; None for more than one choice."""
 
 
 class Run:
@@ -38,18 +47,14 @@ class Run:
         self._include_usage = include_usage
         self._begun = [False] * len(outputs)
         self._open = len(outputs)
-        self._last_arrival = time.perf_counter()
-        self._first = True
+        self._began = time.perf_counter()
+        self._arrivals: dict[int, float] = {}
+        """When the last tokens of each choice came."""
         self._error: RyzansteinError | None = None
 
     @property
     def model(self) -> str:
         return self._generations[0].request.model
-
-    @property
-    def position(self) -> int | None:
-        """Where in the log a reader of what was shown may resume; None for more than one choice."""
-        return self._outputs[0].position if len(self._outputs) == 1 else None
 
     async def submit(self) -> None:
         """Hands the generations in. Raises what `Generations.submit` raises."""
@@ -58,37 +63,43 @@ class Run:
     def close(self) -> None:
         """Cancels what has not ended."""
         self._owner.cancel(self._generations)
-        if self._first:
+        if not self._arrivals:
             return  # no token has come
         usage = self._usage()
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.output_tokens.inc(usage.completion_tokens)
         self._metrics.cached_tokens.inc(usage.prompt_tokens_details["cached_tokens"])
 
-    async def chunks(self) -> AsyncGenerator[list[bytes], None]:
+    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks as they come, several at a time. Raises the error that ended a choice, or `ClientGone`."""
         while self._open:
-            batch: list[bytes] = []
+            batch: list[Chunk] = []
             for index in await self._advance():
                 self._append(batch, index)
             if not self._open and self._include_usage:
-                batch.append(self._shape.usage(self._usage()))
+                batch.append(self._chunk(self._shape.usage(self._usage())))
             if batch:
                 yield batch
 
-    def _append(self, batch: list[bytes], index: int) -> None:
+    def _chunk(self, data: bytes, *, shown: bool = True) -> Chunk:
+        """`shown`: whether it comes with or after the text of the tokens fed so far, or before any text."""
+        if len(self._outputs) > 1:
+            return Chunk(data, None)
+        return Chunk(data, self._outputs[0].position if shown else 0)
+
+    def _append(self, batch: list[Chunk], index: int) -> None:
         """The news of one choice, as chunks."""
         output = self._outputs[index]
         piece = output.take()
         if not self._begun[index]:
             self._begun[index] = True
             if (first := self._shape.first(index)) is not None:
-                batch.append(first)
+                batch.append(self._chunk(first, shown=False))
         if piece.text:
-            batch.append(self._shape.delta(index, piece))
+            batch.append(self._chunk(self._shape.delta(index, piece)))
             piece = Piece("", ())
         if output.finish:
-            batch.append(self._shape.last(index, output.finish, piece))
+            batch.append(self._chunk(self._shape.last(index, output.finish, piece)))
 
     async def collect(self) -> bytes:
         """The whole response. Raises the error that ended a choice, or `ClientGone`."""
@@ -123,17 +134,20 @@ class Run:
     def _feed(self, choice: int, entry: TokenEntry) -> None:
         output = self._outputs[choice]
         if entry.tokens:
-            self._observe()
+            self._observe(choice)
         output.feed(entry)
         if output.finish:
             self._open -= 1
             self._owner.cancel([self._generations[choice]])  # a stop string: the ring need not go on
 
-    def _observe(self) -> None:
+    def _observe(self, choice: int) -> None:
         now = time.perf_counter()
-        metric = self._metrics.first_token if self._first else self._metrics.between_tokens
-        metric.observe(now - self._last_arrival)
-        self._first, self._last_arrival = False, now
+        last = self._arrivals.get(choice)
+        if last is not None:
+            self._metrics.between_tokens.observe(now - last)
+        elif not self._arrivals:
+            self._metrics.first_token.observe(now - self._began)
+        self._arrivals[choice] = now
 
     def _usage(self) -> Usage:
         """Each prompt counts once, however many choices share it."""

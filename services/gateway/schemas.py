@@ -17,7 +17,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a message's content. Only `text` is supported."""
+    """A part of a message's content. Only `text` is supported; any other field that is given is refused."""
 
     type: str
     text: str | None = None
@@ -25,10 +25,14 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input_audio: Any = None
     file: Any = None
     refusal: str | None = None
+    prompt_cache_breakpoint: Any = None
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation; what a client echoes back of an answer is allowed where it is empty."""
+    """A message of a conversation; what a client echoes back of an answer is allowed where it is empty.
+
+    `name` and `tool_call_id` go to the chat template.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -93,6 +97,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     moderation: Any = None
     parallel_tool_calls: Any = None
     prediction: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     reasoning_effort: Any = None
     response_format: Any = None
@@ -124,6 +129,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),

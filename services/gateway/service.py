@@ -55,13 +55,19 @@ class GatewayService(Service):
     async def start(self) -> None:
         generations = Generations(self.bus, self.instance, self.settings, self._metrics)
         tokenizers = TokenizerStore(self.bus)
-        catalog = Catalog(self.bus, on_card=tokenizers.prefetch, on_lost=generations.on_group_lost)
+        catalog = Catalog(
+            self.bus,
+            on_card=tokenizers.prefetch,
+            on_lost=generations.on_group_lost,
+            on_alive=generations.on_group_alive,
+        )
         self._generations, self._catalog = generations, catalog
-        await generations.start(catalog.has_ready_group)
+        await generations.start(catalog)
         self.spawn(catalog.watch_models(), "models")
         self.spawn(catalog.watch_groups(), "groups")
         self.spawn(generations.tokens.run(), "journal")
         self.spawn(generations.run(), "timeouts")
+        self.spawn(generations.suspects.run(), "suspects")
         try:
             await asyncio.wait_for(catalog.wait(), self.settings.nats_connect_timeout)
         except TimeoutError:

@@ -19,6 +19,13 @@ def conversation_key(messages: Sequence[Mapping[str, str]]) -> str:
     return f"auto-{digest.hexdigest()}"
 
 
+def cache_key(given: str | None) -> str:
+    """The session that `prompt_cache_key` names: its hash, however long it is; "" when there is none."""
+    if not given:
+        return ""
+    return f"key-{hashlib.blake2b(given.encode(), digest_size=16).hexdigest()}"
+
+
 def prompt_key(prompt: Sequence[int]) -> str:
     """The session of a plain prompt: the hash of its beginning; "" when it is too short to tell."""
     if len(prompt) < SESSION_TOKENS:

@@ -12,6 +12,8 @@ class GatewaySettings(CommonSettings):
     """Port of the API and of /health, /ready and /metrics; 0: the system chooses."""
     body_limit: int = Field(default=4 << 20, gt=0)
     """Largest request body or WebSocket message, in bytes."""
+    body_timeout: float = Field(default=30.0, gt=0)
+    """Seconds that a client gets to send a request body."""
     token_timeout: float = Field(default=600.0, gt=0)
     """Seconds to wait for the first token, and for each next one."""
     stall_timeout: float = Field(default=10.0, gt=0)

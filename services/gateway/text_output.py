@@ -49,17 +49,18 @@ class TextOutput:
         if self.finish:
             return
         tokens = entry.tokens
-        self.tokens += len(tokens)
-        if entry.finish == "stop" and tokens and tokens[-1] in self._stop_token_ids:
-            tokens = tokens[:-1]  # it ended the text and is no part of it
-        if self._logprobs and entry.logprobs:
-            for token, logprobs in zip(tokens, entry.logprobs, strict=False):
-                self._scored.append(ScoredToken(token, logprobs, self._decoded))
-                self._show(self._detokenizer.feed([token]))
-                if self._stops.matched:
-                    break
-        elif tokens:
-            self._show(self._detokenizer.feed(tokens))
+        scores = (entry.logprobs or []) if self._logprobs else []
+        for index, token in enumerate(tokens):
+            self.tokens += 1
+            if index == len(tokens) - 1 and entry.finish == "stop" and token in self._stop_token_ids:
+                break  # it ended the text and is no part of it
+            if index < len(scores):
+                self._scored.append(ScoredToken(token, scores[index], self._decoded))
+            self._show(self._detokenizer.feed([token]))
+            if self._stops.matched:
+                break
+            if not (self._detokenizer.holding or self._stops.holding):
+                self.position = self.tokens
         self._end(entry)
 
     def _show(self, text: str) -> None:
@@ -70,25 +71,25 @@ class TextOutput:
         if shown:
             self._text.append(shown)
             self._shown += len(shown)
-        if not self._stops.holding:
-            self.position = self.tokens
 
     def _end(self, entry: TokenEntry) -> None:
+        if entry.finish in ("stop", "length") and not self._stops.matched:
+            self._show(self._detokenizer.flush())
+            self.finish = entry.finish
         if self._stops.matched:
             self.finish = "stop"
             self._scored = [scored for scored in self._scored if scored.offset < self._shown]
-        elif entry.finish in ("stop", "length"):
-            rest = self._stops.flush()
-            if rest:
-                self._text.append(rest)
-            self.finish = entry.finish
+        elif self.finish:
+            self._text.append(self._stops.flush())
+        if self.finish:
             self.position = self.tokens
 
     def take(self) -> Piece:
         """What has become visible since the last call."""
         text = "".join(self._text)
         self._text.clear()
-        if not self._scored or not (text or self.finish):
-            return Piece(text, ())
-        scored, self._scored = self._scored, []
+        ready = len(self._scored)
+        while not self.finish and ready and self._scored[ready - 1].offset >= self._shown:
+            ready -= 1  # its text is held back, and may be cut
+        scored, self._scored = self._scored[:ready], self._scored[ready:]
         return Piece(text, scored)

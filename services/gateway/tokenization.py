@@ -27,6 +27,15 @@ class Detokenizer(Protocol):
         """The text that became complete with `tokens`; never half a character."""
         ...
 
+    @property
+    def holding(self) -> bool:
+        """Whether tokens were fed whose text has not been returned."""
+        ...
+
+    def flush(self) -> str:
+        """The text that is left at the end; what is no whole character becomes U+FFFD."""
+        ...
+
 
 class Tokenizer(Protocol):
     """What the endpoints need of a model's tokenizer."""
@@ -110,13 +119,41 @@ class _StreamDetokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
+        self._context = context
+        """The last tokens whose text has been returned."""
+        self._pending: list[int] = []
+
+    @property
+    def holding(self) -> bool:
+        return bool(self._pending)
 
     def feed(self, tokens: Sequence[int]) -> str:
+        self._pending += tokens
         try:
-            return self._stream.step(self._tokenizer, list(tokens)) or ""
+            text = self._stream.step(self._tokenizer, list(tokens)) or ""
         except Exception:  # a decoder that rewrites what it has shown: begin anew behind it
             self._stream = DecodeStream(skip_special_tokens=self._skip)
-            return self._stream.step(self._tokenizer, list(tokens)) or ""
+            self._context = []
+            text = self._stream.step(self._tokenizer, self._pending) or ""
+        if text:
+            self._forget_pending()
+        return text
+
+    def flush(self) -> str:
+        if not self._pending:
+            return ""
+        shown = self._decode(self._context)
+        text = self._decode(self._context + self._pending)
+        text = text[len(shown) :] if text.startswith(shown) else self._decode(self._pending)
+        self._forget_pending()
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+
+    def _forget_pending(self) -> None:
+        self._context = (self._context + self._pending)[-CONTEXT_TOKENS:]
+        self._pending = []
 
 
 class _TokenBytes:
@@ -168,5 +205,10 @@ class StubTokenizer:
 
 
 class _StubDetokenizer:
+    holding = False
+
+    def flush(self) -> str:
+        return ""
+
     def feed(self, tokens: Sequence[int]) -> str:
         return bytes(token & 0xFF for token in tokens).decode("latin-1")

@@ -3,7 +3,6 @@
 import asyncio
 
 import msgspec
-import nats.errors
 
 from services.gateway.tokenization import ModelTokenizer, StubTokenizer, Tokenizer
 from shared import subjects
@@ -22,7 +21,7 @@ class TokenizerStore:
         self._stub = StubTokenizer()
 
     async def get(self, card: ModelCard) -> Tokenizer:
-        """The tokenizer of `card`. Raises `Unavailable` while it is not stored, `InternalError` when broken."""
+        """The tokenizer of `card`. Raises `Unavailable` while it cannot be had, `InternalError` when broken."""
         if not card.tokenizer:
             return self._stub
         return await asyncio.shield(self._task(card.tokenizer))
@@ -44,10 +43,7 @@ class TokenizerStore:
             self._loading.pop(name, None)
 
     async def _load(self, name: str) -> Tokenizer:
-        try:
-            data = await self._objects.get(name)
-        except (nats.errors.Error, TimeoutError):
-            raise Unavailable(f"The tokenizer {name} could not be read from NATS; try again.") from None
+        data = await self._objects.get(name)
         if data is None:
             raise Unavailable(f"The tokenizer {name} is not stored in NATS yet; try again.")
         bundle = msgspec.msgpack.decode(data, type=TokenizerBundle)

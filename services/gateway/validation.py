@@ -23,6 +23,7 @@ T = TypeVar("T")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_STOPS = 16
 MAX_CHOICES = 128
+OTHER_PARTS = ("image_url", "input_audio", "file", "refusal", "prompt_cache_breakpoint")
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -120,16 +121,16 @@ def check_range(name: str, value: float, low: float, high: float, *, open_below:
     """Raises `InvalidParameter` when `value` is not within `low` and `high`."""
     kind = "integer" if isinstance(value, int) else "decimal"
     if value > high:
-        side, sign, bound = "above maximum", "<=", high
+        side, code, sign, bound = "above maximum", "above_max", "<=", high
     elif value < low or (open_below and value == low):
-        side, sign, bound = "below minimum", ">" if open_below else ">=", low
+        side, code, sign, bound = "below minimum", "below_min", ">" if open_below else ">=", low
     else:
         return
     raise InvalidParameter(
         f"Invalid '{name}': {kind} {side} value. Expected a value {sign} {bound:.20g}, "
         f"but got {value} instead.",
         param=name,
-        reason=f"{kind}_{side.replace(' ', '_')}_value",
+        reason=f"{kind}_{code}_value",
     )
 
 
@@ -191,8 +192,22 @@ def _check_min_tokens(request: GenerationFields) -> None:
         return
     if not request.ignore_eos or request.stop or request.stop_token_ids:
         raise _unsupported("min_tokens", "it works only with ignore_eos true and no stop or stop_token_ids")
-    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
-        check_range("min_tokens", request.min_tokens, 0, request.max_tokens)
+
+
+def check_min_tokens(request: GenerationFields, max_tokens: int) -> None:
+    """Raises `InvalidParameter` when more tokens are demanded than the `max_tokens` that there will be."""
+    if request.min_tokens is not None:
+        check_range("min_tokens", request.min_tokens, 0, max_tokens)
+
+
+def check_streamed(request: GenerationFields) -> None:
+    """Raises `InvalidParameter` when `request` does not want to be streamed where everything is."""
+    if request.stream is False:
+        raise InvalidParameter(
+            "Invalid value for 'stream': every generation on a WebSocket is streamed; leave it out.",
+            param="stream",
+            reason="invalid_value",
+        )
 
 
 def _check_stream_options(request: GenerationFields) -> None:
@@ -232,7 +247,7 @@ def _check_message(path: str, message: Message) -> None:
             param=f"{path}.role",
             reason="invalid_value",
         )
-    for name in ("tool_calls", "function_call", "audio", "annotations"):
+    for name in ("tool_calls", "function_call", "audio", "annotations", "refusal"):
         if getattr(message, name):
             raise _unsupported(f"{path}.{name}")
     if message.content is None:
@@ -264,6 +279,9 @@ def _check_parts(path: str, message: Message) -> None:
                 param=f"{path}[{index}].text",
                 reason="missing_required_parameter",
             )
+        for name in OTHER_PARTS:
+            if getattr(part, name) is not None:
+                raise _unsupported(f"{path}[{index}].{name}")
 
 
 def text_of(message: Message) -> str:

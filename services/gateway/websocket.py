@@ -15,9 +15,9 @@ Every message is one JSON object in a text frame (binary frames with the same co
 
 - `id` is the client's name for a generation, 1 to 64 characters, unique among those that have not ended.
 - `endpoint` is `chat.completions` (the default) or `completions`, and `request` is the body that the
-  REST endpoint of that name takes. It is always streamed; `stream` need not be given.
+  REST endpoint of that name takes. It is always streamed: `stream` may be left out, and false is refused.
 - `chunk` is the endpoint's streaming chunk. `position` is the number of output tokens whose text has been
-  sent whole; it is missing when the request has more than one choice.
+  sent whole, this chunk included; it is missing when the request has more than one choice.
 - Each generation ends with exactly one `done` or `error`; after it its id is free again. `error` is
   OpenAI's error object. An error with `id` null is about a message that could not be understood. The
   connection stays open after any error.
@@ -180,7 +180,9 @@ class _Connection:
         await self._send(_encode(last))
 
     async def _run(self, message: ClientMessage) -> None:
-        run = await self._backend.intake.prepare(message.endpoint, message.request, self._context)
+        run = await self._backend.intake.prepare(
+            message.endpoint, message.request, self._context, always_streamed=True
+        )
         if self._mailboxes[message.id] is not None:  # cancelled while it was tokenized
             raise _Cancelled
         self._mailboxes[message.id] = run.mailbox
@@ -189,10 +191,9 @@ class _Connection:
             head = b'{"type":"chunk","id":' + _encode(message.id)
             async with contextlib.aclosing(run.chunks()) as chunks:
                 async for batch in chunks:
-                    position = run.position
-                    place = b"" if position is None else b',"position":%d' % position
                     for chunk in batch:
-                        await self._send(head + place + b',"chunk":' + chunk + b"}")
+                        place = b"" if chunk.position is None else b',"position":%d' % chunk.position
+                        await self._send(head + place + b',"chunk":' + chunk.data + b"}")
         finally:
             run.close()
 

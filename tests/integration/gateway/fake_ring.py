@@ -11,6 +11,7 @@ import nats.errors
 from shared import subjects
 from shared.bus import Bus
 from shared.messages import (
+    Cancel,
     CancelRequest,
     ControlCommand,
     ControlReply,
@@ -75,25 +76,37 @@ class FakeRing:
         self.answered = 0
         self.cancelled: set[str] = set()
         self.commanded: set[str] = set()
+        self.commands: list[Cancel] = []
         self._step = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, *cards: ModelCard) -> None:
         for card in cards or (stub_card(),):
             await self.add_model(card)
+        await self.listen()
+        self.resume()
+
+    async def listen(self) -> None:
+        """Hears of cancellations."""
         await self.bus.subscribe(subjects.CANCEL, CancelRequest, self._on_cancel)
         await self.bus.subscribe(subjects.control(self.group), ControlCommand, self._on_control)  # type: ignore[arg-type]
         await self.bus.flush()
-        self.resume()
 
     async def add_model(self, card: ModelCard) -> None:
         models = await Bucket.open(self.bus, subjects.MODELS_BUCKET, ModelCard)
         await models.put(card.model, card)
 
-    async def put_record(self, state: str, *, model: str = MODEL) -> None:
+    async def put_record(self, state: str, *, model: str = MODEL, running: int = 0, at: float = 0.0) -> None:
+        """What the health monitor writes; `at` is its time stamp."""
         groups = await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)
-        record = GroupRecord(self.group, model, state, self.epoch, [], GroupLoad())  # type: ignore[arg-type]
+        load = GroupLoad(running=running)
+        record = GroupRecord(self.group, model, state, self.epoch, [], load, updated_at=at)  # type: ignore[arg-type]
         await groups.put(self.group, record)
+
+    async def event(self, kind: str, *, at: float = 0.0) -> None:
+        """What the health monitor tells everybody."""
+        event = GroupEvent(self.group, MODEL, self.epoch, kind, at=at)  # type: ignore[arg-type]
+        await self.bus.publish(subjects.HEALTH_EVENTS, event)
 
     def resume(self) -> None:
         """Pulls from intake (again)."""
@@ -108,8 +121,7 @@ class FakeRing:
     async def die(self) -> None:
         """Everything in the ring is lost; the monitor says so."""
         await self.stop()
-        event = GroupEvent(self.group, MODEL, self.epoch, "down", "killed")
-        await self.bus.publish(subjects.HEALTH_EVENTS, event)
+        await self.event("down")
         self.epoch += 1
 
     async def emit(
@@ -178,7 +190,9 @@ class FakeRing:
         self.cancelled.update(message.generation_ids)
 
     async def _on_control(self, command: ControlCommand) -> ControlReply:
-        self.commanded.update(getattr(command, "generation_ids", []))
+        if isinstance(command, Cancel):
+            self.commanded.update(command.generation_ids)
+            self.commands.append(command)
         return ControlReply(ok=True)
 
 

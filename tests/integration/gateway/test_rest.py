@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from services.gateway.sampling import seed_of_choice
+from services.gateway.sessions import cache_key
+from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, stub_card, until
 
@@ -129,7 +131,7 @@ async def test_a_stop_string_cuts_the_text_and_ends_the_work(
     assert answer.choices[0].message.content == "one "
     assert answer.choices[0].finish_reason == "stop"
     identity = ring.requests[0].generation_id
-    await until(lambda: identity in ring.cancelled and identity in ring.commanded)
+    await until(lambda: identity in ring.commanded)
 
 
 async def test_logprobs_of_both_endpoints(client: openai.AsyncOpenAI) -> None:
@@ -185,6 +187,29 @@ async def test_models_are_listed(client: openai.AsyncOpenAI) -> None:
         await client.models.retrieve("nobody")
 
 
+async def test_what_is_listed_is_what_is_served(
+    http: httpx.AsyncClient, gateway: RunningGateway, ring: FakeRing
+) -> None:
+    async def listed(*expected: str) -> None:
+        catalog = gateway.service._backend.catalog
+        await until(lambda: [card.model for card in catalog.listed()] == list(expected))
+        assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == list(expected)
+
+    await ring.add_model(stub_card("another"))
+    await listed("another", MODEL)  # no group at all is up: both may come back
+    await ring.put_record("gone", model="another")
+    await listed("another", MODEL)
+    for state in ("starting", "ready", "busy", "hung", "draining"):
+        await ring.put_record(state)
+        await listed(MODEL)
+    assert (await http.get("/v1/models/another")).status_code == 200
+    answer = await http.post(CHAT, json=body(model="another"))  # it is taken, and waits for a group
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello, world!"
+    assert f"the models are: {MODEL}." in (await http.get("/v1/models/nobody")).json()["error"]["message"]
+    await ring.put_record("gone")
+    await listed("another", MODEL)
+
+
 async def test_ids_of_requests_and_sessions_reach_the_ring(http: httpx.AsyncClient, ring: FakeRing) -> None:
     headers = {"x-request-id": "trace-1", "X-Session-ID": "a session"}
     answer = await http.post(CHAT, json=body(prompt_cache_key="other"), headers=headers)
@@ -193,7 +218,7 @@ async def test_ids_of_requests_and_sessions_reach_the_ring(http: httpx.AsyncClie
     assert ring.requests[0].session == "a session"
     answer = await http.post(CHAT, json=body(prompt_cache_key="other"))
     assert answer.headers["x-request-id"].startswith("req-")
-    assert ring.requests[1].session == "other"
+    assert ring.requests[1].session == cache_key("other")
     turns = [*HELLO, {"role": "assistant", "content": "x"}, {"role": "user", "content": "more"}]
     for messages in (HELLO, turns):
         await http.post(CHAT, json=body(messages=messages))
@@ -230,6 +255,24 @@ async def test_operations_endpoints_are_on_the_same_port(http: httpx.AsyncClient
     assert line in metrics
     assert f'ryzanstein_gateway_output_tokens_total{{model="{MODEL}"}} 13.0' in metrics
     assert f'ryzanstein_gateway_first_token_seconds_count{{model="{MODEL}"}} 1.0' in metrics
+    assert f'ryzanstein_gateway_between_tokens_seconds_count{{model="{MODEL}"}} 12.0' in metrics
+
+
+async def test_the_time_between_tokens_is_that_of_one_choice(http: httpx.AsyncClient, ring: FakeRing) -> None:
+    """Two choices whose tokens alternate, one token each second, say: two seconds lie between two of one."""
+    meeting = asyncio.Barrier(2)
+
+    async def in_turn(fake: FakeRing, request: GenerationRequest) -> None:
+        for position in range(3):
+            await meeting.wait()
+            await fake.emit(request, position, [65])
+        await fake.emit(request, 3, [], finish="stop")
+
+    ring.behave = in_turn
+    await http.post(CHAT, json=body(n=2))
+    metrics = (await http.get("/metrics")).text
+    assert f'ryzanstein_gateway_first_token_seconds_count{{model="{MODEL}"}} 1.0' in metrics
+    assert f'ryzanstein_gateway_between_tokens_seconds_count{{model="{MODEL}"}} 4.0' in metrics
 
 
 async def test_many_at_once(gateway: RunningGateway, ring: FakeRing) -> None:

@@ -75,6 +75,30 @@ async def test_several_generations_at_once(socket: Socket, ring: FakeRing) -> No
     assert {request.session for request in ring.requests} == {"s"}
 
 
+async def test_everything_is_streamed_whether_it_says_so_or_not(socket: Socket, ring: FakeRing) -> None:
+    request = CHAT | {"stream_options": {"include_usage": True}}
+    await socket.send(type="generate", id="a", request=request)
+    found = (await socket.until_end())["a"]
+    assert text_of(found) == "Hello, world!"
+    assert found[-2]["chunk"]["usage"]["completion_tokens"] == 13
+    for endpoint in ("chat.completions", "completions"):
+        fields = {"model": MODEL, "prompt": "x"} if endpoint == "completions" else CHAT
+        await socket.send(type="generate", id="b", endpoint=endpoint, request=fields | {"stream": False})
+        (refused,) = (await socket.until_end())["b"]
+        assert (refused["error"]["code"], refused["error"]["param"]) == ("invalid_value", "stream")
+        await socket.send(type="generate", id="b", endpoint=endpoint, request=fields | {"stream": True})
+        assert text_of((await socket.until_end())["b"]) == "Hello, world!"
+
+
+async def test_positions_name_what_has_been_sent(socket: Socket, ring: FakeRing) -> None:
+    await socket.send(type="generate", id="a", request=CHAT | {"stop": "world?"})
+    text = ""
+    for message in (await socket.until_end())["a"][:-1]:
+        text += text_of([message])
+        ended = message["chunk"]["choices"][0]["finish_reason"] is not None
+        assert message["position"] == (13 if ended else len(text))
+
+
 async def test_cancel_ends_one_generation_alone(socket: Socket, ring: FakeRing) -> None:
     go = asyncio.Event()
 
@@ -93,7 +117,7 @@ async def test_cancel_ends_one_generation_alone(socket: Socket, ring: FakeRing) 
             seen.add(message["id"])
     await socket.send(type="cancel", id="a")
     assert await socket.receive() == {"type": "done", "id": "a", "cancelled": True}
-    await until(lambda: len(ring.cancelled) == 1)
+    await until(lambda: len(ring.commanded) == 1)
     go.set()
     assert text_of((await socket.until_end())["b"]) == ", world!"
     ring.behave = say
@@ -143,7 +167,7 @@ async def test_closing_cancels_everything(gateway: RunningGateway, ring: FakeRin
         for identity in "abc":
             await socket.send(type="generate", id=identity, request=CHAT)
         await until(lambda: len(ring.requests) == 3)
-    await until(lambda: len(ring.cancelled) == 3)
+    await until(lambda: len(ring.cancelled | ring.commanded) == 3)
 
 
 async def test_limits_of_one_connection(nats_settings: CommonSettings, ring: FakeRing) -> None:
@@ -194,6 +218,8 @@ async def test_a_stopping_gateway_closes_the_connection(
         gateway.service.end()
         found = await socket.until_end()
         assert "shutting down" in found["a"][-1]["error"]["message"]
-        with pytest.raises(websockets.ConnectionClosed):
+        with pytest.raises(websockets.ConnectionClosed) as closed:
             await socket.receive()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1012
         await gateway.task

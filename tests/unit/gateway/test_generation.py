@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.generation import MAX_GAP_REPLAYS, QUEUE_PATIENCE, Decision, Generation, Limits
+from services.gateway.generation import MAX_GAP_REPLAYS, Decision, Generation, Limits
 from shared.errors import ContextLengthExceeded, RingLost, Unavailable
 from shared.messages import GenerationRequest, TokenEntry
 
@@ -23,8 +23,12 @@ class Recorded:
 
     def entry(self, position: int, tokens: list[int], now: float = 1.0, **fields: Any) -> Decision:
         attempt = fields.pop("attempt", self.generation.stream.attempt)
-        group = fields.pop("group", "ring")
-        return self.generation.on_entry(group, 1, TokenEntry("g", attempt, position, tokens, **fields), now)
+        group, epoch = fields.pop("group", "ring"), fields.pop("epoch", 1)
+        entry = TokenEntry("g", attempt, position, tokens, **fields)
+        return self.generation.on_entry(group, epoch, entry, now)
+
+    def replayed(self, now: float = 1.0, *, idle: bool = False) -> Decision:
+        return self.generation.on_replayed(now, idle=idle)
 
     def recover(self) -> GenerationRequest | None:
         return self.generation.next_attempt(2.0, 3000.0)
@@ -64,7 +68,9 @@ def test_a_lost_group_leads_to_another_attempt_with_the_tokens_so_far() -> None:
     )
     assert made.generation.state == "recovering"
     assert made.generation.on_group_lost("ring", 1) is Decision.NOTHING
-    assert made.entry(2, [9], attempt=0) is Decision.NOTHING
+    assert made.entry(2, [9], attempt=0) is Decision.REJECT  # it was not lost, and goes on
+    assert made.entry(3, [9], attempt=0) is Decision.NOTHING  # it has been told
+    assert made.entry(4, [], attempt=0, finish="cancelled") is Decision.NOTHING
     assert made.entry(2, [7, 8, 9], finish="length") is Decision.ENDED
     assert made.generation.tokens == [5, 6, 7, 8, 9]
 
@@ -108,23 +114,70 @@ def test_a_gap_that_the_journal_does_not_fill_leads_to_another_attempt() -> None
     made = Recorded()
     assert made.entry(2, [7]) is Decision.REPLAY
     assert made.entry(3, [8]) is Decision.NOTHING  # the replay is on its way
-    decisions = [made.generation.on_replayed() for _ in range(MAX_GAP_REPLAYS + 1)]
+    decisions = [made.replayed() for _ in range(MAX_GAP_REPLAYS + 1)]
     assert decisions == [Decision.REPLAY] * MAX_GAP_REPLAYS + [Decision.RECOVER]
     assert made.entry(0, [5, 6]) is Decision.NOTHING
     assert made.generation.tokens == [5, 6, 7, 8]
-    assert made.generation.on_replayed() is Decision.NOTHING
+    assert made.replayed() is Decision.NOTHING
+
+
+def test_an_attempt_belongs_to_the_ring_that_speaks_first() -> None:
+    made = Recorded()
+    assert made.entry(0, [], group="A") is Decision.NOTHING  # the ring has taken the request
+    assert made.entry(0, [7, 8], group="B") is Decision.REJECT
+    assert made.entry(2, [9], group="B") is Decision.NOTHING  # once is enough
+    assert made.entry(0, [], group="", finish="error", error_code="deadline_exceeded") is Decision.NOTHING
+    assert made.entry(3, [], group="B", finish="cancelled") is Decision.NOTHING
+    assert made.generation.state == "dispatched"
+    made.entry(0, [4, 5], group="A")
+    assert made.entry(2, [6, 6, 6], group="A", finish="length") is Decision.ENDED
+    assert made.generation.tokens == [4, 5, 6, 6, 6]
+
+
+def test_a_later_life_of_its_group_says_that_the_ring_is_over() -> None:
+    made = Recorded()
+    made.entry(0, [4])
+    assert made.entry(1, [9], epoch=2) is Decision.RECOVER
+    assert made.recover() is not None
+    assert made.entry(1, [5], epoch=2) is Decision.NOTHING  # the new attempt may go there
+    assert made.generation.tokens == [4, 5]
+
+
+def test_a_lost_end_leaves_no_gap_and_shows_when_the_ring_has_no_work() -> None:
+    made = Recorded()
+    assert made.replayed(idle=True) is Decision.NOTHING  # it waits in the queue
+    made.entry(0, [5, 6])
+    assert made.replayed() is Decision.NOTHING
+    assert made.replayed(idle=True) is Decision.RECOVER
+    request = made.recover()
+    assert request is not None
+    assert request.generated == [5, 6]
+
+
+def test_what_no_ring_has_spoken_of_is_unheard() -> None:
+    made = Recorded()
+    assert not made.generation.unheard
+    made.generation.queued(7)
+    assert made.generation.unheard
+    made.entry(0, [])
+    assert not made.generation.unheard
 
 
 def test_time() -> None:
     made = Recorded()
-    assert made.generation.on_time(10.0) is Decision.NOTHING  # it may be waiting for its turn
-    assert made.generation.on_time(10.0 * QUEUE_PATIENCE) is Decision.REPLAY
-    made.entry(0, [5], now=70.0)
-    assert made.generation.on_time(79.0) is Decision.NOTHING
-    assert made.generation.on_time(80.0) is Decision.REPLAY
-    assert made.generation.on_time(89.0) is Decision.NOTHING
-    assert made.generation.on_time(90.0) is Decision.REPLAY
-    assert made.generation.on_time(170.0) is Decision.EXPIRE
+    assert made.generation.on_time(60.0) is Decision.NOTHING  # it may be waiting for its turn
+    made.entry(0, [], now=61.0)
+    assert made.generation.on_time(70.0) is Decision.NOTHING
+    assert made.generation.on_time(71.0) is Decision.REPLAY
+    made.entry(0, [5], now=72.0)
+    assert made.generation.on_time(81.0) is Decision.NOTHING
+    assert made.generation.on_time(82.0) is Decision.REPLAY
+    assert made.generation.on_time(83.0) is Decision.REPLAY  # nobody has read the journal yet
+    assert made.replayed(now=83.0) is Decision.NOTHING
+    assert made.generation.on_time(91.0) is Decision.NOTHING
+    assert made.replayed(now=91.0) is Decision.NOTHING  # for another generation: it had not stalled again
+    assert made.generation.on_time(92.0) is Decision.REPLAY
+    assert made.generation.on_time(172.0) is Decision.EXPIRE
 
 
 def test_cancel_and_fail_end_it_once() -> None:

@@ -7,15 +7,15 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.catalog import Losses
-from services.gateway.errors import RouteError, describe, headers_of, status_of
+from services.gateway.errors import RequestTimeout, RouteError, describe, headers_of, status_of
 from services.gateway.formats import CompletionFormat, Usage
 from services.gateway.http_io import EventStream
+from services.gateway.losses import Losses
 from services.gateway.mailbox import ClientGone, Event, Mailbox
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.sampling import max_tokens, sampling_params, seed_of_choice
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, Message
-from services.gateway.sessions import SESSION_TOKENS, conversation_key, prompt_key
+from services.gateway.sessions import SESSION_TOKENS, cache_key, conversation_key, prompt_key
 from services.gateway.text_output import Piece, ScoredToken
 from services.gateway.tokenization import ModelTokenizer
 from shared import errors
@@ -36,6 +36,7 @@ CHAT = ChatCompletionRequest(model="m", messages=[Message("user", "Hi")])
         (errors.BrokerUnavailable("x"), 503, "server_error", "broker_unavailable"),
         (errors.RingLost("x"), 503, "server_error", "ring_lost"),
         (errors.DeadlineExceeded("x"), 504, "server_error", "deadline_exceeded"),
+        (RequestTimeout("x"), 408, "invalid_request_error", "request_timeout"),
         (RouteError("x", status=405, reason="r", allow="GET"), 405, "invalid_request_error", "r"),
     ],
 )
@@ -87,6 +88,12 @@ def test_a_short_prompt_has_no_key() -> None:
     assert prompt_key([1] * SESSION_TOKENS) == prompt_key([1] * (SESSION_TOKENS + 5)) != ""
 
 
+def test_a_cache_key_of_any_length_is_a_session() -> None:
+    assert cache_key(None) == cache_key("") == ""
+    assert len(cache_key("k" * 100_000)) < 64
+    assert cache_key("a") == cache_key("a") != cache_key("b")
+
+
 def test_seeds() -> None:
     assert seed_of_choice(5, 0) == 5
     assert len({seed_of_choice(seed, choice) for seed in range(50) for choice in range(50)}) == 2500
@@ -108,8 +115,25 @@ def test_output_lengths() -> None:
 
 def test_a_loss_is_told_once() -> None:
     losses = Losses()
-    assert [losses.is_new("a", epoch) for epoch in (3, 3, 2, 4)] == [True, False, False, True]
-    assert losses.is_new("b", 1)
+    news = [losses.lost("a", epoch, at=0.0, now=float(epoch)) for epoch in (3, 3, 2, 4)]
+    assert news == [True, False, False, True]
+    assert losses.lost("b", 1, at=0.0, now=5.0)
+    assert [losses.over_since("a", epoch) for epoch in (3, 4, 5)] == [4.0, 4.0, None]
+    assert losses.over_since("c", 1) is None
+
+
+def test_a_ring_that_is_heard_again_can_be_lost_again() -> None:
+    losses = Losses()
+    losses.alive("a", 3)
+    assert losses.lost("a", 3, at=100.0, now=1.0)
+    losses.alive("a", 3, at=99.0)  # a record that was written before and came late
+    assert losses.over_since("a", 3) == 1.0
+    losses.alive("a", 3, at=101.0)
+    assert losses.over_since("a", 3) is None
+    assert losses.over_since("a", 2) == 1.0
+    assert losses.lost("a", 3, at=102.0, now=2.0)
+    losses.alive("a", 4, at=103.0)  # another life: the one before stays over
+    assert losses.over_since("a", 3) == 2.0
 
 
 async def test_an_event_stream_begins_with_its_first_write() -> None:

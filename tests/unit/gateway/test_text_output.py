@@ -1,8 +1,24 @@
 """Tokens of a choice to its text."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from services.gateway.text_output import TextOutput
-from services.gateway.tokenization import StubTokenizer
+from services.gateway.tokenization import ModelTokenizer, StubTokenizer
 from shared.messages import FinishReason, TokenEntry, TokenLogprobs
+from tests.unit.gateway.tiny_tokenizer import tiny_files
+
+TINY = ModelTokenizer(tiny_files())
+TOKEN_OF = {TINY.token_bytes(token): token for token in range(2, 258)}
+
+
+def bytewise(text: bytes) -> list[int]:
+    """Tokens of a model whose every token is a byte."""
+    return [TOKEN_OF[bytes([byte])] for byte in text]
+
+
+def of_bytes(*stops: str) -> TextOutput:
+    return TextOutput(TINY.detokenizer([], skip_special_tokens=True), stops, [1], logprobs=False)
 
 
 def output(*stops: str, logprobs: bool = False) -> TextOutput:
@@ -20,7 +36,7 @@ def test_held_text_is_shown_at_the_end() -> None:
     target = output("lost")
     feed(target, "all is lo")
     assert target.take().text == "all is "
-    assert target.position == 0  # the text of the tokens so far has not been shown whole
+    assert target.position == 7  # the text of the two tokens after it is held back
     feed(target, "", "length")
     assert target.take().text == "lo"
     assert (target.finish, target.position, target.tokens) == ("length", 9, 9)
@@ -44,9 +60,65 @@ def test_logprobs_come_with_their_text_and_not_for_what_was_cut() -> None:
     target = output("cd", logprobs=True)
     feed(target, "abc")
     first = target.take()
-    assert (first.text, [item.offset for item in first.scored]) == ("ab", [0, 1, 2])
+    assert (first.text, [item.offset for item in first.scored]) == ("ab", [0, 1])
     feed(target, "x")
     feed(target, "cde")
     second = target.take()
-    assert (second.text, [item.offset for item in second.scored]) == ("cx", [3])
+    assert (second.text, [item.offset for item in second.scored]) == ("cx", [2, 3])
     assert target.finish == "stop"
+
+
+def test_logprobs_of_held_text_wait_with_it() -> None:
+    target = output("lo", logprobs=True)
+    shown = []
+    for character in "Hello":
+        feed(target, character)
+        shown += [chr(item.token) for item in target.take().scored]
+    assert (shown, target.finish) == (list("Hel"), "stop")
+
+
+def test_an_output_that_ends_within_a_character_keeps_its_text() -> None:
+    target = of_bytes()
+    target.feed(TokenEntry("g", 0, 0, bytewise(b"a\xc3"), finish="length"))
+    assert (target.take().text, target.finish, target.position) == ("a\ufffd", "length", 2)
+
+
+def test_what_was_pending_at_the_end_goes_through_the_stop_strings() -> None:
+    target = of_bytes("a\ufffd")
+    target.feed(TokenEntry("g", 0, 0, bytewise(b"xa\xe2\x98")))
+    assert target.take().text == "x"
+    target.feed(TokenEntry("g", 0, 4, [], finish="length"))
+    assert (target.take().text, target.finish) == ("", "stop")
+
+
+def test_the_position_is_of_text_that_was_shown() -> None:
+    target = of_bytes("el")
+    positions = []
+    for position, token in enumerate(bytewise("h\u00e9e!".encode())):
+        target.feed(TokenEntry("g", 0, position, [token]))
+        positions.append((target.take().text, target.position))
+    assert positions == [("h", 1), ("", 1), ("\u00e9", 3), ("", 3), ("e!", 5)]
+
+
+def test_tokens_after_a_stop_string_in_its_entry_are_not_counted() -> None:
+    target = of_bytes("b")
+    target.feed(TokenEntry("g", 0, 0, bytewise(b"abcd")))
+    assert (target.take().text, target.finish, target.tokens, target.position) == ("a", "stop", 2, 2)
+
+
+@given(st.text("a\u00e9\u2603\U0001f600", max_size=8), st.data())
+def test_the_text_does_not_depend_on_how_the_log_was_cut(text: str, data: st.DataObject) -> None:
+    """And what `position` says has been shown is what a reader of the tokens before it would see."""
+    raw = text.encode()
+    raw = raw[: data.draw(st.integers(0, len(raw)))]
+    tokens = bytewise(raw)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=6)))
+    target, shown = of_bytes(), ""
+    for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        target.feed(TokenEntry("g", 0, start, tokens[start:end]))
+        shown += target.take().text
+        assert shown == raw[: target.position].decode()
+    target.feed(TokenEntry("g", 0, len(tokens), [], finish="length"))
+    shown += target.take().text
+    assert shown == raw.decode(errors="replace")
+    assert target.position == target.tokens == len(tokens)

@@ -41,6 +41,20 @@ async def test_half_a_character_is_never_shown() -> None:
     assert within.feed(tokens[3:]) == "\ufffd" + text[3:]  # the prompt is not repeated
 
 
+async def test_what_is_left_of_a_character_is_shown_at_the_end() -> None:
+    tokenizer = ModelTokenizer(tiny_files())
+    tokens = (await tokenizer.encode("\U0001f600"))[1:]
+    detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
+    assert detokenizer.feed(tokens[:3]) == ""
+    assert detokenizer.holding
+    assert detokenizer.flush() == "\ufffd"
+    assert not detokenizer.holding
+    assert detokenizer.flush() == ""
+    skipped = tokenizer.detokenizer([], skip_special_tokens=True)
+    skipped.feed([1])
+    assert skipped.flush() == ""
+
+
 async def test_special_tokens_are_shown_on_request() -> None:
     tokenizer = ModelTokenizer(tiny_files())
     tokens = [*(await tokenizer.encode("a"))[1:], 1]

@@ -1,0 +1,48 @@
+"""Which lives of rings are over, as events and records tell it. Pure.
+
+    up, serving record ──▶ alive          a ring that was given up and is heard again has not died
+    down, gone, hung   ──▶ over           that epoch and all before it
+
+Events and records come on two ways and can overtake each other: the monitor's time stamps tell which of
+two is the newer one.
+"""
+
+from typing import NamedTuple
+
+
+class _Loss(NamedTuple):
+    epoch: int
+    """This one and all before it are over."""
+    at: float
+    """The monitor's time, unix seconds; 0: not told."""
+    heard_at: float
+    """When it was heard of here, monotonic seconds."""
+
+
+class Losses:
+    """The last life of each group that is over."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, _Loss] = {}
+
+    def lost(self, group: str, epoch: int, *, at: float, now: float) -> bool:
+        """`epoch` of `group`, and all before it, are over since `at` (unix seconds; 0: not told).
+
+        Returns whether that is new. `now`: monotonic seconds.
+        """
+        last = self._last.get(group)
+        if last is not None and epoch <= last.epoch:
+            return False
+        self._last[group] = _Loss(epoch, max(at, last.at if last else 0.0), now)
+        return True
+
+    def alive(self, group: str, epoch: int, *, at: float = 0.0) -> None:
+        """`epoch` of `group` was alive at `at` (0: now): what was said of its end before is taken back."""
+        last = self._last.get(group)
+        if last is not None and last.epoch >= epoch and (not at or at >= last.at):
+            self._last[group] = last._replace(epoch=epoch - 1)
+
+    def over_since(self, group: str, epoch: int) -> float | None:
+        """When the end of that life was heard of, in monotonic seconds; None while it is not over."""
+        last = self._last.get(group)
+        return last.heard_at if last is not None and epoch <= last.epoch else None

@@ -1,0 +1,114 @@
+"""Every field of the installed OpenAI client is declared: honoured, or refused by its name."""
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import (
+    ChatCompletionContentPartTextParam,
+    ChatCompletionMessageParam,
+    ChatCompletionStreamOptionsParam,
+)
+from openai.types.chat import completion_create_params as chat_create_params
+
+from services.gateway import validation
+from services.gateway.errors import InvalidParameter
+from services.gateway.schemas import (
+    NEUTRAL,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ContentPart,
+    Message,
+    StreamOptions,
+)
+
+API_PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+STRANGE = {"asks": "for something"}
+
+KINDS: list[tuple[type, type[msgspec.Struct]]] = [
+    (chat_create_params.CompletionCreateParamsStreaming, ChatCompletionRequest),
+    (chat_create_params.CompletionCreateParamsNonStreaming, ChatCompletionRequest),
+    (completion_create_params.CompletionCreateParamsStreaming, CompletionRequest),
+    (completion_create_params.CompletionCreateParamsNonStreaming, CompletionRequest),
+    (ChatCompletionStreamOptionsParam, StreamOptions),
+    (ChatCompletionContentPartTextParam, ContentPart),
+    *((kind, Message) for kind in typing.get_args(ChatCompletionMessageParam)),
+]
+
+
+def fields_of(kind: type[msgspec.Struct]) -> set[str]:
+    return {field.encode_name for field in msgspec.structs.fields(kind)}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), KINDS)
+def test_openais_fields_are_declared(theirs: type, ours: type[msgspec.Struct]) -> None:
+    known = set(typing.get_type_hints(theirs))
+    assert known
+    assert known - fields_of(ours) == set()
+
+
+def check(request: ChatCompletionRequest | CompletionRequest) -> None:
+    if isinstance(request, ChatCompletionRequest):
+        validation.check_chat(request)
+    else:
+        validation.check_completion(request)
+
+
+def refused(request: ChatCompletionRequest | CompletionRequest) -> tuple[str, str | None]:
+    with pytest.raises(InvalidParameter) as caught:
+        check(request)
+    return caught.value.reason, caught.value.param
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_what_is_not_supported_is_refused_by_name_unless_it_asks_for_nothing(name: str) -> None:
+    chat = ChatCompletionRequest(model="m", messages=[Message("user", "Hi")])
+    plain = CompletionRequest(model="m", prompt="Hi")
+    request = chat if name in fields_of(ChatCompletionRequest) else plain
+    assert refused(msgspec.structs.replace(request, **{name: STRANGE})) == ("unsupported_parameter", name)
+    for value in (None, *NEUTRAL[name]):
+        check(msgspec.structs.replace(request, **{name: value}))
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
+def test_what_is_taken_stands_in_the_page(kind: type[msgspec.Struct]) -> None:
+    for name in fields_of(kind) - NEUTRAL.keys():
+        assert f"`{name}`" in API_PAGE or f"`{name}." in API_PAGE, name
+
+
+def with_message(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest(
+        model="m", messages=[Message(**({"role": "user", "content": "Hi"} | fields))]
+    )
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio", "annotations", "refusal"])
+def test_what_a_message_brings_besides_its_text_is_refused(name: str) -> None:
+    field = f"messages[0].{name}"
+    assert refused(with_message(**{name: "something"})) == ("unsupported_parameter", field)
+    validation.check_chat(with_message(**{name: ""}))
+
+
+@pytest.mark.parametrize("name", ["image_url", "input_audio", "file", "refusal", "prompt_cache_breakpoint"])
+def test_what_a_text_part_brings_besides_its_text_is_refused(name: str) -> None:
+    part = ContentPart("text", "Hi", **{name: "something"})  # type: ignore[arg-type]
+    field = f"messages[0].content[0].{name}"
+    assert refused(with_message(content=[part])) == ("unsupported_parameter", field)
+    assert fields_of(ContentPart) - {"type", "text"} == set(validation.OTHER_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("max_tokens", 0, "integer_below_min_value"),
+        ("seed", 2**70, "integer_above_max_value"),
+        ("top_p", 0.0, "decimal_below_min_value"),
+        ("temperature", 2.5, "decimal_above_max_value"),
+    ],
+)
+def test_ranges_have_openais_codes(name: str, value: float, code: str) -> None:
+    request = msgspec.structs.replace(with_message(), **{name: value})
+    assert refused(request) == (code, name)
