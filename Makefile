@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Arguments for the command behind a target: make serve ARGS="--tp 2"
 ARGS ?=
+# Package index that torch alone comes from; empty: the one that pip is set to use, whose torch may bring
+# gigabytes of CUDA. Without a GPU name the index of PyTorch's CPU wheels: make serve TORCH_INDEX=...
+TORCH_INDEX ?=
 
 .PHONY: help
 help: ## Show this list
@@ -17,13 +20,14 @@ help: ## Show this list
 .PHONY: install
 install: $(INSTALLED) ## Make the virtual environment with pinned dependencies
 
-# torch goes first: a range that another package asks for must find the pinned build in place.
+# torch goes first: a range that another package asks for must find the pinned build in place. Its own index
+# gives it alone; what it depends on comes with the rest.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; name one with PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV) || { echo "error: the virtual environment could not be made; on Debian and Ubuntu install the package python3-venv." >&2; exit 1; }
 	@echo "Installing dependencies into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
-	@$(BIN)/python -m pip install --constraint constraints.txt torch
+	@$(BIN)/python -m pip install --constraint constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
 	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[all,dev]'
 	@touch $@
 

@@ -29,16 +29,33 @@ class ServiceProcess:
         self._news.set()
 
     async def wait_for(self, condition: Callable[[Heartbeat], bool], timeout: float = 60) -> Heartbeat:
-        """The next heartbeat that fulfils `condition`; fails with the log when the process has ended."""
-        start = max(0, len(self.beats) - 1)
-        async with asyncio.timeout(timeout):
-            while True:
-                for beat in self.beats[start:]:
-                    if condition(beat):
-                        return beat
-                assert self.process.returncode is None, self.log.read_text()
-                self._news.clear()
-                await self._news.wait()
+        """The next heartbeat that fulfils `condition`; fails with the log as soon as the process has ended."""
+        ended = asyncio.create_task(self.process.wait())
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._next(condition, ended)
+        except TimeoutError:
+            beat = self.beats[-1] if self.beats else None
+            raise AssertionError(
+                f"waited {timeout:g} s; the last beat was {beat}\n{self.log.read_text()}"
+            ) from None
+        finally:
+            ended.cancel()
+
+    async def _next(self, condition: Callable[[Heartbeat], bool], ended: "asyncio.Task[int]") -> Heartbeat:
+        seen = max(0, len(self.beats) - 1)
+        while True:
+            self._news.clear()
+            for beat in self.beats[seen:]:
+                if condition(beat):
+                    return beat
+            seen = len(self.beats)
+            assert not ended.done(), f"it ended with {ended.result()}\n{self.log.read_text()}"
+            news = asyncio.create_task(self._news.wait())
+            try:
+                await asyncio.wait({news, ended}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
 
     async def wait_ready(self, timeout: float = 60) -> Heartbeat:
         return await self.wait_for(

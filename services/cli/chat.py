@@ -1,21 +1,55 @@
 """A conversation with the gateway, streamed to the terminal."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import msgspec
 
-from shared.errors import RyzansteinError, Unavailable
+from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 
 Message = dict[str, str]
 
 
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Model]
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    delta: _Delta = _Delta()
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """What is read of a line of the stream."""
+
+    choices: list[_Choice] = []
+    error: _ErrorBody | None = None
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    error: _ErrorBody
+
+
 class ChatClient:
-    """Speaks to one gateway; keeps the conversation's messages and its session id."""
+    """Speaks to one gateway; keeps the conversation's messages and its session id.
+
+    Raises `ConfigurationError` when `url` is no address of one.
+    """
 
     def __init__(self, url: str, *, model: str = "", session: str = "", timeout: float = 600.0) -> None:
-        self._url = url.rstrip("/")
-        self._client = httpx.Client(timeout=httpx.Timeout(timeout, connect=5.0), trust_env=False)
+        self.url = _checked(url)
+        self._client = httpx.Client(timeout=_timeout(timeout), trust_env=False)
         self._headers = {"x-session-id": session} if session else {}
         self.model = model
         self.messages: list[Message] = []
@@ -26,10 +60,11 @@ class ChatClient:
     def choose_model(self) -> str:
         """The model that was named, else the first that the gateway serves."""
         if not self.model:
-            models = self._get("/v1/models")["data"]
-            if not models:
-                raise Unavailable("The gateway serves no model yet; wait until a group is ready.")
-            self.model = models[0]["id"]
+            try:
+                response = self._client.get(f"{self.url}/v1/models")
+            except httpx.HTTPError as error:
+                raise _unreachable(self.url, error) from None
+            self.model = _first_model(self.url, response)
         return self.model
 
     def ask(
@@ -37,15 +72,7 @@ class ChatClient:
     ) -> Iterator[str]:
         """Yields the answer's text as it comes, and keeps question and answer when it is whole."""
         question: Message = {"role": "user", "content": prompt}
-        body: dict[str, object] = {
-            "model": self.choose_model(),
-            "messages": [*self.messages, question],
-            "stream": True,
-        }
-        if max_tokens is not None:
-            body["max_tokens"] = max_tokens
-        if temperature is not None:
-            body["temperature"] = temperature
+        body = _body(self.choose_model(), [*self.messages, question], max_tokens, temperature)
         parts: list[str] = []
         for text in self._stream(body):
             parts.append(text)
@@ -55,49 +82,120 @@ class ChatClient:
     def _stream(self, body: dict[str, object]) -> Iterator[str]:
         try:
             with self._client.stream(
-                "POST", f"{self._url}/v1/chat/completions", json=body, headers=self._headers
+                "POST", _completions(self.url), json=body, headers=self._headers
             ) as response:
                 if response.status_code != 200:
                     response.read()
                     raise RyzansteinError(_error_text(response))
-                yield from _deltas(response)
+                for line in response.iter_lines():
+                    text = _text_of(self.url, line)
+                    if text is None:
+                        return
+                    if text:
+                        yield text
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
+            raise _unreachable(self.url, error) from None
+        raise _broken_off()
 
-    def _get(self, path: str) -> dict[str, list[dict[str, str]]]:
+
+async def answer_once(url: str, prompt: str, *, max_tokens: int) -> AsyncIterator[str]:
+    """The greedy answer to a single question, as it comes; leaving it early ends it at the gateway too."""
+    url = _checked(url)
+    async with httpx.AsyncClient(timeout=_timeout(600), trust_env=False) as client:
         try:
-            response = self._client.get(f"{self._url}{path}")
+            model = _first_model(url, await client.get(f"{url}/v1/models"))
+            body = _body(model, [{"role": "user", "content": prompt}], max_tokens, 0.0)
+            async with client.stream("POST", _completions(url), json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise RyzansteinError(_error_text(response))
+                async for line in response.aiter_lines():
+                    text = _text_of(url, line)
+                    if text is None:
+                        return
+                    if text:
+                        yield text
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
-        if response.status_code != 200:
-            raise RyzansteinError(_error_text(response))
-        return msgspec.json.decode(response.content, type=dict)
-
-    def _unreachable(self, error: httpx.HTTPError) -> Unavailable:
-        return Unavailable(
-            f"The gateway at {self._url} did not answer ({error or type(error).__name__}); start the stack with "
-            "`ryzanstein up`, or name another gateway with --url."
-        )
+            raise _unreachable(url, error) from None
+    raise _broken_off()
 
 
-def _deltas(response: httpx.Response) -> Iterator[str]:
-    for line in response.iter_lines():
-        if not line.startswith("data: "):
-            continue
-        data = line[len("data: ") :]
-        if data == "[DONE]":
-            return
-        event = msgspec.json.decode(data.encode())
-        if "error" in event:
-            raise RyzansteinError(event["error"]["message"])
-        for choice in event["choices"]:
-            if text := choice["delta"].get("content"):
-                yield text
-    raise Unavailable("The gateway closed the stream before the answer was whole; ask again.")
+# --- the API, as far as it is spoken here --------------------------------------------------------
+
+
+def _checked(url: str) -> str:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        parsed = httpx.URL("")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigurationError(f"{url!r} is no address of a gateway; write it as http://host:port.")
+    return url.rstrip("/")
+
+
+def _timeout(seconds: float) -> httpx.Timeout:
+    return httpx.Timeout(seconds, connect=5.0)
+
+
+def _completions(url: str) -> str:
+    return f"{url}/v1/chat/completions"
+
+
+def _body(
+    model: str, messages: list[Message], max_tokens: int | None, temperature: float | None
+) -> dict[str, object]:
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    given = {name: value for name, value in options.items() if value is not None}
+    return {"model": model, "messages": messages, "stream": True, **given}
+
+
+def _first_model(url: str, response: httpx.Response) -> str:
+    if response.status_code != 200:
+        raise RyzansteinError(_error_text(response))
+    try:
+        models = msgspec.json.decode(response.content, type=_Models).data
+    except msgspec.DecodeError:
+        raise _no_gateway(url) from None
+    if not models:
+        raise Unavailable("The gateway serves no model yet; wait until a group is ready.")
+    return models[0].id
+
+
+def _text_of(url: str, line: str) -> str | None:
+    """The text that a line of the stream brings; None: the stream has ended in good order."""
+    if not line.startswith("data: "):
+        return ""
+    data = line[len("data: ") :]
+    if data == "[DONE]":
+        return None
+    try:
+        event = msgspec.json.decode(data.encode(), type=_Event)
+    except msgspec.DecodeError:
+        raise _no_gateway(url) from None
+    if event.error is not None:
+        raise RyzansteinError(event.error.message)
+    return "".join(choice.delta.content or "" for choice in event.choices)
 
 
 def _error_text(response: httpx.Response) -> str:
     try:
-        return str(msgspec.json.decode(response.content)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+        return msgspec.json.decode(response.content, type=_Failure).error.message
+    except msgspec.DecodeError:
         return f"The gateway answered {response.status_code} {response.reason_phrase}."
+
+
+def _unreachable(url: str, error: httpx.HTTPError) -> Unavailable:
+    return Unavailable(
+        f"The gateway at {url} did not answer ({error or type(error).__name__}); start the stack with "
+        "`ryzanstein up`, or name another gateway with --url."
+    )
+
+
+def _no_gateway(url: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"What answers at {url} is no gateway: it does not speak OpenAI's API; name another with --url."
+    )
+
+
+def _broken_off() -> Unavailable:
+    return Unavailable("The gateway closed the stream before the answer was whole; ask again.")

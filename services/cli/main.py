@@ -9,16 +9,18 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.prompt import Prompt
-from rich.table import Table
 
 from services.cli import models as model_store
 from services.cli.bars import model_bars
 from services.cli.chat import ChatClient
+from services.cli.nats_address import existing_nats
+from services.cli.prepare import prepare_model
 from services.cli.run_file import RunFile, read_run_file
-from services.cli.settings import LocalSettings
-from services.cli.stack import MODULES, existing_nats
+from services.cli.serve import MODULES
+from services.cli.serve import serve as serve_service
+from services.cli.settings import LocalSettings, StackSettings
 from services.cli.status import print_status, read_status
+from services.cli.terminal import AnswerPrinter, console, print_columns
 from services.cli.up import Up, UpOptions
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError, RyzansteinError
@@ -29,16 +31,23 @@ app = typer.Typer(
     help="Distributed LLM inference on your own machines.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
 
 DataDir = Annotated[
     Path | None,
     typer.Option(help="Where the stack keeps its NATS store, logs and run file. [env: RYZANSTEIN_DATA_DIR]"),
 ]
-NatsUrl = Annotated[str, typer.Option(help="An existing NATS server (nats://[user:password@]host:port).")]
+NatsUrl = Annotated[
+    str,
+    typer.Option(
+        help="An existing NATS server (nats://[user:password@]host:port), or several with commas. "
+        "[env: RYZANSTEIN_NATS_URL]"
+    ),
+]
 
 
 @app.command()
@@ -64,7 +73,7 @@ def up(
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
     _check_choice("--dtype", dtype, ("auto", "bf16", "fp32"))
     _check_choice("--engine", engine, ("torch", "stub"))
-    settings = load_settings(LocalSettings, data_dir=data_dir)
+    settings = load_settings(StackSettings, data_dir=data_dir)
     options = UpOptions(
         model=model,
         data_dir=settings.data_dir.expanduser().resolve(),
@@ -80,7 +89,7 @@ def up(
     )
 
     async def run() -> int:
-        return await Up(options, settings, Console()).run()
+        return await Up(options, settings, console()).run()
 
     raise typer.Exit(asyncio.run(run()))
 
@@ -93,13 +102,7 @@ def serve(
     service: Annotated[str, typer.Argument(metavar="|".join(sorted(MODULES)), help="The service.")] = "",
 ) -> None:
     """Run one service in the foreground, as containers do (`serve SERVICE --help` lists its options)."""
-    if service in ("", "--help", "-h"):
-        names = "|".join(sorted(MODULES))
-        print(f"usage: ryzanstein serve {names} [options]\n")  # noqa: T201  # the terminal is the interface here
-        print("`ryzanstein serve SERVICE --help` lists a service's options.")  # noqa: T201
-        raise typer.Exit(0)
-    _check_choice("The service", service, tuple(sorted(MODULES)))
-    os.execv(sys.executable, [sys.executable, "-m", MODULES[service], *context.args])  # noqa: S606
+    serve_service([service, *context.args])
 
 
 @app.command()
@@ -114,7 +117,7 @@ def status(
     if json:
         print(msgspec.json.encode(found).decode())  # noqa: T201
     else:
-        print_status(found, Console())
+        print_status(found, console())
 
 
 @app.command()
@@ -131,15 +134,17 @@ def chat(
         stack = _find_stack(data_dir)
         url = stack.gateway_url if stack else "http://127.0.0.1:8000"
     client = ChatClient(url, model=model, session=f"chat-{os.getpid()}-{os.urandom(4).hex()}")
-    console = Console()
+    screen = console()
     try:
         if prompt:
-            _answer(client, console, prompt, max_tokens, temperature)
+            _answer(client, screen, prompt, max_tokens, temperature)
             return
-        console.print(
-            f"{client.choose_model()} at {url}; Ctrl-D ends, Ctrl-C stops an answer.", highlight=False
+        screen.print(
+            f"{client.choose_model()} at {url}; Ctrl-D ends, Ctrl-C stops an answer.",
+            highlight=False,
+            markup=False,
         )
-        _converse(client, console, max_tokens, temperature)
+        _converse(client, screen, max_tokens, temperature)
     finally:
         client.close()
 
@@ -152,10 +157,10 @@ def models_pull(
 ) -> None:
     """Fetch a model and make it ready to be served."""
     settings = load_settings(LocalSettings)
-    console = Console()
-    with model_bars(console) as report:
-        served, directory = model_store.ensure_model(name, settings.model_cache.expanduser(), report)
-    console.print(f"{served} is ready in {directory}", highlight=False)
+    screen = console()
+    with model_bars(screen) as report:
+        served, directory = asyncio.run(prepare_model(name, settings.model_cache.expanduser(), report))
+    screen.print(f"{served} is ready in {directory}", highlight=False, markup=False, soft_wrap=True)
 
 
 @models_app.command("list")
@@ -163,41 +168,41 @@ def models_list() -> None:
     """Show the models in the cache, and those that can be pulled by a built-in name."""
     settings = load_settings(LocalSettings)
     local = model_store.list_models(settings.model_cache.expanduser())
-    table = Table("model", "size", "where")
-    for model in local:
-        table.add_row(model.name, f"{model.bytes / 1e6:.0f} MB", model.directory)
+    rows = [("model", "size", "where")]
+    rows += [(model.name, f"{model.bytes / 1e6:.0f} MB", model.directory) for model in local]
     names = {model.name for model in local}
     for built_in in model_store.BUILT_IN.values():
         if built_in.name not in names:
-            table.add_row(built_in.name, "-", f"not pulled yet; {built_in.about}")
-    Console().print(table)
+            rows.append((built_in.name, "-", f"not pulled yet; {built_in.about}"))
+    print_columns(console(), rows, right=(1,))
 
 
-def _converse(
-    client: ChatClient, console: Console, max_tokens: int | None, temperature: float | None
-) -> None:
+def _converse(client: ChatClient, screen: Console, max_tokens: int | None, temperature: float | None) -> None:
     while True:
         try:
-            prompt = Prompt.ask("[bold]>[/]", console=console, show_default=False)
+            prompt = screen.input("[bold]>[/] ")
         except (EOFError, KeyboardInterrupt):
-            console.print()
+            screen.print()
             return
         if not prompt.strip():
             continue
         try:
-            _answer(client, console, prompt, max_tokens, temperature)
+            _answer(client, screen, prompt, max_tokens, temperature)
         except KeyboardInterrupt:
-            console.print(" ...")
+            screen.print("(stopped)", style="dim")
         except RyzansteinError as error:
-            console.print(f"error: {error}", style="red", markup=False)
+            screen.print(f"error: {error}", style="red", markup=False, highlight=False)
 
 
 def _answer(
-    client: ChatClient, console: Console, prompt: str, max_tokens: int | None, temperature: float | None
+    client: ChatClient, screen: Console, prompt: str, max_tokens: int | None, temperature: float | None
 ) -> None:
-    for text in client.ask(prompt, max_tokens=max_tokens, temperature=temperature):
-        console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-    console.print()
+    printer = AnswerPrinter(screen)
+    try:
+        for text in client.ask(prompt, max_tokens=max_tokens, temperature=temperature):
+            printer.write(text)
+    finally:
+        printer.end()
 
 
 def _find_stack(data_dir: Path | None) -> RunFile | None:
@@ -219,8 +224,8 @@ def _nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
             nats_password=stack.nats_password,
             nats_connect_timeout=5.0,
         )
-    if "RYZANSTEIN_NATS_URL" in os.environ:
-        return environment
+    if "nats_url" in environment.model_fields_set:
+        return existing_nats(environment, environment.nats_url)
     directory = load_settings(LocalSettings, data_dir=data_dir).data_dir
     raise ConfigurationError(
         f"No stack runs on the data directory {directory}; start one with `ryzanstein up`, or name its NATS "
@@ -234,7 +239,7 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    """Entry point: an expected error is one sentence on standard error and exit code 1."""
+    """The command: an expected error is one sentence on standard error and exit code 1."""
     configure_logging("cli", "cli", level="error", fmt="console")
     try:
         app()

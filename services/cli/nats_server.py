@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shared.errors import ConfigurationError
 
@@ -27,8 +28,9 @@ def find_binary() -> Path:
 
 
 class LocalNats:
-    """Starts and stops one server. The store lies in `directory`; credentials are new at each start.
+    """Starts and stops one server. The store lies in `directory`; the credentials are this object's.
 
+    Once it has ended it may be started again: on the same port, so that its clients find it.
     User and password stand in a file that only its owner can read, never in the process's arguments.
     """
 
@@ -38,7 +40,13 @@ class LocalNats:
         self.user = "ryzanstein"
         self.password = secrets.token_urlsafe(24)
         self.url = ""
+        self.log = directory / "nats.log"
         self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs, and before it is started."""
+        return self._process.returncode if self._process else None
 
     @property
     def pid(self) -> int:
@@ -48,12 +56,11 @@ class LocalNats:
     async def start(self, preexec: Callable[[], None] | None = None) -> None:
         """Returns once the server accepts connections. Raises `ConfigurationError`."""
         binary = find_binary()
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for old in self._directory.glob("*.ports"):
             old.unlink()
         config = self._write_config()
-        log_path = self._directory / "nats.log"
-        with log_path.open("ab") as log_file:
+        with self.log.open("ab") as log_file:
             self._process = await asyncio.create_subprocess_exec(
                 str(binary),
                 "-c",
@@ -69,8 +76,9 @@ class LocalNats:
         except TimeoutError:
             await self.stop()
             raise ConfigurationError(
-                f"nats-server did not start within {START_TIMEOUT:g} s; its log is {log_path}."
+                f"nats-server did not start within {START_TIMEOUT:g} s; its log is {self.log}."
             ) from None
+        self._port = urlsplit(self.url).port or self._port
 
     def _write_config(self) -> Path:
         config = self._directory / "nats.conf"
@@ -96,7 +104,7 @@ class LocalNats:
             if self._process.returncode is not None:
                 raise ConfigurationError(
                     f"nats-server ended with code {self._process.returncode} at its start; "
-                    f"its log is {self._directory / 'nats.log'}."
+                    f"its log is {self.log}."
                 )
             if ports_file.exists() and (text := ports_file.read_text()):
                 try:
@@ -106,6 +114,11 @@ class LocalNats:
                 if url:
                     return url
             await asyncio.sleep(0.01)
+
+    async def wait(self) -> int:
+        """Returns the exit code once the server has ended."""
+        assert self._process is not None, "the server has not been started"
+        return await self._process.wait()
 
     async def stop(self) -> None:
         """Ends the server in good order; kills it when it does not go."""

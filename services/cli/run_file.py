@@ -50,7 +50,7 @@ def lock(data_dir: Path) -> IO[bytes]:
     Raises `ConfigurationError` when another stack has it, or it cannot be written.
     """
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = (data_dir / "lock").open("ab")
     except OSError as error:
         raise ConfigurationError(

@@ -1,6 +1,7 @@
-"""Where the command line keeps things on this machine."""
+"""Where the command line keeps things on this machine, and what a local stack is told."""
 
 from pathlib import Path
+from typing import Literal
 
 from platformdirs import user_cache_path, user_data_path
 from pydantic import Field
@@ -15,3 +16,18 @@ class LocalSettings(CommonSettings):
     """The local stack's NATS store, logs and run file."""
     model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
     """Models that were pulled or converted."""
+
+
+class StackSettings(LocalSettings):
+    """Settings of the services that the stack must know as well; they read these by themselves too."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The executors' device: GPUs are shared out among the groups unless it is `cpu`."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of each rank; 0: the cores shared out among all ranks of the stack."""
+    replicas_on_host: int = Field(default=0, ge=0)
+    """Executor groups that share this host's memory; 0: those of the stack."""
+    drain_grace: float = Field(default=10.0, ge=0)
+    """Seconds that an executor takes to finish what runs; only then may it be killed."""
+    drain_timeout: float = Field(default=20.0, ge=0)
+    """Seconds that the gateway takes to finish its streams; only then may it be killed."""

@@ -5,12 +5,9 @@ gateway (takes nothing more), scheduler, executors (finish what runs), health mo
 """
 
 import asyncio
-import contextlib
 import ipaddress
 import os
-import re
-import signal
-import sys
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,7 +15,9 @@ from pathlib import Path
 import msgspec
 from pydantic import SecretStr
 
+from services.cli.child import Child, ending, set_aside
 from services.cli.nats_server import LocalNats
+from services.cli.settings import StackSettings
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
@@ -27,16 +26,13 @@ from shared.messages import Heartbeat
 from shared.process import die_with_parent
 
 STOP_ORDER = ("gateway", "scheduler", "executor", "health-monitor")
-MODULES = {
-    "gateway": "services.gateway",
-    "scheduler": "services.scheduler",
-    "executor": "services.executor",
-    "health-monitor": "services.health_monitor",
-}
-STOP_GRACE = 30.0
+STOP_MARGIN = 20.0
+"""Seconds that a service gets to end, beyond those for finishing its work."""
 FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 10.0
 STABLE_AFTER = 60.0
+
+Tell = Callable[[str], None]
 
 
 class StackPlan(msgspec.Struct, frozen=True):
@@ -52,98 +48,34 @@ class StackPlan(msgspec.Struct, frozen=True):
     replicas: int
     dtype: str
     engine: str = "torch"
+    gpus: list[str] = []
+    """CUDA_VISIBLE_DEVICES of each group; empty: as it stands."""
     nats: CommonSettings | None = None
     """An existing NATS to use; None: start one."""
-    environment: dict[str, str] = {}
-    """More settings for the services, as environment variables."""
-
-
-class Child:
-    """One service process: started with its settings in the environment, its output in a log file."""
-
-    def __init__(self, service: str, instance: str, arguments: list[str], log: Path) -> None:
-        self.service = service
-        self.instance = instance
-        self.log = log
-        self._arguments = arguments
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        assert self._process is not None
-        return self._process.returncode
-
-    async def start(self, environment: dict[str, str]) -> None:
-        with self.log.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                MODULES[self.service],
-                *self._arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**environment, "RYZANSTEIN_INSTANCE": self.instance},
-                start_new_session=True,  # Ctrl-C reaches us alone: we stop the others in order
-                preexec_fn=die_with_parent(),
-            )
-
-    async def wait(self) -> int:
-        assert self._process is not None
-        return await self._process.wait()
-
-    async def stop(self, grace: float) -> None:
-        """SIGTERM, then SIGKILL after `grace` seconds."""
-        if self._process is None or self._process.returncode is not None:
-            return
-        self._signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self._process.wait(), grace)
-        except TimeoutError:
-            self._signal(signal.SIGKILL)
-            await self._process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
-
-    def last_error(self) -> str:
-        """The sentence with which the service ended, from its log."""
-        try:
-            lines = self.log.read_text(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        errors = [line for line in lines[-50:] if line.startswith("error: ")]
-        if errors:
-            return errors[-1].removeprefix("error: ")
-        return f"The {self.service} ended with code {self.returncode}; its log is {self.log}."
 
 
 class LocalStack:
     """Use: `start`, then `wait_ready`, then `watch` until told to stop, then always `stop`."""
 
-    def __init__(self, plan: StackPlan) -> None:
+    def __init__(self, plan: StackPlan, settings: StackSettings) -> None:
         self._plan = plan
+        self._settings = settings
         self._nats: LocalNats | None = None
         self._bus: Bus | None = None
         self.nats_settings = plan.nats or CommonSettings()
+        self._mark = "" if plan.nats is None else f"{secrets.token_hex(3)}-"
+        """Part of every name: on a NATS that is not ours, others may run a stack of the same shape."""
+        self._port = plan.port
         self.children: list[Child] = []
         self.beats: dict[str, Heartbeat] = {}
-        """The last heartbeat of each instance."""
+        """The last heartbeat of each instance, of its present process."""
 
     @property
     def gateway_url(self) -> str:
         """Where clients on this machine reach the API."""
-        beat = self.beats.get("gateway-0")
-        address = beat.address if beat else f"{self._plan.host}:{self._plan.port}"
-        host, _, port = address.rpartition(":")
-        return f"http://{_reachable(host)}:{port}"
+        beat = next((beat for beat in self.beats.values() if beat.service == "gateway"), None)
+        address = beat.address if beat else f"{bracketed(self._plan.host)}:{self._port}"
+        return f"http://{reachable(address)}"
 
     @property
     def logs(self) -> Path:
@@ -157,8 +89,10 @@ class LocalStack:
     async def start(self) -> None:
         """Starts every process; none of them need be ready when it returns."""
         self.logs.mkdir(parents=True, exist_ok=True)
+        set_aside(self.logs)
         if self._plan.nats is None:
             self._nats = LocalNats(self._plan.data_dir / "nats")
+            set_aside(self._plan.data_dir / "nats")
             await self._nats.start(die_with_parent())
             self.nats_settings = CommonSettings(
                 nats_url=self._nats.url,
@@ -183,9 +117,11 @@ class LocalStack:
             await asyncio.sleep(0.1)
         report(self.beats)
 
-    async def watch(self, on_event: Callable[[str], None]) -> None:
-        """Starts a service that has ended again, with growing pauses. Runs until cancelled."""
+    async def watch(self, on_event: Tell) -> None:
+        """Starts what has ended again, with growing pauses. Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
+            if self._nats is not None:
+                group.create_task(self._keep_nats_up(self._nats, on_event))
             for child in self.children:
                 group.create_task(self._keep_up(child, on_event))
 
@@ -193,7 +129,7 @@ class LocalStack:
         """Ends everything that was started, in order. Safe to call at any time, and twice."""
         for service in STOP_ORDER:
             stops: list[Awaitable[None]] = [
-                child.stop(STOP_GRACE) for child in self.children if child.service == service
+                child.stop(self._grace(service)) for child in self.children if child.service == service
             ]
             await asyncio.gather(*stops)
         if self._bus is not None:
@@ -209,44 +145,60 @@ class LocalStack:
     # --- parts -----------------------------------------------------------------------------------
 
     def _make_children(self) -> list[Child]:
-        gateway = ["--host", self._plan.host, "--port", str(self._plan.port)]
         children = [
             self._child("health-monitor", 0, []),
             self._child("scheduler", 0, []),
-            self._child("gateway", 0, gateway),
+            self._child("gateway", 0, self._gateway_arguments()),
         ]
         for replica in range(self._plan.replicas):
-            children.append(self._child("executor", replica, self._executor_arguments(replica)))
+            gpus = self._plan.gpus[replica : replica + 1]
+            environment = {"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {}
+            arguments = self._executor_arguments(replica)
+            children.append(self._child("executor", replica, arguments, environment))
         return children
 
+    def _gateway_arguments(self) -> list[str]:
+        return ["--host", self._plan.host, "--port", str(self._port)]
+
     def _executor_arguments(self, replica: int) -> list[str]:
-        plan = self._plan
-        arguments = ["--group", f"group-{replica}", "--tp", str(plan.tp), "--dtype", plan.dtype]
+        plan, settings = self._plan, self._settings
+        arguments = ["--group", f"group-{self._mark}{replica}", "--tp", str(plan.tp), "--dtype", plan.dtype]
         arguments += ["--engine", plan.engine, "--served-model-name", plan.served_model_name]
         if plan.model:
             arguments += ["--model", plan.model]
-        cores = os.cpu_count() or 1
-        threads = max(1, cores // (plan.replicas * plan.tp))
-        if "RYZANSTEIN_THREADS" not in self._environment():
-            arguments += ["--threads", str(threads)]
+        if not settings.threads:
+            cores = len(os.sched_getaffinity(0))
+            arguments += ["--threads", str(max(1, cores // (plan.replicas * plan.tp)))]
+        if not settings.replicas_on_host:
+            arguments += ["--replicas-on-host", str(plan.replicas)]
         return arguments
 
-    def _child(self, service: str, number: int, arguments: list[str]) -> Child:
-        instance = f"{service}-{number}"
-        return Child(service, instance, arguments, self.logs / f"{instance}.log")
+    def _child(
+        self, service: str, number: int, arguments: list[str], environment: dict[str, str] | None = None
+    ) -> Child:
+        log = self.logs / f"{service}-{number}.log"
+        return Child(service, f"{service}-{self._mark}{number}", arguments, log, environment)
 
     def _environment(self) -> dict[str, str]:
         settings = self.nats_settings
         return {
             **os.environ,
-            **self._plan.environment,
             "RYZANSTEIN_NATS_URL": settings.nats_url,
             "RYZANSTEIN_NATS_USER": settings.nats_user,
             "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
         }
 
+    def _grace(self, service: str) -> float:
+        work = {"executor": self._settings.drain_grace, "gateway": self._settings.drain_timeout}
+        return work.get(service, 0.0) + STOP_MARGIN
+
     async def _on_beat(self, beat: Heartbeat) -> None:
+        """Takes beats of our own processes alone: others may be on this NATS, and dead ones linger."""
+        if not any(child.instance == beat.instance and child.pid == beat.pid for child in self.children):
+            return
         self.beats[beat.instance] = beat
+        if beat.service == "gateway" and beat.address:
+            self._port = int(beat.address.rpartition(":")[2])  # it stays, should the gateway start again
 
     def _all_ready(self) -> bool:
         return all(self._is_ready(child) for child in self.children)
@@ -258,42 +210,83 @@ class LocalStack:
         return child.service != "executor" or (beat.group is not None and beat.group.state == "ready")
 
     def _raise_if_ended(self) -> None:
+        if self._nats is not None and self._nats.returncode is not None:
+            raise ConfigurationError(
+                f"nats-server {ending(self._nats.returncode)} while the services started; "
+                f"its log is {self._nats.log}."
+            )
         for child in self.children:
             if child.returncode is not None:
                 raise ConfigurationError(child.last_error())
 
-    async def _keep_up(self, child: Child, on_event: Callable[[str], None]) -> None:
-        pause = FIRST_PAUSE
+    # --- watching --------------------------------------------------------------------------------
+
+    async def _keep_up(self, child: Child, on_event: Tell) -> None:
+        pauses = _Pauses()
         while True:
-            began = time.monotonic()
             code = await child.wait()
             if child.service == "executor" and code == 0:
                 on_event(f"{child.instance} was drained and has left.")
                 return
             on_event(f"{child.instance} ended ({child.last_error()}); it is started again.")
-            pause = FIRST_PAUSE if time.monotonic() - began > STABLE_AFTER else min(pause * 2, LONGEST_PAUSE)
-            await asyncio.sleep(pause)
-            await child.start(self._environment())
+            if child.service == "gateway":
+                child.arguments = self._gateway_arguments()
+            await self._again(lambda: child.start(self._environment()), child.instance, pauses, on_event)
+
+    async def _keep_nats_up(self, nats: LocalNats, on_event: Tell) -> None:
+        """The same port, store and credentials: the services find their way back by themselves."""
+        pauses = _Pauses()
+        while True:
+            code = await nats.wait()
+            on_event(f"NATS {ending(code)}; it is started again, its log is {nats.log}.")
+            await self._again(lambda: nats.start(die_with_parent()), "NATS", pauses, on_event)
+            on_event("NATS is back.")
+
+    async def _again(
+        self, start: Callable[[], Awaitable[None]], name: str, pauses: "_Pauses", on_event: Tell
+    ) -> None:
+        while True:
+            await asyncio.sleep(pauses.next(time.monotonic()))
+            try:
+                await start()
+            except (OSError, ConfigurationError) as error:
+                on_event(f"{name} could not be started ({error}); it is tried again.")
+            else:
+                pauses.began(time.monotonic())
+                return
 
 
-def existing_nats(settings: CommonSettings, url: str) -> CommonSettings:
-    """Settings for a NATS that somebody else runs; user and password may stand in the URL."""
-    match = re.fullmatch(r"(?P<scheme>\w+://)(?:(?P<user>[^:@/]*):(?P<password>[^@/]*)@)?(?P<rest>.+)", url)
-    if match is None:
-        raise ConfigurationError(f"{url!r} is no NATS address; write it as nats://host:port.")
-    if match["user"] is None:
-        return settings.model_copy(update={"nats_url": url})
-    return CommonSettings(
-        nats_url=match["scheme"] + match["rest"],
-        nats_user=match["user"],
-        nats_password=SecretStr(match["password"] or ""),
-    )
+class _Pauses:
+    """How long to wait before something that has ended is started again. Pure: time comes in, in seconds."""
+
+    def __init__(self) -> None:
+        self._pause = FIRST_PAUSE / 2
+        self._began: float | None = None
+
+    def began(self, now: float) -> None:
+        self._began = now
+
+    def next(self, now: float) -> float:
+        """Doubles with each end, until it has lived long enough to count as well."""
+        if self._began is not None and now - self._began > STABLE_AFTER:
+            self._pause = FIRST_PAUSE / 2
+        self._began = None
+        self._pause = min(self._pause * 2, LONGEST_PAUSE)
+        return self._pause
 
 
-def _reachable(host: str) -> str:
-    """An address to connect to, for one that a server listens on."""
+def bracketed(host: str) -> str:
+    """`host` as it stands before a port: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def reachable(address: str) -> str:
+    """A `host:port` to connect to, for one that a server listens on."""
+    host, _, port = address.rpartition(":")
     try:
-        unspecified = ipaddress.ip_address(host).is_unspecified
+        listens_on = ipaddress.ip_address(host.strip("[]"))
     except ValueError:  # a name
-        return host
-    return "127.0.0.1" if unspecified else host
+        return address
+    if not listens_on.is_unspecified:
+        return address
+    return f"127.0.0.1:{port}" if listens_on.version == 4 else f"[::1]:{port}"

