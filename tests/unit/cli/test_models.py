@@ -1,6 +1,7 @@
 """Models: what is found, fetched and refused, without a network."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -23,9 +24,13 @@ def ignore(stage: str, done: int, total: int) -> None:
     pass
 
 
+SAMPLING = '{"temperature": 1, "top_p": 1}'
+
+
 def make_model_directory(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text("{}")
+    (directory / "generation_config.json").write_text(SAMPLING)
     (directory / "model.safetensors").write_bytes(bytes(1000))
     return directory
 
@@ -41,8 +46,8 @@ def test_what_was_pulled_is_not_fetched_again(tmp_path: Path) -> None:
     hub = make_model_directory(tmp_path / "org--name")
     assert ensure_model("org/name", tmp_path, ignore) == ("org/name", hub)
     assert [(model.name, model.bytes) for model in list_models(tmp_path)] == [
-        (models.DEFAULT_MODEL, 1002),
-        ("org/name", 1002),
+        (models.DEFAULT_MODEL, 1002 + len(SAMPLING)),
+        ("org/name", 1002 + len(SAMPLING)),
     ]
 
 
@@ -93,7 +98,11 @@ def test_a_fetched_repository_appears_whole(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     _, directory = ensure_model("org/name", tmp_path, ignore)
-    assert {path.name for path in directory.iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in directory.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
 
 
 @pytest.mark.parametrize("name", ["not a name", "a/b/c", "../up"])
@@ -270,3 +279,15 @@ def test_a_hub_out_of_reach_is_one_sentence(tmp_path: Path) -> None:
     assert result.stdout.startswith("The model org/name is not in the cache and could not be fetched"), result
     assert "Traceback" not in result.stderr
     assert list_models(tmp_path / "cache") == []
+
+
+def test_recommended_sampling_is_added_once_and_overrides_nothing(tmp_path: Path) -> None:
+    directory = make_model_directory(tmp_path / models.DEFAULT_MODEL)
+    path = directory / "generation_config.json"
+    path.write_text('{"eos_token_id": 2, "temperature": 0.7}')
+    ensure_model(models.DEFAULT_MODEL, tmp_path, ignore)
+    expected = {"eos_token_id": 2, "temperature": 0.7, "top_p": 0.9}
+    assert json.loads(path.read_text()) == expected
+    written = path.stat().st_mtime_ns
+    ensure_model(models.DEFAULT_MODEL, tmp_path, ignore)
+    assert path.stat().st_mtime_ns == written
