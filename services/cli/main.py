@@ -56,7 +56,9 @@ def up(
         str,
         typer.Option(help="Built-in name, hub name, directory or .gguf file.", metavar="NAME|DIR|FILE.gguf"),
     ] = model_store.DEFAULT_MODEL,
-    tp: Annotated[int, typer.Option(help="Ranks of each executor group (tensor parallelism).", min=1)] = 1,
+    tp: Annotated[
+        int, typer.Option(help="Ranks of each executor group (tensor parallelism).", min=1, max=64)
+    ] = 1,
     replicas: Annotated[int, typer.Option(help="Executor groups.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.", metavar="auto|bf16|fp32")] = "auto",
     port: Annotated[
@@ -132,6 +134,8 @@ def chat(
     """Talk to a model, streamed."""
     if not url:
         stack = _find_stack(data_dir)
+        if stack is None and data_dir is not None:
+            raise _no_stack(data_dir, "name its gateway with --url")
         url = stack.gateway_url if stack else "http://127.0.0.1:8000"
     client = ChatClient(url, model=model, session=f"chat-{os.getpid()}-{os.urandom(4).hex()}")
     screen = console()
@@ -227,9 +231,12 @@ def _nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
     if "nats_url" in environment.model_fields_set:
         return existing_nats(environment, environment.nats_url)
     directory = load_settings(LocalSettings, data_dir=data_dir).data_dir
-    raise ConfigurationError(
-        f"No stack runs on the data directory {directory}; start one with `ryzanstein up`, or name its NATS "
-        "with --nats-url."
+    raise _no_stack(directory, "name its NATS with --nats-url")
+
+
+def _no_stack(directory: Path, instead: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"No stack runs on the data directory {directory}; start one with `ryzanstein up`, or {instead}."
     )
 
 

@@ -24,7 +24,7 @@ from services.cli.settings import StackSettings
 from services.cli.stack import LocalStack, StackPlan
 from services.cli.terminal import AnswerPrinter, print_columns
 from shared.config import CommonSettings
-from shared.errors import RyzansteinError
+from shared.errors import ConfigurationError, RyzansteinError
 from shared.http_server import bind
 
 T = TypeVar("T")
@@ -169,12 +169,15 @@ class Up:
             printer.end()
         except RyzansteinError as error:
             printer.end()
-            self._tell(f"The proof failed: {error}")
+            raise ConfigurationError(
+                f"The stack is up and could not answer ({error}); the reason stands in the logs in "
+                f"{self._options.data_dir / 'logs'}. To serve all the same, use --no-proof."
+            ) from None
         self._say("")
 
     async def _stop(self, stack: LocalStack) -> None:
         """Stops in order; a second Ctrl-C stops at once."""
-        self._say("Stopping ...")
+        self._say("Stopping; what runs may finish. Press Ctrl-C again to stop at once.")
         self._signal.clear()
         stopping = asyncio.create_task(stack.stop())
         hurry = asyncio.create_task(self._signal.wait())

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from services.executor.engine.protocol import EngineSpec
 from shared.bus import encode
 from shared.errors import ModelLoadError
@@ -51,6 +53,14 @@ def read_bundle(directory: Path) -> bytes:
             f"The directory {directory} has no tokenizer.json, which gateways need; save the model's fast "
             "tokenizer there (AutoTokenizer.from_pretrained(...).save_pretrained(...))."
         )
+    try:
+        PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+    except Exception as error:  # the library raises bare exceptions
+        raise ModelLoadError(
+            f"The file {directory / 'tokenizer.json'} cannot be used ({error}); fetch the model again."
+        ) from None
+    for name in set(files) - {"tokenizer.json", "chat_template.jinja"}:
+        _read_json(directory / name)
     return encode(TokenizerBundle(files))
 
 

@@ -121,10 +121,20 @@ class _Exchange:
             error = _route_error(self._scope, error)
         if not isinstance(error, InvalidRequest):
             log_failure(error)
+        send = self.send
         if self._scope["type"] == "websocket":
-            await self._send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
-        elif not self.status:
-            await send_json(self.send, status_of(error), describe(error, self.request_id), headers_of(error))
+            if self.status or "websocket.http.response" not in self._scope.get("extensions", {}):
+                await self._send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
+                return
+            send = self._deny
+        if not self.status:
+            await send_json(send, status_of(error), describe(error, self.request_id), headers_of(error))
+
+    async def _deny(self, message: Any) -> None:
+        """Answers a WebSocket's handshake like a request (ASGI's extension `websocket.http.response`)."""
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"x-request-id", self.request_id.encode())]
+        await self._send({**message, "type": f"websocket.{message['type']}"})
 
 
 def _route_error(scope: Scope, error: HTTPException) -> RouteError:

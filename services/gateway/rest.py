@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from services.gateway.mailbox import ClientGone
 from services.gateway.run import Run
 from services.gateway.settings import GatewaySettings
 from services.gateway.validation import check_session_id
-from shared.errors import RyzansteinError
+from shared.errors import InternalError, RyzansteinError
 from shared.messages import ModelCard
 from shared.telemetry import Receive, Scope, Send
 
@@ -73,7 +74,10 @@ async def _stream(run: Run, send: Send, request_id: str) -> None:
 def log_failure(error: Exception) -> None:
     """A fault of ours with its stack trace, anything else as a line."""
     if isinstance(error, RyzansteinError):
-        log.info("generation_failed", code=error.code, error=str(error))
+        fault = isinstance(error, InternalError)
+        log.log(
+            logging.ERROR if fault else logging.INFO, "generation_failed", code=error.code, error=str(error)
+        )
     else:
         log.exception("request_failed", exc_info=error)
 

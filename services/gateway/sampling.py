@@ -3,6 +3,7 @@
 import secrets
 from typing import Any
 
+from services.gateway.errors import InvalidParameter
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.validation import check_token_ids
 from shared.errors import ContextLengthExceeded
@@ -61,10 +62,8 @@ def max_tokens(request: GenerationFields, card: ModelCard, prompt_tokens: int, d
             f"resulted in {prompt_tokens} tokens; shorten the {param}.",
             param=param,
         )
-    asked = request.max_tokens
-    if isinstance(request, ChatCompletionRequest):
-        asked = request.max_completion_tokens or asked
-    elif asked is None:
+    asked = _asked_tokens(request)
+    if asked is None and not isinstance(request, ChatCompletionRequest):
         return min(COMPLETION_MAX_TOKENS, room)
     if asked is None:
         return min(default, room) if default else room
@@ -76,6 +75,21 @@ def max_tokens(request: GenerationFields, card: ModelCard, prompt_tokens: int, d
             param=param,
         )
     return asked
+
+
+def _asked_tokens(request: GenerationFields) -> int | None:
+    """`max_tokens` under either of its names. Raises `InvalidParameter` when the two disagree."""
+    asked = request.max_tokens
+    if not isinstance(request, ChatCompletionRequest) or request.max_completion_tokens is None:
+        return asked
+    if asked not in (None, request.max_completion_tokens):
+        raise InvalidParameter(
+            f"Invalid 'max_tokens': it is {asked} and 'max_completion_tokens' is "
+            f"{request.max_completion_tokens}; give one of the two, the latter preferably.",
+            param="max_tokens",
+            reason="invalid_value",
+        )
+    return request.max_completion_tokens
 
 
 def _logprobs(request: GenerationFields) -> int:

@@ -127,8 +127,7 @@ def check_range(name: str, value: float, low: float, high: float, *, open_below:
     else:
         return
     raise InvalidParameter(
-        f"Invalid '{name}': {kind} {side} value. Expected a value {sign} {bound:.20g}, "
-        f"but got {value} instead.",
+        f"Invalid '{name}': {kind} {side} value. Expected a value {sign} {bound}, but got {value} instead.",
         param=name,
         reason=f"{kind}_{code}_value",
     )

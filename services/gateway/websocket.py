@@ -122,7 +122,7 @@ class _Connection:
             else:
                 self._cancel(message.id)
         except (InvalidParameter, QueueFull) as error:
-            await self._send_error(identity, error)
+            await self._send_error(identity or _id_in(text), error)
 
     def _check_id(self, message: ClientMessage) -> str:
         if not 1 <= len(message.id) <= 64:
@@ -218,3 +218,12 @@ class _Connection:
         """One at a time; waits for a client that reads slowly."""
         async with self._sending:
             await self._socket.send({"type": "websocket.send", "text": message.decode()})
+
+
+def _id_in(text: str | bytes) -> str | None:
+    """The id in a message that is wrong otherwise: its sender waits for an answer under it."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError):
+        match msgspec.json.decode(text):
+            case {"id": str(identity)} if 1 <= len(identity) <= 64:
+                return identity
+    return None

@@ -161,6 +161,20 @@ def test_a_corrupt_weights_file_is_said_and_nothing_is_left(tmp_path: Path, mode
     assert read_run_file(tmp_path / "data") is None
 
 
+def test_a_corrupt_tokenizer_is_said_and_nothing_is_left(tmp_path: Path, model_directory: Path) -> None:
+    broken = tmp_path / "broken-model"
+    broken.mkdir()
+    for file in model_directory.iterdir():
+        (broken / file.name).symlink_to(file)
+    (broken / "tokenizer.json").unlink()
+    (broken / "tokenizer.json").write_text('{"a":')
+    result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", str(broken))
+    assert result.returncode == 1
+    assert "tokenizer.json cannot be used" in result.stderr
+    assert "Serving." not in result.stdout
+    assert read_run_file(tmp_path / "data") is None
+
+
 def test_a_directory_that_is_no_model_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path), "--model", str(tmp_path / "empty"))

@@ -11,6 +11,8 @@ and block ids, never tensors or Python objects, so that a step costs one short m
                                                                (p4 is a chunk that is not its prompt's last)
 """
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +63,6 @@ def as_int32(payload: bytes) -> Int32Array:
     return np.frombuffer(payload, dtype="<i4")
 
 
-def to_bytes(values: Int32Array | list[int]) -> bytes:
-    """`values` as little-endian int32 bytes."""
+def to_bytes(values: NDArray[np.integer[Any]] | list[int]) -> bytes:
+    """`values`, which fit 32 bits, as little-endian int32 bytes."""
     return np.asarray(values, dtype="<i4").tobytes()

@@ -12,6 +12,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.collectives import Collectives
 from services.executor.model.layers import VocabParallelHead
 from services.executor.model.step_context import StepContext
+from shared.errors import ModelLoadError
 
 
 def _widths(model: Any) -> list[int]:
@@ -66,12 +67,13 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Runs one step of two tokens through block 0, which must be free: what cannot run fails here.
 
-        Raises `shared.errors.ModelLoadError` when the model asks for what attention does not support.
+        Raises `shared.errors.ModelLoadError` when the model asks for what attention does not support, or
+        when its weights compute what is no number.
         """
         one_block = to_bytes([0])
         tokens = min(2, self._store.block_size)
         indices = to_bytes(np.arange(tokens, dtype=np.int32))
-        self.forward(
+        logits = self.forward(
             StepPlan(
                 step=0,
                 num_decodes=0,
@@ -84,6 +86,11 @@ class ModelRunner:
                 sample_rows=to_bytes([tokens - 1]),
             )
         )
+        if logits is not None and not bool(logits.isfinite().all()):
+            raise ModelLoadError(
+                "The model's weights compute values that are no numbers (NaN or infinite); the weights file is "
+                "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
+            )
 
     @property
     def _is_leader(self) -> bool:

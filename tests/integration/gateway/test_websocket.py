@@ -139,7 +139,7 @@ async def test_wrong_messages_leave_the_connection_up(socket: Socket, ring: Fake
         ('{"type": "generate", "id": "x"}', "x", "missing_required_parameter"),
         ('{"type": "generate", "id": "x", "request": {"model": "m"}}', "x", "missing_required_parameter"),
         ('{"type": "generate", "id": "x", "request": []}', "x", "invalid_type"),
-        ('{"type": "generate", "id": "x", "endpoint": "poems", "request": {}}', None, "invalid_value"),
+        ('{"type": "generate", "id": "x", "endpoint": "poems", "request": {}}', "x", "invalid_value"),
         ('{"type": "cancel", "id": "x"}', "x", "unknown_id"),
         ('{"type": "ping", "more": 1}', None, "unknown_parameter"),
     ]
@@ -191,13 +191,23 @@ async def test_limits_of_one_connection(nats_settings: CommonSettings, ring: Fak
             assert closed.value.rcvd.code == 1009
 
 
-async def test_a_wrong_path_or_session_is_refused_at_the_handshake(gateway: RunningGateway) -> None:
-    with pytest.raises(websockets.InvalidStatus):
-        async with connect(gateway.websocket_url + "s"):
-            pass
-    with pytest.raises(websockets.InvalidStatus):
-        async with connect(gateway.websocket_url, additional_headers={"X-Session-ID": "x" * 300}):
-            pass
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "code"),
+    [
+        ("s", {}, 404, "unknown_url"),
+        ("", {"x-session-id": "x" * 300}, 400, "invalid_header"),
+        ("", {"x-request-id": "x" * 999}, 400, "invalid_header"),
+    ],
+)
+async def test_a_wrong_handshake_is_answered_like_a_request(
+    gateway: RunningGateway, path: str, headers: dict[str, str], status: int, code: str
+) -> None:
+    with pytest.raises(websockets.InvalidStatus) as caught:
+        await connect(gateway.websocket_url + path, additional_headers=headers)
+    response = caught.value.response
+    assert response.status_code == status
+    assert response.headers["x-request-id"]
+    assert json.loads(response.body)["error"]["code"] == code
 
 
 async def test_a_stopping_gateway_closes_the_connection(

@@ -7,7 +7,14 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.errors import RequestTimeout, RouteError, describe, headers_of, status_of
+from services.gateway.errors import (
+    InvalidParameter,
+    RequestTimeout,
+    RouteError,
+    describe,
+    headers_of,
+    status_of,
+)
 from services.gateway.formats import CompletionFormat, Usage
 from services.gateway.http_io import EventStream
 from services.gateway.losses import Losses
@@ -106,7 +113,10 @@ def test_output_lengths() -> None:
     assert max_tokens(CHAT, CARD, 10, 0) == 90
     assert max_tokens(CHAT, CARD, 10, 50) == 50
     assert max_tokens(CHAT, CARD, 60, 50) == 40
-    assert max_tokens(msgspec.structs.replace(CHAT, max_tokens=9, max_completion_tokens=8), CARD, 1, 0) == 8
+    assert max_tokens(msgspec.structs.replace(CHAT, max_completion_tokens=8), CARD, 1, 0) == 8
+    assert max_tokens(msgspec.structs.replace(CHAT, max_tokens=8, max_completion_tokens=8), CARD, 1, 0) == 8
+    with pytest.raises(InvalidParameter, match="give one of the two"):
+        max_tokens(msgspec.structs.replace(CHAT, max_tokens=9, max_completion_tokens=8), CARD, 1, 0)
     assert max_tokens(CompletionRequest(model="m", prompt="x"), CARD, 99, 0) == 1
     for prompt, asked in ((100, None), (10, 91)):
         with pytest.raises(errors.ContextLengthExceeded, match="100 tokens"):

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
-from services.executor.model.collectives import Collectives, TorchDistributed
+from services.executor.model.collectives import Collectives, SingleRank, TorchDistributed
 from services.executor.model.runner import ModelRunner
-from shared.errors import RingLost
+from shared.errors import ModelLoadError, RingLost
 from tests.unit.executor.model.ring import Script, make_runner, mixed_script, on_ring
 from tests.unit.executor.model.tiny import ARCHITECTURES, make_model, reference_logits
 
@@ -162,3 +163,12 @@ def test_no_rank_stores_a_kv_head_that_another_has(tmp_path: Path) -> None:
     assert (first["q_proj.weight"], second["q_proj.weight"]) == ((96, 72), (48, 72))
     assert (first["k_proj.weight"], second["k_proj.weight"]) == ((32, 72), (16, 72))
     assert (first["o_proj.weight"], second["o_proj.weight"]) == ((72, 96), (72, 48))
+
+
+def test_weights_that_compute_no_numbers_are_refused_at_load(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "broken", "llama")
+    weights = load_file(directory / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match="no numbers"):
+        make_runner(directory, SingleRank()).warm_up()

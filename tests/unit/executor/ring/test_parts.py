@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from services.executor.board import RingBoard, RingState
 from services.executor.engine.plan import StepPlan
@@ -117,6 +119,7 @@ def test_a_failed_step_is_over_on_the_board(tmp_path: Path) -> None:
     ring.close()
 
 
+TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a")).to_str()
 SPEC = EngineSpec(block_size=16, num_blocks=8, context_length=64, vocab_size=100)
 
 
@@ -132,7 +135,7 @@ SPEC = EngineSpec(block_size=16, num_blocks=8, context_length=64, vocab_size=100
 def test_the_card_names_the_ends_of_a_sequence(
     tmp_path: Path, generation: dict[str, object] | None, config: dict[str, object], expected: list[int]
 ) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text(TOKENIZER)
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({**generation, "temperature": 0.6}))
@@ -146,8 +149,10 @@ def test_the_card_names_the_ends_of_a_sequence(
     ("files", "message"),
     [
         ({}, "has no tokenizer.json, which gateways need"),
-        ({"tokenizer.json": "{}", "generation_config.json": "{"}, "is not JSON"),
-        ({"tokenizer.json": "{}", "generation_config.json": "[]"}, "is not a JSON object"),
+        ({"tokenizer.json": TOKENIZER, "generation_config.json": "{"}, "is not JSON"),
+        ({"tokenizer.json": TOKENIZER, "generation_config.json": "[]"}, "is not a JSON object"),
+        ({"tokenizer.json": TOKENIZER[:-9]}, "tokenizer.json cannot be used"),
+        ({"tokenizer.json": "{}"}, "tokenizer.json cannot be used"),
     ],
 )
 def test_a_directory_without_its_files_is_said(tmp_path: Path, files: dict[str, str], message: str) -> None:

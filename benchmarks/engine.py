@@ -1,0 +1,144 @@
+"""Step times of the engine alone, in this process: `python -m benchmarks.engine --help`.
+
+What HTTP, NATS and the batcher cost is the difference to `benchmarks.serve`. One rank, no ring; greedy.
+With --profile it prints where a step's time goes, by operator.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.ring import SPIN_COUNT
+from shared.messages import SamplingParams
+
+BLOCK = 16
+DECODES = ((1, 128), (8, 128), (16, 320), (64, 100))
+"""(sequences, tokens in each one's context)"""
+PREFILLS = (64, 256, 512)
+"""Tokens of one prompt."""
+
+
+def decode_plan(sequences: int, context: int) -> StepPlan:
+    """One token for each of `sequences` sequences whose context has `context` tokens, the new one included."""
+    blocks = -(-context // BLOCK)
+    tables = np.arange(sequences * blocks).reshape(sequences, blocks)
+    slots = tables[:, -1] * BLOCK + (context - 1) % BLOCK
+    return StepPlan(
+        step=1,
+        num_decodes=sequences,
+        token_ids=to_bytes([100] * sequences),
+        positions=to_bytes([context - 1] * sequences),
+        slots=to_bytes(slots),
+        query_lens=to_bytes([1] * sequences),
+        context_lens=to_bytes([context] * sequences),
+        block_tables=to_bytes(tables.ravel()),
+        sample_rows=to_bytes(np.arange(sequences)),
+    )
+
+
+def prefill_plan(tokens: int) -> StepPlan:
+    """A whole prompt of `tokens` tokens."""
+    positions = to_bytes(np.arange(tokens))
+    return StepPlan(
+        step=1,
+        num_decodes=0,
+        token_ids=to_bytes([100] * tokens),
+        positions=positions,
+        slots=positions,
+        query_lens=to_bytes([tokens]),
+        context_lens=to_bytes([tokens]),
+        block_tables=to_bytes(np.arange(-(-tokens // BLOCK))),
+        sample_rows=to_bytes([tokens - 1]),
+    )
+
+
+def milliseconds(work: Callable[[], object], rounds: int) -> float:
+    """Median time of `work`, after three rounds that do not count."""
+    times = []
+    for round_ in range(rounds + 3):
+        began = time.perf_counter()
+        work()
+        if round_ >= 3:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+def make_step(directory: Path, dtype_name: str, threads: int) -> Callable[[StepPlan], object]:
+    """A function that runs one step: forward and greedy sampling."""
+    # OpenMP reads its settings when torch is imported; they are the executor's.
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    import torch
+
+    from services.executor.engine.sampling import Sampler
+    from services.executor.engine.sampling_state import SamplingState
+    from services.executor.kv_cache.store import KvStore, StoreShape
+    from services.executor.model.collectives import SingleRank
+    from services.executor.model.loader import load_config, load_model
+    from services.executor.model.runner import ModelRunner
+    from services.executor.model.sharding import ShardLayout
+
+    torch.set_num_threads(threads)
+    device, dtype = torch.device("cpu"), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
+    config = load_config(directory)
+    layout = ShardLayout.from_config(config, 1, 0)
+    model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None)
+    shape = StoreShape(config.num_hidden_layers, BLOCK, layout.kv_heads.size, layout.head_dim, dtype)
+    runner = ModelRunner(model, KvStore(shape, 4096, device), SingleRank(), device)
+    sampler = Sampler()
+
+    def step(plan: StepPlan) -> object:
+        logits = runner.forward(plan)
+        assert logits is not None
+        states = [SamplingState(SamplingParams(temperature=0), [1], []) for _ in range(logits.shape[0])]
+        return sampler.sample(logits, states)
+
+    return step
+
+
+def print_profile(step: Callable[[StepPlan], object], plan: StepPlan, name: str) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(5):
+            step(plan)
+    print(f"\n{name}, 5 steps")
+    print(
+        profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=44)
+    )
+
+
+def main(
+    model: Annotated[
+        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
+    ],
+    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    rounds: Annotated[int, typer.Option(help="Steps to take the median of.", min=1)] = 20,
+    profile: Annotated[bool, typer.Option(help="Also print where the time goes.")] = False,
+) -> None:
+    """Step times of the engine alone."""
+    step = make_step(model, dtype, threads)
+    plans = {f"decode, {n} sequences of {context}": decode_plan(n, context) for n, context in DECODES}
+    plans |= {f"prefill, {tokens} tokens": prefill_plan(tokens) for tokens in PREFILLS}
+    table = Table("step", "ms", "tokens/s")
+    for name, plan in plans.items():
+        taken = milliseconds(lambda plan=plan: step(plan), rounds)  # type: ignore[misc]
+        table.add_row(name, f"{taken:.1f}", f"{len(plan.token_ids) // 4 / taken * 1e3:.0f}")
+    Console().print(table)
+    if profile:
+        for name in (next(iter(plans)), f"decode, {DECODES[-1][0]} sequences of {DECODES[-1][1]}"):
+            print_profile(step, plans[name], name)
+
+
+if __name__ == "__main__":
+    typer.run(main)
