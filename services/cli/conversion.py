@@ -1,6 +1,5 @@
 """GGUF files into model directories: the executor's code does it, in a process of its own."""
 
-import hashlib
 import sys
 import tempfile
 from collections.abc import Callable
@@ -11,34 +10,12 @@ import msgspec
 from services.cli.subprocesses import program
 from shared.errors import ModelLoadError
 
-_SAMPLE_BYTES = 1 << 20
-
 
 class _Report(msgspec.Struct, frozen=True):
     stage: str = ""
     done: int = 0
     total: int = 0
     error: str = ""
-
-
-def cache_name(gguf: Path) -> str:
-    """The directory's name for a GGUF file, the same wherever the file lies.
-
-    It is the rule of `services.executor.model.checkpoints`, so that a file is converted once for both.
-    Raises `ModelLoadError`.
-    """
-    digest = hashlib.sha256()
-    try:
-        size = gguf.stat().st_size
-        with gguf.open("rb") as stream:
-            digest.update(str(size).encode() + stream.read(_SAMPLE_BYTES))
-            stream.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(stream.read())
-    except FileNotFoundError:
-        raise ModelLoadError(f"The GGUF file {gguf} does not exist; check the path.") from None
-    except OSError as error:
-        raise ModelLoadError(f"The file {gguf} cannot be read ({error.strerror}); check the path.") from None
-    return f"{gguf.stem}-{digest.hexdigest()[:12]}"
 
 
 def convert_gguf(gguf: Path, directory: Path, progress: Callable[[str, int, int], None]) -> None:

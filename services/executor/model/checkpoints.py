@@ -4,7 +4,6 @@ A GGUF file is dequantised once into a bf16 safetensors directory beside its tok
 made under a temporary name and renamed when it is whole, so an interrupted conversion is never served.
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from services.executor.model.loader import load_config
 from services.executor.model.weights import WeightFiles
 from shared.errors import ModelLoadError
+from shared.model_cache import converted_name, pulled_name
 
 ConversionProgress = Callable[[str, int, int], None]
 """Called with (stage, stages done, stages in all)."""
@@ -37,7 +37,6 @@ _FETCHED = (
     "vocab.txt",
 )
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_SAMPLE_BYTES = 1 << 20
 
 _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "smollm": {
@@ -57,14 +56,14 @@ def resolve_model(name_or_path: str, cache_dir: Path, progress: ConversionProgre
     `cache_dir` holds converted GGUF files and the models that `ryzanstein models pull` has fetched, under
     their names with `--` for `/`; other hub names go to the hub's own cache. Raises `ModelLoadError`.
     """
-    pulled = cache_dir / name_or_path.replace("/", "--")
+    pulled = cache_dir / pulled_name(name_or_path)
     if (pulled / "config.json").is_file():
         return pulled
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
-        target = cache_dir / _cache_name(path)
+        target = cache_dir / converted_name(path)
         if not target.is_dir():
             convert_gguf(path, target, progress)
         return target
@@ -174,20 +173,6 @@ def _publish(made: Path, target: Path) -> None:
         if not target.is_dir():
             raise
         shutil.rmtree(made)
-
-
-def _cache_name(file: Path) -> str:
-    """A directory name for a GGUF file, the same wherever the file lies. Raises `ModelLoadError`."""
-    digest = hashlib.sha256()
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            digest.update(str(size).encode() + stream.read(_SAMPLE_BYTES))
-            stream.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(stream.read())
-    except OSError as error:
-        raise ModelLoadError(f"The file {file} cannot be read ({error.strerror}); check the path.") from error
-    return f"{file.stem}-{digest.hexdigest()[:12]}"
 
 
 def _fetch(name: str) -> Path:

@@ -186,6 +186,15 @@ async def test_drain_finishes_what_runs_and_leaves(
         assert [(one.code, one.retryable) for one in reply.refused] == [("no_group_available", True)]
         assert (await reader.finish("a"))[0] == expected(1, 0, 40)
         assert await asyncio.wait_for(process.process.wait(), 20) == 0
+        assert "ring_lost" not in process.log.read_text(), "leaving in good order is no loss"
+
+
+async def test_a_token_budget_below_the_batch_is_refused(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, "--max-batch-tokens", "8") as process:
+        assert await asyncio.wait_for(process.process.wait(), 30) == 1
+        assert "error: max_batch_tokens is 8, fewer than max_sequences (64)" in process.log.read_text()
 
 
 async def test_shutdown_hands_back_what_it_cannot_finish(

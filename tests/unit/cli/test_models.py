@@ -14,10 +14,10 @@ import pytest
 
 from services.cli import hub, models
 from services.cli.claim import claimed
-from services.cli.conversion import cache_name
 from services.cli.models import ensure_model, list_models
 from services.cli.wheels import WheelModel
 from shared.errors import ConfigurationError, ModelLoadError
+from shared.model_cache import converted_name
 
 
 def ignore(stage: str, done: int, total: int) -> None:
@@ -202,15 +202,16 @@ def test_a_disk_without_room_is_said(tmp_path: Path, packaged: WheelModel) -> No
     assert "model cache cache cannot take the model tiny (File too large)" in result.stdout, result
 
 
-def test_a_file_is_converted_once_for_command_and_executor(tmp_path: Path) -> None:
-    """Both must find what the other has converted; neither imports the other."""
-    from services.executor.model.checkpoints import _cache_name
-
-    small, large = tmp_path / "small.gguf", tmp_path / "large.Q4_1.gguf"
-    small.write_bytes(b"GGUF")
-    large.write_bytes(os.urandom(3 << 20))
-    for file in (small, large):
-        assert cache_name(file) == _cache_name(file)
+def test_a_converted_file_has_one_name_wherever_it_lies(tmp_path: Path) -> None:
+    """By its size, beginning and end; the command line and the executor take the name from one place."""
+    (tmp_path / "other").mkdir()
+    for size in (0, 10, 3 << 20):
+        first, moved, changed = tmp_path / "m.gguf", tmp_path / "other" / "m.gguf", tmp_path / "changed.gguf"
+        first.write_bytes(b"x" * size)
+        moved.write_bytes(b"x" * size)
+        changed.write_bytes(b"x" * size + b"y")
+        assert converted_name(first) == converted_name(moved)
+        assert converted_name(first).partition("-")[2] != converted_name(changed).partition("-")[2]
 
 
 def test_one_at_a_time_works_in_a_directory(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_what_names_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "weights.bin").touch()
     for name, reason in [
-        (str(tmp_path / "none.gguf"), "cannot be read"),
+        (str(tmp_path / "none.gguf"), "does not exist"),
         (str(tmp_path / "weights.bin"), "neither a model directory nor a .gguf"),
         (str(tmp_path / "none"), "does not exist"),
         ("no-such-owner/no-such-model", "cannot be fetched from the hub"),
