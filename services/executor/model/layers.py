@@ -22,11 +22,18 @@ from services.executor.model.sharding import Span, split_dimension
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """`span` of dimension `dim` of a checkpoint tensor whose size there is `full`."""
+    """`spans` of dimension `dim`, end to end, of a checkpoint tensor whose size there is `full`.
+
+    A plain share is one span; a share of fused projections (q, k and v in one tensor) is one of each.
+    """
 
     dim: int
-    span: Span
+    spans: tuple[Span, ...]
     full: int
+
+    @property
+    def size(self) -> int:
+        return sum(span.size for span in self.spans)
 
 
 class ShardedLayer(nn.Module):
@@ -42,7 +49,7 @@ class ShardedLayer(nn.Module):
     def _hold(self, name: str, like: Tensor, piece: TensorSlice) -> None:
         """Registers parameter `name`: `piece` of `like`, without memory yet."""
         shape = list(like.shape)
-        shape[piece.dim] = piece.span.size
+        shape[piece.dim] = piece.size
         empty = torch.empty(shape, dtype=like.dtype, device="meta")
         self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.slices[name] = piece
@@ -76,10 +83,10 @@ class ColumnParallelLinear(LinearShard):
 
     def __init__(self, linear: nn.Linear, span: Span):
         super().__init__()
-        self._hold("weight", linear.weight, TensorSlice(0, span, linear.out_features))
+        self._hold("weight", linear.weight, TensorSlice(0, (span,), linear.out_features))
         self.register_parameter("bias", None)
         if linear.bias is not None:
-            self._hold("bias", linear.bias, TensorSlice(0, span, linear.out_features))
+            self._hold("bias", linear.bias, TensorSlice(0, (span,), linear.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x)
@@ -94,11 +101,11 @@ class RowParallelLinear(LinearShard):
     def __init__(self, linear: nn.Linear, span: Span, collectives: Collectives):
         super().__init__()
         self._collectives = collectives
-        self._hold("weight", linear.weight, TensorSlice(1, span, linear.in_features))
+        self._hold("weight", linear.weight, TensorSlice(1, (span,), linear.in_features))
         self.register_parameter("bias", None)
         bias: Tensor | None = getattr(linear, "bias", None)
         if bias is not None and collectives.rank == 0:
-            self._hold("bias", bias, TensorSlice(0, Span(0, linear.out_features), linear.out_features))
+            self._hold("bias", bias, TensorSlice(0, (Span(0, linear.out_features),), linear.out_features))
         elif bias is not None:
             self.elsewhere = frozenset({"bias"})
 
@@ -115,7 +122,7 @@ class VocabParallelEmbedding(ShardedLayer):
         super().__init__()
         self._collectives = collectives
         self._span = span
-        self._hold("weight", embedding.weight, TensorSlice(0, span, embedding.num_embeddings))
+        self._hold("weight", embedding.weight, TensorSlice(0, (span,), embedding.num_embeddings))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._collectives.world_size == 1:
@@ -134,7 +141,7 @@ class VocabParallelHead(LinearShard):
         spans = split_dimension(head.out_features, world_size)
         self.widths = [span.size for span in spans]
         """Logits of each rank, in rank order."""
-        piece = TensorSlice(0, spans[rank], head.out_features)
+        piece = TensorSlice(0, (spans[rank],), head.out_features)
         self._hold("weight", head.weight, piece)
         self.register_parameter("bias", None)
         if head.bias is not None:

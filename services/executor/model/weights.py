@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -61,8 +62,10 @@ class WeightFiles:
             if piece is None:
                 tensor = self._slices[name][...]
             else:
-                rows = slice(piece.span.start, piece.span.stop)
-                tensor = self._slices[name][(slice(None),) * piece.dim + (rows,)]
+                lead = (slice(None),) * piece.dim
+                stored = self._slices[name]
+                parts = [stored[(*lead, slice(span.start, span.stop))] for span in piece.spans]
+                tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=piece.dim)
         except (SafetensorError, OSError) as error:
             raise _damaged(self._directory / name, error) from error
         return tensor
