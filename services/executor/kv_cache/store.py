@@ -1,10 +1,11 @@
 """One rank's share of the KV cache: its heads' keys and values, under the ring's block ids.
 
-    layer   [num_blocks, block_size, 2, kv_heads, head_dim]      2: key, value
-            └─ block ─┘ └─ token ──┘
+    layer   [num_blocks, 2, kv_heads, block_size, head_dim]      2: key, value
+            └─ block ─┘    └─ head ─┘ └─ tokens of one head ─┘
     slot    block id * block_size + offset in the block
 
-A block is one contiguous run of bytes with keys beside values, so that one `index_select` fetches both.
+A block is one contiguous run of bytes; so are the tokens of one head in it, which is what attention reads.
+The tensors of the layers never move: kernels may hold pointers to them.
 Who owns which block is decided by the leader's allocator alone; the store only reads and writes.
 Source: Kwon et al., "PagedAttention", https://arxiv.org/abs/2309.06180.
 """
@@ -97,10 +98,8 @@ class KvStore:
         self.num_blocks = num_blocks
         self.device = device
         self._layers = [_zeros(shape, num_blocks, device) for _ in range(shape.num_layers)]
-        self._slots = [
-            layer.view(num_blocks * shape.block_size, 2 * shape.kv_heads, shape.head_dim)
-            for layer in self._layers
-        ]
+        heads = torch.arange(2 * shape.kv_heads, dtype=torch.int64, device=device)
+        self._heads = heads.view(2, 1, shape.kv_heads, 1)
         self._scratch = torch.empty(0, dtype=shape.dtype, device=device)
 
     @property
@@ -112,33 +111,40 @@ class KvStore:
         """Bytes of address space; on a CPU, memory is taken only as blocks are first written."""
         return self.num_blocks * self.shape.bytes_per_block
 
+    def hot(self, layer: int) -> Tensor:
+        """The blocks of `layer` [num_blocks, 2, kv_heads, block_size, head_dim]; contiguous, at one address."""
+        return self._layers[layer]
+
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores `key` and `value` [T, kv_heads, head_dim] of `layer` at `slots` int64 [T]."""
-        self._slots[layer].index_copy_(0, slots, torch.cat((key, value), dim=1))
+        size = self.shape.block_size
+        blocks = slots.div(size, rounding_mode="floor")
+        self._layers[layer].flatten(1, 2)[blocks, :, slots - blocks * size] = torch.cat((key, value), dim=1)
 
     def gather(self, layer: int, blocks: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `blocks`, an int64 [sequences * B] of block tables padded to B blocks.
 
-        Returns views [sequences, kv_heads, B * block_size, head_dim] into a buffer that the next call
-        overwrites.
+        Returns contiguous views [sequences, kv_heads, B * block_size, head_dim] into a buffer that the next
+        call overwrites.
         """
         shape = self.shape
-        rows = self._layers[layer].view(self.num_blocks, -1)
-        out = self._buffer(blocks.shape[0] * rows.shape[1]).view(blocks.shape[0], rows.shape[1])
-        torch.index_select(rows, 0, blocks, out=out)
-        both = out.view(sequences, -1, 2, shape.kv_heads, shape.head_dim)
-        return both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
+        tables = blocks.view(1, sequences, 1, -1)
+        rows = (tables * (2 * shape.kv_heads) + self._heads).flatten()
+        out = self._buffer(rows.shape[0], shape.block_size * shape.head_dim)
+        torch.index_select(self._layers[layer].view(-1, out.shape[1]), 0, rows, out=out)
+        both = out.view(2, sequences, shape.kv_heads, -1, shape.head_dim)
+        return both[0], both[1]
 
-    def _buffer(self, numel: int) -> Tensor:
+    def _buffer(self, rows: int, width: int) -> Tensor:
         # Kept between calls: fresh pages from the system for each gather cost more than the gather.
-        if self._scratch.numel() < numel:
-            self._scratch = torch.empty(numel, dtype=self.shape.dtype, device=self.device)
-        return self._scratch[:numel]
+        if self._scratch.numel() < rows * width:
+            self._scratch = torch.empty(rows * width, dtype=self.shape.dtype, device=self.device)
+        return self._scratch[: rows * width].view(rows, width)
 
 
 def _zeros(shape: StoreShape, num_blocks: int, device: torch.device) -> Tensor:
     """A zeroed layer. Zeroed, because what attention masks must still be finite: 0 * NaN is NaN."""
-    size = (num_blocks, shape.block_size, 2, shape.kv_heads, shape.head_dim)
+    size = (num_blocks, 2, shape.kv_heads, shape.block_size, shape.head_dim)
     if device.type != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=device)
     # numpy asks the system for zeroed pages, which take no memory and no time until they are touched.
