@@ -82,9 +82,9 @@ def make_step(directory: Path, dtype_name: str, threads: int) -> Callable[[StepP
     from services.executor.engine.sampling import Sampler
     from services.executor.engine.sampling_state import SamplingState
     from services.executor.kv_cache.store import KvStore, StoreShape
+    from services.executor.model.backend import make_runner
     from services.executor.model.collectives import SingleRank
     from services.executor.model.loader import load_config, load_model
-    from services.executor.model.runner import ModelRunner
     from services.executor.model.sharding import ShardLayout
 
     torch.set_num_threads(threads)
@@ -93,7 +93,8 @@ def make_step(directory: Path, dtype_name: str, threads: int) -> Callable[[StepP
     layout = ShardLayout.from_config(config, 1, 0)
     model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None)
     shape = StoreShape(config.num_hidden_layers, BLOCK, layout.kv_heads.size, layout.head_dim, dtype)
-    runner = ModelRunner(model, KvStore(shape, 4096, device), SingleRank(), device)
+    store = KvStore(shape, 4096, device)
+    runner = make_runner(model, store, layout.q_heads.size, SingleRank(), device, threads)
     sampler = Sampler()
 
     def step(plan: StepPlan) -> object:

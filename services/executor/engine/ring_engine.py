@@ -27,6 +27,7 @@ from services.executor.kv_cache.store import (
     plan_num_blocks,
 )
 from services.executor.model.checkpoints import resolve_model
+from services.executor.model.backend import make_runner
 from services.executor.model.collectives import Collectives, SingleRank, TorchDistributed
 from services.executor.model.loader import context_length, load_config, load_model
 from services.executor.model.runner import ModelRunner
@@ -170,7 +171,9 @@ class RingMember:
             config.num_hidden_layers, settings.block_size, layout.kv_heads.size, layout.head_dim, dtype
         )
         blocks = _agree_on_blocks(shape, context, settings, device, collectives)
-        runner = ModelRunner(model, KvStore(shape, blocks, device), collectives, device)
+        store = KvStore(shape, blocks, device)
+        threads = thread_count(settings)
+        runner = make_runner(model, store, layout.q_heads.size, collectives, device, threads)
         runner.warm_up()
         collectives.barrier()
         return cls(runner, collectives, EngineSpec(settings.block_size, blocks, context, runner.vocab_size))

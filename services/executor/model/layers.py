@@ -121,14 +121,14 @@ class VocabParallelEmbedding(ShardedLayer):
     def __init__(self, embedding: nn.Embedding, span: Span, collectives: Collectives):
         super().__init__()
         self._collectives = collectives
-        self._span = span
+        self.span = span
         self._hold("weight", embedding.weight, TensorSlice(0, (span,), embedding.num_embeddings))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._collectives.world_size == 1:
             return functional.embedding(token_ids, self.weight)
-        local = token_ids - self._span.start
-        foreign = (local < 0) | (local >= self._span.size)
+        local = token_ids - self.span.start
+        foreign = (local < 0) | (local >= self.span.size)
         rows = functional.embedding(local.masked_fill(foreign, 0), self.weight)
         return self._collectives.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
 

@@ -96,8 +96,6 @@ def load_model(
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-    if can_pack(device, dtype):
-        _pack(model)
     served: nn.Module = model.eval()
     return served
 
@@ -232,9 +230,12 @@ def _read(
             progress(done, total)
 
 
-def _pack(model: nn.Module) -> None:
-    """Packs every linear share in place. The plain weight is let go, unless the embedding shares it: a
+def pack_linears(model: nn.Module) -> None:
+    """Packs every linear share in place, for models that PyTorch runs; does nothing where that gains nothing. The plain weight is let go, unless the embedding shares it: a
     tied head is held twice."""
+    weights = [module.weight for module in model.modules() if isinstance(module, LinearShard)]
+    if not weights or not can_pack(weights[0].device, weights[0].dtype):
+        return
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
         if isinstance(module, LinearShard):

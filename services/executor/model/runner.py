@@ -12,6 +12,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.collectives import Collectives
 from services.executor.model.layers import VocabParallelHead
 from services.executor.model.step_context import StepContext
+from services.executor.native.decoder import NativeDecoder
 from shared.errors import ModelLoadError
 
 
@@ -28,8 +29,17 @@ def _no_progress() -> None:
 class ModelRunner:
     """Runs step plans on one rank's share of a model. Every rank of the ring runs the same plans in order."""
 
-    def __init__(self, model: nn.Module, store: KvStore, collectives: Collectives, device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        store: KvStore,
+        collectives: Collectives,
+        device: torch.device,
+        decoder: NativeDecoder | None = None,
+    ):
+        """`decoder` computes in place of `model` where there is one (see `services.executor.native`)."""
         self._model: Any = model
+        self._decoder = decoder
         self._store = store
         self._collectives = collectives
         self._device = device
@@ -39,6 +49,11 @@ class ModelRunner:
     def vocab_size(self) -> int:
         return sum(self._widths)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the native kernels compute, and not PyTorch."""
+        return self._decoder is not None
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan, on_layer: Callable[[], None] = _no_progress) -> Tensor | None:
         """Computes one step; `on_layer` is called once per layer, as a sign of progress.
@@ -46,23 +61,29 @@ class ModelRunner:
         Returns the logits of `plan.sample_rows`, float32 [R, vocab], on rank 0 and None on the others.
         R may be 0. Raises `shared.errors.RingLost` when another rank is gone.
         """
-        step = StepContext(plan, self._store, on_layer)
-        rows = self._int64(plan.sample_rows)
-        # The model's own forward applies what some do to logits (scaling, soft caps): both work on shares.
-        local = self._model(
-            input_ids=self._int64(plan.token_ids).unsqueeze(0),
-            position_ids=self._int64(plan.positions).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=rows,
-            step=step,
-        ).logits[0]
-        if rows.shape[0] == 0:
+        rows = len(as_int32(plan.sample_rows))
+        local = self._compute(plan, on_layer)
+        if rows == 0:
             return local.new_empty((0, self.vocab_size), dtype=torch.float32) if self._is_leader else None
         parts = self._collectives.gather_to_leader(local, self._widths)
         if parts is None:
             return None
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return whole.float()
+
+    def _compute(self, plan: StepPlan, on_layer: Callable[[], None]) -> Tensor:
+        """This rank's share of the logits [R, vocab share]."""
+        if self._decoder is not None:
+            return self._decoder.forward(plan, on_layer)
+        # The model's own forward applies what some do to logits (scaling, soft caps): both work on shares.
+        local: Tensor = self._model(
+            input_ids=self._int64(plan.token_ids).unsqueeze(0),
+            position_ids=self._int64(plan.positions).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=self._int64(plan.sample_rows),
+            step=StepContext(plan, self._store, on_layer),
+        ).logits[0]
+        return local
 
     def warm_up(self) -> None:
         """Runs one step of two tokens through block 0, which must be free: what cannot run fails here.

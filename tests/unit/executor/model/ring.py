@@ -95,10 +95,10 @@ def make_runner(directory: Path, collectives: Collectives, dtype: torch.dtype = 
 class Script:
     """Steps over sequences of known tokens, each with a block table of blocks scattered over the store."""
 
-    def __init__(self, lengths: Sequence[int], vocab_size: int = 131):
+    def __init__(self, lengths: Sequence[int], vocab_size: int = 131, num_blocks: int = NUM_BLOCKS):
         random = np.random.default_rng(7)
         self.sequences = [random.integers(0, vocab_size, length).tolist() for length in lengths]
-        blocks = random.permutation(NUM_BLOCKS).tolist()
+        blocks = random.permutation(num_blocks).tolist()
         needed = [-(-length // BLOCK_SIZE) for length in lengths]
         starts = np.cumsum(needed) - needed
         self._tables = [blocks[start : start + count] for start, count in zip(starts, needed, strict=True)]

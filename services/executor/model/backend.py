@@ -1,0 +1,53 @@
+"""Decides what computes a rank's steps: the native kernels where they can, else PyTorch."""
+
+from typing import Any
+
+import structlog
+import torch
+
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.collectives import Collectives
+from services.executor.model.loader import pack_linears
+from services.executor.model.runner import ModelRunner
+from services.executor.native.decoder import NativeDecoder, NativeRing
+from services.executor.native.library import load_library, why_not
+from services.executor.native.lowering import CannotLower, lower
+
+log = structlog.get_logger(__name__)
+
+
+def make_runner(
+    model: Any, store: KvStore, q_heads: int, collectives: Collectives, device: torch.device, threads: int
+) -> ModelRunner:
+    """A runner for `model`, which is loaded and not packed. `q_heads`: this rank's; `threads`: of the kernels."""
+    decoder = _native_decoder(model, store, q_heads, collectives, device, threads)
+    if decoder is None:
+        pack_linears(model)
+    return ModelRunner(model, store, collectives, device, decoder)
+
+
+def _native_decoder(
+    model: Any, store: KvStore, q_heads: int, collectives: Collectives, device: torch.device, threads: int
+) -> NativeDecoder | None:
+    if device.type != "cpu":
+        return None
+    try:
+        library = load_library()
+        if library is None:
+            raise CannotLower(why_not())
+        ring = _native_ring(collectives)
+        lowered = lower(model, store.shape.dtype)
+    except CannotLower as reason:
+        log.info("computing_with_pytorch", reason=str(reason))
+        return None
+    log.info("computing_with_native_kernels", threads=threads)
+    return NativeDecoder(library, lowered, store, q_heads, threads, ring)
+
+
+def _native_ring(collectives: Collectives) -> NativeRing | None:
+    if collectives.world_size == 1:
+        return None
+    ring: NativeRing | None = getattr(collectives, "native", None)
+    if ring is None:
+        raise CannotLower("the ranks do not share memory")
+    return ring

@@ -1,0 +1,289 @@
+/* See attention.h. */
+#include "attention.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "gemm.h"
+
+#define LOG2_E 1.44269504f
+
+/* What a thread holds while it works on a tile. */
+typedef struct {
+    bf16 keys[KEYS / PANEL][MAX_HEAD_DIM / 2][PANEL][2];      /* packed: pairs of d by keys */
+    bf16 values[MAX_HEAD_DIM / PANEL][KEYS / 2][PANEL][2];    /* packed: pairs of keys by d */
+    bf16 decoded[2][KEYS][MAX_HEAD_DIM];                      /* compressed keys and values as bf16 */
+    bf16 queries[TILE_QUERIES][MAX_HEAD_DIM];
+    bf16 weights[TILE_QUERIES][KEYS];
+    float scores[TILE_QUERIES][KEYS];
+    float sums[TILE_QUERIES][MAX_HEAD_DIM];
+    float scales[2][KEYS];
+    float largest[TILE_QUERIES], total[TILE_QUERIES];
+    bf16 zeros[MAX_HEAD_DIM];
+} scratch_memory;
+
+size_t rz_attention_scratch(int head_dim)
+{
+    (void)head_dim;
+    return (sizeof(scratch_memory) + 63) / 64 * 64;
+}
+
+/* --- reading blocks ---------------------------------------------------------------------------------- */
+
+RZ_INLINE void decode_int8(const int8_t *codes, int d, bf16 *row)
+{
+    for (int i = 0; i < d; i += LANES) {
+        __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
+        store_bf16(row + i, _mm512_cvtepi32_ps(wide));
+    }
+}
+
+/* e4m3 is float16 with three exponent bits less: moved into its place, it is the value over 2^8. */
+RZ_INLINE void decode_fp8(const uint8_t *codes, int d, bf16 *row)
+{
+    for (int i = 0; i < d; i += LANES) {
+        __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(codes + i)));
+        __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
+        __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
+        __m512 value = _mm512_cvtph_ps(_mm256_or_si256(sign, rest));
+        store_bf16(row + i, _mm512_mul_ps(value, _mm512_set1_ps(256.0f)));
+    }
+}
+
+/* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their scales. */
+static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+                      int first, int count, int which, scratch_memory *scratch, const bf16 **rows)
+{
+    const int size = shape->block_size, d = shape->head_dim;
+    for (int key = 0; key < count;) {
+        int block_index = (first + key) / size, offset = (first + key) % size;
+        long block = part->table[block_index];
+        int here = size - offset < count - key ? size - offset : count - key;
+        long head = which * shape->kv_heads + part->kv_head;
+        float scale = 1.0f;
+        if (block < cache->num_hot) {
+            const bf16 *at = cache->hot + ((block * 2 * shape->kv_heads + head) * size + offset) * d;
+            for (int i = 0; i < here; i++)
+                rows[key + i] = at + (long)i * d;
+        } else {
+            long plane = (block - cache->num_hot) * 2 * shape->kv_heads + head;
+            long at = (plane * size + offset) * d;
+            if (cache->codec != RZ_CODEC_NONE)
+                scale = cache->scales[plane];
+            for (int i = 0; i < here; i++) {
+                bf16 *row = scratch->decoded[which][key + i];
+                if (cache->codec == RZ_CODEC_INT8)
+                    decode_int8((const int8_t *)cache->codes + at + (long)i * d, d, row);
+                else if (cache->codec == RZ_CODEC_FP8)
+                    decode_fp8((const uint8_t *)cache->codes + at + (long)i * d, d, row);
+                else
+                    row = (bf16 *)cache->codes + at + (long)i * d;
+                rows[key + i] = row;
+            }
+        }
+        for (int i = 0; i < here; i++)
+            scratch->scales[which][key + i] = scale;
+        key += here;
+    }
+    for (int key = count; key < KEYS; key++) {
+        rows[key] = scratch->zeros;
+        scratch->scales[which][key] = 0.0f;
+    }
+}
+
+/* 16 rows of 16 pairs become 16 pairs of 16 rows. */
+RZ_INLINE void transpose_pairs(const bf16 *const *rows, int column, int32_t *to, long to_stride)
+{
+    __m512i a[LANES], b[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        a[i] = _mm512_loadu_si512(rows[i] + column);
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    /* a[4g + j] holds column 4q + j of rows 4g .. 4g+3 in its quarter q. */
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
+        __m512i high = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        __m512i low2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        __m512i high2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        _mm512_storeu_si512(to + (0 + j) * to_stride, _mm512_shuffle_i32x4(low, low2, 0x88));
+        _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0x88));
+        _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(low, low2, 0xdd));
+        _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0xdd));
+    }
+}
+
+static void pack_keys(int d, int panels, const bf16 *const *rows, scratch_memory *scratch)
+{
+    for (int group = 0; group < panels * 2; group++) {
+        int32_t *panel = (int32_t *)scratch->keys[group / 2] + group % 2 * LANES;
+        for (int column = 0; column < d; column += 2 * LANES)
+            transpose_pairs(rows + group * LANES, column, panel + column / 2 * PANEL, PANEL);
+    }
+}
+
+/* Interleaves two rows: v0[0] v1[0] v0[1] v1[1] ... */
+static void pack_values(int d, int keys, const bf16 *const *rows, scratch_memory *scratch)
+{
+    const __m512i low = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int key = 0; key < keys; key += 2) {
+        for (int column = 0; column < d; column += PANEL) {
+            __m512i even = _mm512_loadu_si512(rows[key] + column), odd = _mm512_loadu_si512(rows[key + 1] + column);
+            bf16 *to = &scratch->values[column / PANEL][key / 2][0][0];
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
+            _mm512_storeu_si512(to + PANEL, _mm512_permutex2var_epi16(even, high, odd));
+        }
+    }
+}
+
+/* --- scores and weights ------------------------------------------------------------------------------ */
+
+static void multiply(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add)
+{
+    int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int done = 0; tiles; tiles--) {
+        int here = (rows - done + tiles - 1) / tiles;
+        rz_tile(here, x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add);
+        done += here;
+    }
+}
+
+/* Scores of one query become weights; its sums so far are scaled to the new largest score. */
+static void soften(const rz_attention_shape *shape, scratch_memory *scratch, int query, int position, int first_key,
+                   int used)
+{
+    float *scores = scratch->scores[query];
+    const __m512 factor = _mm512_set1_ps(shape->scale * LOG2_E);
+    const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    const int lowest = shape->window ? position - shape->window + 1 - first_key : -1;
+    const __m512i keys = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i newest = _mm512_set1_epi32(position - first_key), oldest = _mm512_set1_epi32(lowest);
+    __m512 values[KEYS / LANES], peak = nothing;
+    for (int i = 0; i < used / LANES; i++) {
+        __m512 value = _mm512_mul_ps(_mm512_loadu_ps(scores + i * LANES), _mm512_loadu_ps(scratch->scales[0] + i * LANES));
+        if (shape->soft_cap > 0) {
+            __m512 capped = tanh_ps(_mm512_mul_ps(value, _mm512_set1_ps(shape->scale / shape->soft_cap)));
+            value = _mm512_mul_ps(capped, _mm512_set1_ps(shape->soft_cap * LOG2_E));
+        } else {
+            value = _mm512_mul_ps(value, factor);
+        }
+        __m512i key = _mm512_add_epi32(keys, _mm512_set1_epi32(i * LANES));
+        __mmask16 seen = _mm512_cmple_epi32_mask(key, newest) & _mm512_cmpge_epi32_mask(key, oldest);
+        values[i] = _mm512_mask_blend_ps(seen, nothing, value);
+        peak = _mm512_max_ps(peak, values[i]);
+    }
+    float before = scratch->largest[query], now = _mm512_reduce_max_ps(peak);
+    if (now <= before)
+        now = before;
+    if (now == -INFINITY) { /* nothing seen yet */
+        memset(scratch->weights[query], 0, (size_t)used * sizeof(bf16));
+        return;
+    }
+    __m512 total = _mm512_setzero_ps(), base = _mm512_set1_ps(now);
+    for (int i = 0; i < used / LANES; i++) {
+        __m512 weight = exp2_ps(_mm512_sub_ps(values[i], base));
+        weight = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(values[i], nothing, _CMP_EQ_OQ), weight, _mm512_setzero_ps());
+        total = _mm512_add_ps(total, weight);
+        store_bf16(scratch->weights[query] + i * LANES, _mm512_mul_ps(weight, _mm512_loadu_ps(scratch->scales[1] + i * LANES)));
+    }
+    float keep = 1.0f;
+    if (now > before) {
+        keep = before == -INFINITY ? 0.0f : exp2f(before - now);
+        scratch->largest[query] = now;
+        __m512 factor_of_sums = _mm512_set1_ps(keep);
+        for (int i = 0; i < shape->head_dim; i += LANES) {
+            float *sum = scratch->sums[query] + i;
+            _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), factor_of_sums));
+        }
+    }
+    scratch->total[query] = scratch->total[query] * keep + _mm512_reduce_add_ps(total);
+}
+
+static void finish(const rz_attention_shape *shape, const rz_attention_part *part, const scratch_memory *scratch)
+{
+    const int d = shape->head_dim;
+    for (int query = 0; query < part->rows * shape->group; query++) {
+        const float *sums = scratch->sums[query];
+        if (part->partial) {
+            float *to = part->partial + (long)query * (d + 2);
+            memcpy(to, sums, (size_t)d * sizeof(float));
+            to[d] = scratch->largest[query];
+            to[d + 1] = scratch->total[query];
+            continue;
+        }
+        bf16 *out = part->out + query / shape->group * part->out_stride + query % shape->group * d;
+        __m512 share = _mm512_set1_ps(scratch->total[query] > 0 ? 1.0f / scratch->total[query] : 0.0f);
+        for (int i = 0; i < d; i += LANES)
+            store_bf16(out + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), share));
+    }
+}
+
+void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, void *memory)
+{
+    scratch_memory *scratch = memory;
+    const int d = shape->head_dim, queries = part->rows * shape->group;
+    const bf16 *rows[KEYS];
+    for (int query = 0; query < queries; query++) {
+        const bf16 *from = part->queries + query / shape->group * part->q_stride + query % shape->group * d;
+        memcpy(scratch->queries[query], from, (size_t)d * sizeof(bf16));
+        memset(scratch->sums[query], 0, (size_t)d * sizeof(float));
+        scratch->largest[query] = -INFINITY;
+        scratch->total[query] = 0.0f;
+    }
+    memset(scratch->zeros, 0, sizeof scratch->zeros);
+    int first = part->first_key;
+    if (shape->window && part->position - shape->window + 1 > first) {
+        int oldest = part->position - shape->window + 1;
+        first = oldest - oldest % shape->block_size;
+    }
+    int newest = part->position + part->rows; /* keys behind it are seen by no row */
+    int last = part->last_key < newest ? part->last_key : newest;
+    for (; first < last; first += KEYS) {
+        int count = last - first < KEYS ? last - first : KEYS;
+        int panels = (count + PANEL - 1) / PANEL, used = panels * PANEL;
+        find_rows(shape, cache, part, first, count, 0, scratch, rows);
+        pack_keys(d, panels, rows, scratch);
+        for (int panel = 0; panel < panels; panel++)
+            multiply(queries, &scratch->queries[0][0], MAX_HEAD_DIM, &scratch->keys[panel][0][0][0], d / 2,
+                     &scratch->scores[0][panel * PANEL], KEYS, 0);
+        find_rows(shape, cache, part, first, count, 1, scratch, rows);
+        pack_values(d, used, rows, scratch);
+        for (int query = 0; query < queries; query++)
+            soften(shape, scratch, query, part->position + query / shape->group, first, used);
+        for (int column = 0; column < d; column += PANEL)
+            multiply(queries, &scratch->weights[0][0], KEYS, &scratch->values[column / PANEL][0][0][0], used / 2,
+                     &scratch->sums[0][column], MAX_HEAD_DIM, 1);
+    }
+    finish(shape, part, scratch);
+}
+
+void rz_merge(const float *partial, int parts, long stride, int head_dim, bf16 *out)
+{
+    float largest = -INFINITY, total = 0.0f;
+    for (int part = 0; part < parts; part++)
+        largest = fmaxf(largest, partial[part * stride + head_dim]);
+    for (int i = 0; i < head_dim; i += LANES) {
+        __m512 sum = _mm512_setzero_ps();
+        total = 0.0f;
+        for (int part = 0; part < parts; part++) {
+            const float *from = partial + part * stride;
+            float weight = from[head_dim] == -INFINITY ? 0.0f : exp2f(from[head_dim] - largest);
+            sum = _mm512_fmadd_ps(_mm512_loadu_ps(from + i), _mm512_set1_ps(weight), sum);
+            total += from[head_dim + 1] * weight;
+        }
+        store_bf16(out + i, _mm512_mul_ps(sum, _mm512_set1_ps(total > 0 ? 1.0f / total : 0.0f)));
+    }
+}

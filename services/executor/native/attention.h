@@ -1,0 +1,64 @@
+/* Attention over paged keys and values, one KV head at a time.
+ *
+ * A tile is some rows of one sequence with all query heads that share a KV head:
+ *
+ *     queries [rows * group, d]  x  keys [64, d]  ─▶  scores [rows * group, 64]  ─▶  online softmax
+ *                                                     weights [rows * group, 64] x values [64, d] ─▶ out
+ *
+ * Keys and values are read block by block through the block table, hot (bf16) or cold (compressed: codes and
+ * one scale per block and head), and packed into the shape that rz_tile reads. Codes of both codecs are
+ * exact in bf16, so a scale is applied once, to scores and to weights.
+ *
+ * Sources: Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135; Kwon et al., "PagedAttention",
+ * https://arxiv.org/abs/2309.06180.
+ */
+#ifndef RZ_ATTENTION_H
+#define RZ_ATTENTION_H
+
+#include "vector.h"
+
+enum {
+    KEYS = 64,          /* keys of a round */
+    TILE_QUERIES = 48,  /* queries of a tile, at most: scores and sums stay in the first cache */
+    MAX_HEAD_DIM = 256,
+};
+
+enum { RZ_CODEC_NONE = 0, RZ_CODEC_INT8 = 1, RZ_CODEC_FP8 = 2 };
+
+/* One layer's keys and values of this rank. Tensors are contiguous. */
+typedef struct {
+    bf16 *hot;           /* [num_hot, 2, kv_heads, block_size, head_dim] */
+    const void *codes;   /* [num_cold, 2, kv_heads, block_size, head_dim]: bytes, or bf16 without a codec */
+    const float *scales; /* [num_cold, 2, kv_heads]; NULL without a codec */
+    long num_hot;
+    int codec;
+} rz_cache;
+
+typedef struct {
+    int kv_heads, group, head_dim, block_size;
+    int window;       /* a key is seen up to this many tokens back; 0: all */
+    float scale;      /* of scores */
+    float soft_cap;   /* cap * tanh(score / cap); 0: none */
+} rz_attention_shape;
+
+/* Part of the work: `rows` rows of a sequence, one KV head, keys [first_key, last_key). */
+typedef struct {
+    const int32_t *table; /* the sequence's block table */
+    const bf16 *queries;  /* first row, first query head of the KV head; rows are q_stride apart */
+    bf16 *out;            /* the same shape; NULL where the part is merged later */
+    float *partial;       /* [rows * group][head_dim + 2]: sums, largest score (base 2), sum of weights; or NULL */
+    long q_stride, out_stride;
+    int rows, kv_head;
+    int position;         /* of the first row */
+    int first_key, last_key;
+} rz_attention_part;
+
+/* Bytes of scratch memory that a thread needs, aligned to 64. */
+size_t rz_attention_scratch(int head_dim);
+
+void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, void *scratch);
+
+/* Merges `parts` partial results of one row and query head, `stride` floats apart, into out [head_dim]. */
+void rz_merge(const float *partial, int parts, long stride, int head_dim, bf16 *out);
+
+#endif

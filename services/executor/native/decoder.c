@@ -1,0 +1,502 @@
+/* See decoder.h. Each stage below is a set of tasks (threads.h); forward() puts them in order. */
+#include "vector.h"
+
+#include "decoder.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention.h"
+#include "gemm.h"
+#include "threads.h"
+#include "workspace.h"
+
+enum {
+    ROWS_OF_TASK = 96,  /* rows of a product's task: they stay in the second cache for a panel */
+    SPLIT_KEYS = 256,   /* keys of a part, at least, where one sequence's attention is split */
+};
+
+struct rz_decoder {
+    rz_model model;
+    rz_threads *threads;
+    rz_workspace space;
+    const rz_step *step;
+    long parts, merges; /* attention parts, and rows to be merged from partial ones */
+    atomic_int failed;
+};
+
+static long least(long a, long b)
+{
+    return a < b ? a : b;
+}
+
+/* --- products ---------------------------------------------------------------------------------------- */
+
+typedef enum { STORE, ADD, ACTIVATE } product_end;
+
+typedef struct {
+    const rz_linear *linear;
+    const bf16 *x;
+    long rows;
+    product_end end;
+    void *out; /* STORE: float32 [rows, outputs]; ADD: float32, added to; ACTIVATE: bf16 [rows, outputs / 2] */
+    float scale, cap;
+    int activation;
+} product;
+
+RZ_INLINE __m512 with_bias(const product *job, const float *sums, long column)
+{
+    __m512 value = _mm512_loadu_ps(sums);
+    return job->linear->bias ? _mm512_add_ps(value, _mm512_loadu_ps(job->linear->bias + column)) : value;
+}
+
+RZ_INLINE __mmask16 lanes_left(long column, long columns)
+{
+    long left = columns - column;
+    return left >= LANES ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
+}
+
+static void end_activate(const product *job, const float *sums, long row, long column)
+{
+    __m512 gate = with_bias(job, sums, column), up = with_bias(job, sums + LANES, column + LANES);
+    gate = job->activation == RZ_SILU ? silu_ps(gate) : gelu_tanh_ps(gate);
+    store_bf16((bf16 *)job->out + row * (job->linear->outputs / 2) + column / 2, _mm512_mul_ps(gate, up));
+}
+
+static void end_float(const product *job, const float *sums, long row, long column)
+{
+    long columns = job->linear->outputs;
+    __m512 scale = _mm512_set1_ps(job->scale);
+    for (int half = 0; half < 2; half++, column += LANES, sums += LANES) {
+        __mmask16 lanes = lanes_left(column, columns);
+        if (!lanes)
+            return;
+        float *to = (float *)job->out + row * columns + column;
+        __m512 value = _mm512_loadu_ps(sums);
+        if (job->linear->bias)
+            value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, job->linear->bias + column));
+        if (job->end == ADD)
+            value = _mm512_fmadd_ps(value, scale, _mm512_maskz_loadu_ps(lanes, to));
+        else
+            value = _mm512_mul_ps(value, scale);
+        if (job->cap > 0) {
+            __m512 cap = _mm512_set1_ps(job->cap);
+            value = _mm512_mul_ps(cap, tanh_ps(_mm512_div_ps(value, cap)));
+        }
+        _mm512_mask_storeu_ps(to, lanes, value);
+    }
+}
+
+static void product_task(void *argument, long task, int thread)
+{
+    (void)thread;
+    const product *job = argument;
+    const long inputs = job->linear->inputs, pairs = (inputs + 1) / 2;
+    const long pieces = (job->rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
+    const long panel = task / pieces, first = task % pieces * ROWS_OF_TASK;
+    const long last = least(first + ROWS_OF_TASK, job->rows);
+    const bf16 *weights = (const bf16 *)job->linear->packed + panel * pairs * 2 * PANEL;
+    float sums[TILE_ROWS * PANEL];
+    long tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS;
+    for (long row = first; tiles; tiles--) {
+        int here = (int)((last - row + tiles - 1) / tiles);
+        rz_tile(here, job->x + row * inputs, inputs, weights, pairs, sums, PANEL, 0);
+        for (int i = 0; i < here; i++) {
+            if (job->end == ACTIVATE)
+                end_activate(job, sums + i * PANEL, row + i, panel * PANEL);
+            else
+                end_float(job, sums + i * PANEL, row + i, panel * PANEL);
+        }
+        row += here;
+    }
+}
+
+static void multiply(rz_decoder *decoder, int thread, product job)
+{
+    long panels = (job.linear->outputs + PANEL - 1) / PANEL, pieces = (job.rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
+    rz_stage(decoder->threads, thread, panels * pieces, product_task, &job);
+}
+
+/* --- embedding, norms -------------------------------------------------------------------------------- */
+
+/* What turns this token's position into an angle, for every set of frequencies. */
+static void rotate_by_position(const rz_decoder *decoder, long token)
+{
+    const rz_model *model = &decoder->model;
+    const long half = model->rotary_dim / 2;
+    const float position = (float)decoder->step->positions[token];
+    for (int set = 0; set < RZ_ROTARIES; set++) {
+        if (!model->frequencies[set])
+            continue;
+        float *cosines = decoder->space.rotations + (set * decoder->space.tokens + token) * model->rotary_dim;
+        for (long i = 0; i < half; i++) {
+            float angle = position * model->frequencies[set][i];
+            cosines[i] = cosf(angle) * model->rotary_scale[set];
+            cosines[half + i] = sinf(angle) * model->rotary_scale[set];
+        }
+    }
+}
+
+static void embed_task(void *argument, long token, int thread)
+{
+    (void)thread;
+    rz_decoder *decoder = argument;
+    const rz_model *model = &decoder->model;
+    const long hidden = model->hidden, row = decoder->step->token_ids[token] - model->vocab_first;
+    float *to = decoder->space.residual + token * hidden;
+    bf16 *raw = decoder->space.normed + token * hidden;
+    if (row < 0 || row >= model->rows_in_embedding) {
+        memset(to, 0, (size_t)hidden * sizeof *to); /* another rank has it */
+    } else {
+        rz_unpack_row(raw, model->embedding, row, hidden);
+        for (long i = 0; i < hidden; i++)
+            to[i] = bf16_to_float(raw[i]) * model->embedding_scale;
+    }
+    rotate_by_position(decoder, token);
+}
+
+typedef struct {
+    rz_decoder *decoder;
+    const float *weight;     /* of the norm; [hidden] */
+    const float *after;      /* norm of what is added first; or NULL */
+    int adds;                /* delta is added to the residual first */
+    const int32_t *rows;     /* of the residual that are wanted; NULL: all */
+} norm;
+
+RZ_INLINE float rms_scale(const float *x, long count, float eps)
+{
+    __m512 sum = _mm512_setzero_ps();
+    for (long i = 0; i < count; i += LANES) {
+        __m512 value = _mm512_maskz_loadu_ps(lanes_left(i, count), x + i);
+        sum = _mm512_fmadd_ps(value, value, sum);
+    }
+    return 1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)count + eps);
+}
+
+static void add_delta(const rz_decoder *decoder, const float *after, float *x, const float *delta)
+{
+    const long hidden = decoder->model.hidden;
+    float scale = decoder->model.residual_scale;
+    if (after)
+        scale *= rms_scale(delta, hidden, decoder->model.eps);
+    for (long i = 0; i < hidden; i++)
+        x[i] += delta[i] * scale * (after ? after[i] : 1.0f);
+}
+
+static void norm_task(void *argument, long task, int thread)
+{
+    (void)thread;
+    const norm *job = argument;
+    const rz_decoder *decoder = job->decoder;
+    const long hidden = decoder->model.hidden, token = job->rows ? job->rows[task] : task;
+    float *x = decoder->space.residual + token * hidden;
+    if (job->adds)
+        add_delta(decoder, job->after, x, decoder->space.delta + token * hidden);
+    __m512 scale = _mm512_set1_ps(rms_scale(x, hidden, decoder->model.eps));
+    bf16 *to = decoder->space.normed + task * hidden;
+    for (long i = 0; i < hidden; i += LANES) {
+        __mmask16 lanes = lanes_left(i, hidden);
+        __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + i), scale);
+        value = _mm512_mul_ps(value, _mm512_maskz_loadu_ps(lanes, job->weight + i));
+        _mm256_mask_storeu_epi16(to + i, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+    }
+}
+
+/* --- attention --------------------------------------------------------------------------------------- */
+
+typedef struct {
+    rz_decoder *decoder;
+    const rz_layer *layer;
+    rz_attention_shape shape;
+    rz_cache cache;
+} attention;
+
+static void norm_head(const float *weight, float eps, float *x, int d)
+{
+    float scale = rms_scale(x, d, eps);
+    for (int i = 0; i < d; i++)
+        x[i] *= scale * weight[i];
+}
+
+static void rotate(const rz_model *model, const float *cosines, float *restrict x)
+{
+    const int half = model->rotary_dim / 2;
+    const float *sines = cosines + half;
+    if (model->rotary_interleaved) {
+        for (int i = 0; i < half; i++) {
+            float a = x[2 * i], b = x[2 * i + 1];
+            x[2 * i] = a * cosines[i] - b * sines[i];
+            x[2 * i + 1] = b * cosines[i] + a * sines[i];
+        }
+        return;
+    }
+    for (int i = 0; i < half; i++) {
+        float a = x[i], b = x[half + i];
+        x[i] = a * cosines[i] - b * sines[i];
+        x[half + i] = b * cosines[i] + a * sines[i];
+    }
+}
+
+static void to_bf16(bf16 *to, const float *from, int count)
+{
+    for (int i = 0; i < count; i += LANES)
+        store_bf16(to + i, _mm512_loadu_ps(from + i));
+}
+
+/* One token: its heads are normed and turned, its keys and values go to the cache. */
+static void place_task(void *argument, long token, int thread)
+{
+    (void)thread;
+    const attention *job = argument;
+    const rz_decoder *decoder = job->decoder;
+    const rz_model *model = &decoder->model;
+    const rz_layer *layer = job->layer;
+    const int d = model->head_dim, heads = model->q_heads + 2 * model->kv_heads, size = model->block_size;
+    const long slot = decoder->step->slots[token], block = slot / size, offset = slot % size;
+    float *x = decoder->space.qkv + token * heads * d;
+    const float *cosines = layer->rotary < 0 ? NULL
+        : decoder->space.rotations + (layer->rotary * decoder->space.tokens + token) * model->rotary_dim;
+    for (int head = 0; head < heads; head++, x += d) {
+        const int turned = head < model->q_heads + model->kv_heads;
+        const float *weight = head < model->q_heads ? layer->query_norm : turned ? layer->key_norm : NULL;
+        if (weight)
+            norm_head(weight, model->eps, x, d);
+        if (turned && cosines)
+            rotate(model, cosines, x);
+        if (head < model->q_heads)
+            to_bf16(decoder->space.queries + (token * model->q_heads + head) * d, x, d);
+        else /* keys, then values: the order of a block's planes */
+            to_bf16((bf16 *)layer->hot + ((block * 2 * model->kv_heads + head - model->q_heads) * size + offset) * d, x, d);
+    }
+}
+
+static void attend_task(void *argument, long task, int thread)
+{
+    const attention *job = argument;
+    const rz_workspace *space = &job->decoder->space;
+    rz_attend(&job->shape, &job->cache, &space->parts[task], space->scratch + space->scratch_piece * (size_t)thread);
+}
+
+/* Partial results lie together: all parts of one row and KV head, after each other. */
+static void merge_task(void *argument, long task, int thread)
+{
+    (void)thread;
+    rz_decoder *decoder = argument;
+    const rz_model *model = &decoder->model;
+    const int d = model->head_dim, group = model->q_heads / model->kv_heads;
+    const rz_attention_part *part = decoder->space.parts;
+    for (long found = -1;; part++) { /* the task-th part that begins a row */
+        found += part->partial && part->first_key == 0;
+        if (found == task)
+            break;
+    }
+    int parts = 1;
+    while (part + parts < decoder->space.parts + decoder->parts && part[parts].partial && part[parts].first_key)
+        parts++;
+    for (int head = 0; head < group; head++)
+        rz_merge(part->partial + (long)head * (d + 2), parts, (long)group * (d + 2), d, part->out + head * d);
+}
+
+static void attend(rz_decoder *decoder, int thread, const rz_layer *layer)
+{
+    const rz_model *model = &decoder->model;
+    attention job = {
+        .decoder = decoder,
+        .layer = layer,
+        .shape = { model->kv_heads, model->q_heads / model->kv_heads, model->head_dim, model->block_size,
+                   layer->window, model->attention_scale, model->attention_cap },
+        .cache = { layer->hot, layer->codes, layer->scales, layer->num_hot, (int)layer->codec },
+    };
+    rz_stage(decoder->threads, thread, decoder->step->tokens, place_task, &job);
+    rz_stage(decoder->threads, thread, decoder->parts, attend_task, &job);
+    if (decoder->merges)
+        rz_stage(decoder->threads, thread, decoder->merges, merge_task, decoder);
+}
+
+/* --- the plan of a step's attention ------------------------------------------------------------------ */
+
+typedef struct {
+    rz_decoder *decoder;
+    long wanted;  /* tasks per thread */
+    long parts, partial, merges;
+} planner;
+
+static void plan_tile(planner *plan, const int32_t *table, int rows, long row, int position, int splits)
+{
+    rz_decoder *decoder = plan->decoder;
+    const rz_model *model = &decoder->model;
+    const int d = model->head_dim, group = model->q_heads / model->kv_heads, keys = position + rows;
+    const long width = (long)model->q_heads * d;
+    for (int head = 0; head < model->kv_heads; head++) {
+        const long column = (long)head * group * d;
+        int size = (keys + splits - 1) / splits;
+        size = (size + KEYS - 1) / KEYS * KEYS;
+        plan->merges += splits > 1;
+        for (int first = 0; first < keys; first += size) {
+            rz_attention_part part = {
+                .table = table,
+                .queries = decoder->space.queries + row * width + column,
+                .out = decoder->space.attended + row * width + column,
+                .q_stride = width,
+                .out_stride = width,
+                .rows = rows,
+                .kv_head = head,
+                .position = position,
+                .first_key = first,
+                .last_key = (int)least(first + size, keys),
+            };
+            if (splits > 1) {
+                part.partial = decoder->space.partial + plan->partial;
+                plan->partial += (long)group * (d + 2);
+            }
+            decoder->space.parts[plan->parts++] = part;
+        }
+    }
+}
+
+static int splits_of(const rz_decoder *decoder, long tiles, int keys)
+{
+    long wanted = 4L * rz_threads_count(decoder->threads);
+    if (rz_threads_count(decoder->threads) == 1 || tiles >= wanted || keys < 2 * SPLIT_KEYS)
+        return 1;
+    return (int)least((wanted + tiles - 1) / tiles, keys / SPLIT_KEYS);
+}
+
+/* Lists the parts of all attention of this step, the longest first as far as that costs nothing: the last
+ * rows of prompts first, decodes at the end. 0 when there is no memory. */
+static int plan_attention(rz_decoder *decoder)
+{
+    const rz_model *model = &decoder->model;
+    const rz_step *step = decoder->step;
+    const int group = model->q_heads / model->kv_heads;
+    const int tile = group < TILE_QUERIES ? TILE_QUERIES / group : 1;
+    long tiles = 0, longest = 0;
+    for (int i = 0; i < step->sequences; i++) {
+        tiles += (long)model->kv_heads * ((step->query_lens[i] + tile - 1) / tile);
+        longest = step->context_lens[i] > longest ? step->context_lens[i] : longest;
+    }
+    int most = splits_of(decoder, tiles, (int)longest);
+    long floats = most > 1 ? tiles * most * group * (model->head_dim + 2) : 0;
+    if (!rz_workspace_reserve(&decoder->space, model, step->tokens, tiles * most, floats))
+        return 0;
+    planner plan = { .decoder = decoder };
+    const int32_t *table = step->block_tables;
+    long row = 0;
+    for (int i = 0; i < step->sequences; i++) {
+        int length = step->query_lens[i], context = step->context_lens[i], begin = context - length;
+        for (int first = (length - 1) / tile * tile; first >= 0; first -= tile) {
+            int splits = length == 1 ? splits_of(decoder, tiles, context) : 1;
+            plan_tile(&plan, table, (int)least(tile, length - first), row + first, begin + first, splits);
+        }
+        row += length;
+        table += (context + model->block_size - 1) / model->block_size;
+    }
+    decoder->parts = plan.parts;
+    decoder->merges = plan.merges;
+    return 1;
+}
+
+/* --- the step ---------------------------------------------------------------------------------------- */
+
+static int sum_over_ranks(rz_decoder *decoder, int thread, float *values)
+{
+    const rz_model *model = &decoder->model;
+    if (!model->ring)
+        return 1;
+    size_t count = (size_t)decoder->step->tokens * (size_t)model->hidden;
+    if (model->sum_over_ranks(model->ring, values, count, thread, rz_threads_count(decoder->threads)))
+        atomic_store(&decoder->failed, 1);
+    rz_stage(decoder->threads, thread, 0, NULL, NULL);
+    return !atomic_load(&decoder->failed);
+}
+
+/* A block's last product: straight into the residual, or into delta where a sum or a norm comes between. */
+static int end_block(rz_decoder *decoder, int thread, const rz_linear *linear, const bf16 *x, const float *after)
+{
+    rz_workspace *space = &decoder->space;
+    const int direct = !decoder->model.ring && !after;
+    multiply(decoder, thread, (product){
+        .linear = linear, .x = x, .rows = decoder->step->tokens, .end = direct ? ADD : STORE,
+        .out = direct ? space->residual : space->delta, .scale = direct ? decoder->model.residual_scale : 1.0f });
+    return direct || sum_over_ranks(decoder, thread, space->delta);
+}
+
+static int run_layer(rz_decoder *decoder, int thread, const rz_layer *layer, const rz_layer *before)
+{
+    rz_workspace *space = &decoder->space;
+    const rz_model *model = &decoder->model;
+    const long tokens = decoder->step->tokens;
+    const float *after = before ? before->after_feed_forward_norm : NULL;
+    norm first = { decoder, layer->attention_norm, after, before && (model->ring || after), NULL };
+    rz_stage(decoder->threads, thread, tokens, norm_task, &first);
+    multiply(decoder, thread, (product){
+        .linear = &layer->qkv, .x = space->normed, .rows = tokens, .end = STORE, .out = space->qkv, .scale = 1.0f });
+    attend(decoder, thread, layer);
+    if (!end_block(decoder, thread, &layer->output, space->attended, layer->after_attention_norm))
+        return 0;
+    after = layer->after_attention_norm;
+    norm second = { decoder, layer->feed_forward_norm, after, model->ring || after, NULL };
+    rz_stage(decoder->threads, thread, tokens, norm_task, &second);
+    multiply(decoder, thread, (product){
+        .linear = &layer->gate_up, .x = space->normed, .rows = tokens, .end = ACTIVATE, .out = space->activated,
+        .activation = model->activation });
+    return end_block(decoder, thread, &layer->down, space->activated, layer->after_feed_forward_norm);
+}
+
+static void forward(void *argument, int thread)
+{
+    rz_decoder *decoder = argument;
+    const rz_model *model = &decoder->model;
+    const rz_step *step = decoder->step;
+    rz_stage(decoder->threads, thread, step->tokens, embed_task, decoder);
+    if (model->embedding_split && !sum_over_ranks(decoder, thread, decoder->space.residual))
+        return;
+    for (int i = 0; i < model->layers; i++) {
+        if (!run_layer(decoder, thread, &model->layer[i], i ? &model->layer[i - 1] : NULL))
+            return;
+        if (thread == 0)
+            step->on_layer();
+    }
+    const float *after = model->layer[model->layers - 1].after_feed_forward_norm;
+    norm last = { decoder, model->final_norm, after, model->ring || after, step->sample_rows };
+    rz_stage(decoder->threads, thread, step->sampled, norm_task, &last);
+    multiply(decoder, thread, (product){
+        .linear = &model->head, .x = decoder->space.normed, .rows = step->sampled, .end = STORE, .out = step->logits,
+        .scale = model->logit_scale, .cap = model->logit_cap });
+}
+
+int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)
+{
+    decoder->step = step;
+    atomic_store(&decoder->failed, 0);
+    /* Twice: the parts hold addresses of what the first call may move. */
+    if (!rz_workspace_reserve(&decoder->space, &decoder->model, step->tokens, 0, 0) || !plan_attention(decoder))
+        return RZ_NO_MEMORY;
+    rz_threads_run(decoder->threads, forward, decoder);
+    return atomic_load(&decoder->failed) ? RZ_RING_LOST : RZ_OK;
+}
+
+rz_decoder *rz_decoder_new(const rz_model *model, int threads)
+{
+    rz_decoder *decoder = calloc(1, sizeof *decoder);
+    if (!decoder)
+        return NULL;
+    decoder->model = *model;
+    decoder->threads = rz_threads_new(threads);
+    if (!decoder->threads || !rz_workspace_new(&decoder->space, model, threads)) {
+        rz_decoder_free(decoder);
+        return NULL;
+    }
+    return decoder;
+}
+
+void rz_decoder_free(rz_decoder *decoder)
+{
+    if (!decoder)
+        return;
+    rz_threads_free(decoder->threads);
+    rz_workspace_free(&decoder->space);
+    free(decoder);
+}

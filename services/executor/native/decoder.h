@@ -1,0 +1,88 @@
+/* The forward pass of a decoder-only transformer over a step plan, in one call.
+ *
+ * Covers layers of one shape, whatever the model is called:
+ *
+ *     x ─┬─ norm ─ qkv ─ (norm per head) ─ rotary ─ attention ─ output ─ (norm) ─ + ─┬─ norm ─ gate·up ─ down ─ (norm) ─ + ─
+ *        └───────────────────────────────────────────────────────────────────────────┘ └──────────────────────────────────┘
+ *
+ * with RMS norms, bf16 weights and activations, a float32 residual stream and float32 sums. What is in brackets is
+ * optional. Models of other shapes run through PyTorch (lowering.py decides).
+ *
+ * Every pointer is the caller's and stays valid as long as the decoder. All sizes are this rank's share.
+ */
+#ifndef RZ_DECODER_H
+#define RZ_DECODER_H
+
+#include <stdint.h>
+
+typedef struct {
+    const void *packed; /* bf16, see gemm.h */
+    const float *bias;  /* [outputs] or NULL */
+    int32_t outputs, inputs;
+} rz_linear;
+
+typedef struct {
+    const float *attention_norm, *feed_forward_norm;             /* [hidden] */
+    const float *after_attention_norm, *after_feed_forward_norm; /* [hidden] or NULL */
+    const float *query_norm, *key_norm;                          /* [head_dim] or NULL */
+    rz_linear qkv;     /* outputs: q heads, k heads, v heads */
+    rz_linear output;  /* outputs: hidden */
+    rz_linear gate_up; /* outputs: gate 0-15, up 0-15, gate 16-31, up 16-31, ... */
+    rz_linear down;    /* outputs: hidden */
+    int32_t rotary;    /* index of the frequencies; -1: none */
+    int32_t window;    /* tokens that are seen back; 0: all */
+    /* the layer's share of the KV cache, see rz_cache */
+    void *hot;
+    const void *codes;
+    const float *scales;
+    int64_t num_hot;
+    int64_t codec;
+} rz_layer;
+
+enum { RZ_SILU = 0, RZ_GELU_TANH = 1 };
+
+enum { RZ_ROTARIES = 2 };
+
+/* Sums `values` over the ranks of the ring, in place; called by all `threads` threads of the rank alike.
+ * Not 0: a rank is gone. */
+typedef int (*rz_sum_over_ranks)(void *ring, float *values, size_t count, int thread, int threads);
+
+typedef struct {
+    int32_t layers, hidden, intermediate, q_heads, kv_heads, head_dim, block_size;
+    int32_t activation;
+    int32_t rotary_dim;         /* of head_dim */
+    int32_t rotary_interleaved; /* pairs (0, 1), (2, 3), ... instead of halves */
+    int32_t embedding_split;    /* the ranks hold different rows of it: they are summed */
+    int32_t vocab_first;        /* token of the first row of the embedding */
+    int32_t rows_in_embedding;  /* rows that this rank holds */
+    float eps, attention_scale, attention_cap, embedding_scale, residual_scale, logit_scale, logit_cap;
+    const float *frequencies[RZ_ROTARIES]; /* [rotary_dim / 2] radians per position */
+    float rotary_scale[RZ_ROTARIES];       /* of cosines and sines */
+    const rz_layer *layer;
+    const float *final_norm;
+    const void *embedding; /* packed like a linear layer: one output per token */
+    rz_linear head;
+    void *ring;            /* NULL: a ring of one */
+    rz_sum_over_ranks sum_over_ranks;
+} rz_model;
+
+/* Arrays as in a StepPlan (engine/plan.py). */
+typedef struct {
+    int32_t tokens, sequences, sampled;
+    const int32_t *token_ids, *positions, *slots, *query_lens, *context_lens, *block_tables, *sample_rows;
+    float *logits;          /* [sampled, head.outputs] */
+    void (*on_layer)(void); /* called by the caller's thread once per layer */
+} rz_step;
+
+typedef struct rz_decoder rz_decoder;
+
+enum { RZ_OK = 0, RZ_NO_MEMORY = 1, RZ_RING_LOST = 2 };
+
+/* NULL when there is no memory. `model` is copied; what it points to is not. */
+rz_decoder *rz_decoder_new(const rz_model *model, int threads);
+void rz_decoder_free(rz_decoder *decoder);
+
+/* Computes one step. Returns RZ_OK or what went wrong. One caller at a time. */
+int rz_decoder_forward(rz_decoder *decoder, const rz_step *step);
+
+#endif

@@ -1,0 +1,168 @@
+"""A rank's forward pass through the native kernels."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.executor.engine.plan import StepPlan
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.layers import LinearShard
+from services.executor.native.library import Layer, LayerCallback, Linear, Model, Step
+from services.executor.native.lowering import (
+    Lowered,
+    LoweredLayer,
+    gate_up_pieces,
+    linears_of,
+    qkv_pieces,
+    vocabulary,
+)
+from services.executor.native.packed import PackedLinear, one_after_another
+from shared.errors import ConfigurationError, RingLost
+
+_INT = 4
+_NO_MEMORY, _RING_LOST = 1, 2
+
+
+class NativeDecoder:
+    """Holds a lowered model's packed weights and runs step plans. Plain weights are let go as they are packed."""
+
+    def __init__(
+        self,
+        library: Any,
+        lowered: Lowered,
+        store: KvStore,
+        q_heads: int,
+        threads: int,
+        ring: "NativeRing | None",
+    ) -> None:
+        """`q_heads`: this rank's. Takes the weights out of the model that was lowered."""
+        self._library = library
+        self._store = store
+        self._kept: list[object] = [lowered.final_norm, lowered.frequencies, ring]
+        self._handle: int | None = None
+        self._shape = store.shape
+        self._layers = (Layer * len(lowered.layers))()
+        for index, layer in enumerate(lowered.layers):
+            self._describe_layer(index, layer, q_heads)
+        self._model = self._describe_model(lowered, q_heads, ring)
+        self.vocab_rows = self._model.head.outputs
+        self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads)
+        if not self._handle:
+            raise ConfigurationError(
+                "There is no memory left for the working space of a step; free some memory."
+            )
+
+    def forward(self, plan: StepPlan, on_layer: Callable[[], None]) -> Tensor:
+        """Computes one step; `on_layer` is called once per layer, as a sign of progress.
+
+        Returns this rank's share of the logits of `plan.sample_rows`, float32 [R, rows of the head].
+        Raises `RingLost` when another rank is gone.
+        """
+        sampled = len(plan.sample_rows) // _INT
+        logits = torch.empty((sampled, self.vocab_rows), dtype=torch.float32)
+        step = Step(
+            tokens=len(plan.token_ids) // _INT,
+            sequences=len(plan.query_lens) // _INT,
+            sampled=sampled,
+            logits=logits.data_ptr(),
+            on_layer=LayerCallback(on_layer),
+            **{name: _address(getattr(plan, name)) for name in _ARRAYS},
+        )
+        result = self._library.rz_decoder_forward(self._handle, ctypes.byref(step))
+        if result == _RING_LOST:
+            raise RingLost("A rank of the ring is gone; the ring is restarted and the request goes on.")
+        if result == _NO_MEMORY:
+            raise ConfigurationError(
+                "There is no memory left for the working space of a step; free some memory."
+            )
+        return logits
+
+    def close(self) -> None:
+        """Ends the threads. Safe to call twice."""
+        if self._handle:
+            self._library.rz_decoder_free(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _describe_layer(self, index: int, layer: LoweredLayer, q_heads: int) -> None:
+        shape, attention, feed_forward = self._shape, layer.attention, layer.feed_forward
+        kv_rows = shape.kv_heads * shape.head_dim
+        into = self._layers[index]
+        into.qkv = self._pack(qkv_pieces(attention, q_heads * shape.head_dim, kv_rows))
+        into.output = self._pack(one_after_another([(attention.o_proj.weight, attention.o_proj.bias)]))  # type: ignore[union-attr, list-item]
+        into.gate_up = self._pack(gate_up_pieces(feed_forward))
+        into.down = self._pack(
+            one_after_another([(feed_forward.down_proj.weight, feed_forward.down_proj.bias)])
+        )  # type: ignore[union-attr, list-item]
+        for linear in linears_of(layer):
+            _let_go(linear)
+        for name, weight in layer.norms.items():
+            setattr(into, name, weight.data_ptr())
+        self._kept.append(layer.norms)
+        into.rotary, into.window = layer.rotary, layer.window
+        hot = self._store.hot(index)
+        into.hot, into.num_hot = hot.data_ptr(), hot.shape[0]
+
+    def _describe_model(self, lowered: Lowered, q_heads: int, ring: "NativeRing | None") -> Model:
+        shape = self._shape
+        rows, first, split = vocabulary(lowered)
+        head = self._pack(one_after_another([(lowered.head.weight, lowered.head.bias)]))
+        tied = rows is lowered.head.weight
+        embedding = head if tied else self._pack(one_after_another([(rows, None)]))
+        _let_go(lowered.head)
+        _let_go(lowered.embedding)
+        model = Model(
+            layers=len(lowered.layers),
+            hidden=head.inputs,
+            intermediate=self._layers[0].down.inputs,
+            q_heads=q_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            activation=lowered.activation,
+            rotary_dim=2 * lowered.frequencies[0][0].shape[0],
+            embedding_split=split,
+            vocab_first=first,
+            rows_in_embedding=embedding.outputs,
+            layer=self._layers,
+            final_norm=lowered.final_norm.data_ptr(),
+            embedding=embedding.packed,
+            head=head,
+            **lowered.scalars,
+        )
+        for index, (frequencies, scale) in enumerate(lowered.frequencies):
+            model.frequencies[index] = frequencies.data_ptr()
+            model.rotary_scale[index] = scale
+        if ring is not None:
+            model.ring, model.sum_over_ranks = ring.handle, ring.function
+        return model
+
+    def _pack(self, pieces: list[Any]) -> Linear:
+        packed = PackedLinear(self._library, pieces)
+        self._kept.append(packed)
+        return packed.describe()
+
+
+_ARRAYS = ("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables", "sample_rows")
+
+
+class NativeRing:
+    """What sums over the ranks: the address of a function and of what it is given, see `decoder.h`."""
+
+    def __init__(self, handle: int, function: int) -> None:
+        self.handle = handle
+        self.function = function
+
+
+def _address(payload: bytes) -> int | None:
+    return ctypes.cast(ctypes.c_char_p(payload), ctypes.c_void_p).value
+
+
+def _let_go(module: nn.Module | LinearShard) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False))

@@ -1,0 +1,126 @@
+/* See gemm.h. */
+#include "gemm.h"
+
+#include <string.h>
+
+RZ_INLINE __m512bh pair_of(const bf16 *x)
+{
+    int32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+}
+
+/* Two pairs of inputs at a time into separate sums where there are few rows, since one sum would wait for
+ * the last product to come out. */
+RZ_INLINE void tile(const int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add)
+{
+    const int unroll = rows <= 4 ? 2 : 1;
+    __m512 sums[TILE_ROWS][2], others[4][2];
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+        sums[row][0] = add ? _mm512_loadu_ps(c + row * ldc) : _mm512_setzero_ps();
+        sums[row][1] = add ? _mm512_loadu_ps(c + row * ldc + LANES) : _mm512_setzero_ps();
+        if (unroll == 2)
+            others[row][0] = others[row][1] = _mm512_setzero_ps();
+    }
+    long pair = 0;
+    for (; pair + unroll <= pairs; pair += unroll) {
+        __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
+        __m512bh right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
+#pragma GCC unroll 12
+        for (int row = 0; row < rows; row++) {
+            __m512bh both = pair_of(x + row * ldx);
+            sums[row][0] = _mm512_dpbf16_ps(sums[row][0], both, left);
+            sums[row][1] = _mm512_dpbf16_ps(sums[row][1], both, right);
+        }
+        if (unroll == 2) {
+            left = (__m512bh)_mm512_loadu_si512(panel + 2 * PANEL);
+            right = (__m512bh)_mm512_loadu_si512(panel + 3 * PANEL);
+#pragma GCC unroll 4
+            for (int row = 0; row < rows; row++) {
+                __m512bh both = pair_of(x + row * ldx + 2);
+                others[row][0] = _mm512_dpbf16_ps(others[row][0], both, left);
+                others[row][1] = _mm512_dpbf16_ps(others[row][1], both, right);
+            }
+        }
+        x += 2 * unroll;
+        panel += 2 * PANEL * unroll;
+    }
+    if (pair < pairs) {
+        __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
+        __m512bh right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
+#pragma GCC unroll 12
+        for (int row = 0; row < rows; row++) {
+            __m512bh both = pair_of(x + row * ldx);
+            sums[row][0] = _mm512_dpbf16_ps(sums[row][0], both, left);
+            sums[row][1] = _mm512_dpbf16_ps(sums[row][1], both, right);
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+        if (unroll == 2) {
+            sums[row][0] = _mm512_add_ps(sums[row][0], others[row][0]);
+            sums[row][1] = _mm512_add_ps(sums[row][1], others[row][1]);
+        }
+        _mm512_storeu_ps(c + row * ldc, sums[row][0]);
+        _mm512_storeu_ps(c + row * ldc + LANES, sums[row][1]);
+    }
+}
+
+#define TILE_OF(n) \
+    static __attribute__((noinline)) void tile_##n( \
+        const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add) \
+    { \
+        tile(n, x, ldx, panel, pairs, c, ldc, add); \
+    }
+
+TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
+TILE_OF(7) TILE_OF(8) TILE_OF(9) TILE_OF(10) TILE_OF(11) TILE_OF(12)
+
+typedef void (*tile_function)(const bf16 *, long, const bf16 *, long, float *, long, int);
+
+static const tile_function TILES[TILE_ROWS + 1] = {
+    NULL, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6, tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
+};
+
+void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add)
+{
+    TILES[rows](x, ldx, panel, pairs, c, ldc, add);
+}
+
+size_t rz_packed_bytes(long outputs, long inputs)
+{
+    size_t panels = (size_t)(outputs + PANEL - 1) / PANEL, pairs = (size_t)(inputs + 1) / 2;
+    return panels * pairs * 2 * PANEL * sizeof(bf16);
+}
+
+RZ_INLINE bf16 *place(bf16 *packed, long output, long pairs)
+{
+    return packed + output / PANEL * pairs * 2 * PANEL + output % PANEL * 2;
+}
+
+void rz_pack(bf16 *packed, const bf16 *weights, long rows, long inputs, long stride, long first, long run, long step)
+{
+    long pairs = (inputs + 1) / 2;
+    /* Eight inputs of every row of a group at a time: whole lines are written while they are in the cache. */
+    for (long begin = 0; begin < rows; begin += LANES) {
+        long end = begin + LANES < rows ? begin + LANES : rows;
+        for (long k = 0; k < inputs; k += 8) {
+            long last = k + 8 < inputs ? k + 8 : inputs;
+            for (long row = begin; row < end; row++) {
+                bf16 *to = place(packed, first + row / run * step + row % run, pairs) + k * PANEL;
+                const bf16 *from = weights + row * stride;
+                for (long i = k; i < last; i++)
+                    to[(i - k) / 2 * 2 * PANEL + (i - k) % 2] = from[i];
+            }
+        }
+    }
+}
+
+void rz_unpack_row(bf16 *row, const bf16 *packed, long output, long inputs)
+{
+    long pairs = (inputs + 1) / 2;
+    const bf16 *from = place((bf16 *)packed, output, pairs);
+    for (long k = 0; k < inputs; k++)
+        row[k] = from[k / 2 * 2 * PANEL + k % 2];
+}

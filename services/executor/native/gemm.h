@@ -1,0 +1,36 @@
+/* Products of bf16 activations with bf16 weights, summed in float32.
+ *
+ *     y[m][n] = sum over k of x[m][k] * w[n][k]
+ *
+ * Weights are packed once, in panels of 32 outputs; a panel holds pairs of inputs, the shape that the
+ * processor's dot-product instruction (vdpbf16ps) reads:
+ *
+ *     panel p   k 0,1 of outputs 32p .. 32p+31 | k 2,3 of outputs 32p .. 32p+31 | ...      4 bytes each
+ *
+ * One tile is up to 12 rows of x by one panel: 24 accumulators stay in registers over all of k.
+ */
+#ifndef RZ_GEMM_H
+#define RZ_GEMM_H
+
+#include "vector.h"
+
+enum {
+    PANEL = 32,     /* outputs of a panel */
+    TILE_ROWS = 12, /* rows of x of a tile, at most */
+};
+
+/* c[rows][PANEL], row stride `ldc`, from `rows` <= TILE_ROWS rows of `x`, row stride `ldx`, both in elements.
+ * `pairs`: k / 2. Adds to what is in c where `add` is set. */
+void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add);
+
+/* Bytes of `outputs` by `inputs` weights, packed; both are rounded up (to 32 and to 2), with zeros. */
+size_t rz_packed_bytes(long outputs, long inputs);
+
+/* Packs `rows` rows of `inputs` weights, row stride `stride` elements. Row i becomes output
+ * first + (i / run) * step + i % run: so gate and up projections can alternate by 16. */
+void rz_pack(bf16 *packed, const bf16 *weights, long rows, long inputs, long stride, long first, long run, long step);
+
+/* Output `output` of packed weights as a row of `inputs` bf16: an embedding. */
+void rz_unpack_row(bf16 *row, const bf16 *packed, long output, long inputs);
+
+#endif

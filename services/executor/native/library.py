@@ -1,0 +1,117 @@
+"""The compiled kernels, as ctypes sees them.
+
+The library is an extension module by its build (setuptools compiles it) and a plain shared library by
+its use: it knows nothing of Python. The structures below mirror `decoder.h`, field by field.
+"""
+
+import ctypes
+import importlib.util
+import os
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_long, c_size_t, c_void_p
+from functools import cache
+from typing import Any
+
+
+MODULE = "services.executor.native._kernels"
+ROTARIES = 2
+DISABLE = "RYZANSTEIN_NATIVE_KERNELS"
+"""Environment variable; `0` turns the kernels off."""
+
+
+class Linear(ctypes.Structure):
+    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int32), ("inputs", c_int32)]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        ("attention_norm", c_void_p),
+        ("feed_forward_norm", c_void_p),
+        ("after_attention_norm", c_void_p),
+        ("after_feed_forward_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("qkv", Linear),
+        ("output", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("rotary", c_int32),
+        ("window", c_int32),
+        ("hot", c_void_p),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("num_hot", c_int64),
+        ("codec", c_int64),
+    ]
+
+
+class Model(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, c_int32)
+            for name in ("layers", "hidden", "intermediate", "q_heads", "kv_heads", "head_dim")
+        ),
+        *((name, c_int32) for name in ("block_size", "activation", "rotary_dim", "rotary_interleaved")),
+        *((name, c_int32) for name in ("embedding_split", "vocab_first", "rows_in_embedding")),
+        *((name, c_float) for name in ("eps", "attention_scale", "attention_cap", "embedding_scale")),
+        *((name, c_float) for name in ("residual_scale", "logit_scale", "logit_cap")),
+        ("frequencies", c_void_p * ROTARIES),
+        ("rotary_scale", c_float * ROTARIES),
+        ("layer", POINTER(Layer)),
+        ("final_norm", c_void_p),
+        ("embedding", c_void_p),
+        ("head", Linear),
+        ("ring", c_void_p),
+        ("sum_over_ranks", c_void_p),
+    ]
+
+
+LayerCallback = ctypes.CFUNCTYPE(None)
+"""Called by the calling thread, once per layer: about a microsecond."""
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        ("tokens", c_int32),
+        ("sequences", c_int32),
+        ("sampled", c_int32),
+        *(
+            (name, c_void_p)
+            for name in ("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables")
+        ),
+        ("sample_rows", c_void_p),
+        ("logits", c_void_p),
+        ("on_layer", LayerCallback),
+    ]
+
+
+@cache
+def load_library() -> Any | None:
+    """The library, or None where it cannot be used: `why_not` says why."""
+    return None if why_not() else _open()
+
+
+@cache
+def why_not() -> str:
+    """Why the kernels cannot be used here; empty where they can."""
+    if os.environ.get(DISABLE) == "0":
+        return f"{DISABLE} is 0"
+    library = _open()
+    if library is None:
+        return "they were not compiled: installing found no C compiler"
+    return "" if library.rz_supported() else "this processor lacks AVX512-BF16"
+
+
+@cache
+def _open() -> Any | None:
+    spec = importlib.util.find_spec(MODULE)
+    if spec is None or spec.origin is None:
+        return None
+    library = ctypes.CDLL(spec.origin)
+    library.rz_supported.restype = c_int
+    library.rz_packed_bytes.argtypes, library.rz_packed_bytes.restype = [c_long, c_long], c_size_t
+    library.rz_pack.argtypes = [c_void_p, c_void_p, *[c_long] * 6]
+    library.rz_decoder_new.argtypes, library.rz_decoder_new.restype = [POINTER(Model), c_int], c_void_p
+    library.rz_decoder_free.argtypes = [c_void_p]
+    library.rz_decoder_forward.argtypes = [c_void_p, POINTER(Step)]
+    library.rz_decoder_forward.restype = c_int
+    return library

@@ -1,0 +1,94 @@
+"""Weights in the order in which the kernels read them (see `gemm.h`)."""
+
+import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.executor.native.library import Linear
+
+GATE_RUN = 16
+"""Gate and up projections alternate by as many outputs: one vector of each meets in registers."""
+_HUGE_PAGE = 2 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a packed weight that come from one tensor: row i goes to `first + i // run * step + i % run`."""
+
+    weight: Tensor
+    """bf16 [rows, in]"""
+    bias: Tensor | None
+    first: int
+    run: int
+    step: int
+
+    def places(self) -> Tensor:
+        """int64 [rows]: where the rows go."""
+        rows = torch.arange(self.weight.shape[0])
+        return self.first + rows // self.run * self.step + rows % self.run
+
+
+def one_after_another(parts: Iterable[tuple[Tensor, Tensor | None]]) -> list[Piece]:
+    """Weights [rows, in] with their biases, end to end."""
+    pieces = []
+    first = 0
+    for weight, bias in parts:
+        rows = weight.shape[0]
+        pieces.append(Piece(weight, bias, first, max(rows, 1), max(rows, 1)))
+        first += rows
+    return pieces
+
+
+def alternating(gate: tuple[Tensor, Tensor | None], up: tuple[Tensor, Tensor | None]) -> list[Piece]:
+    """A gate and an up projection of equally many rows, a multiple of 16, in alternating runs."""
+    return [Piece(*gate, 0, GATE_RUN, 2 * GATE_RUN), Piece(*up, GATE_RUN, GATE_RUN, 2 * GATE_RUN)]
+
+
+class PackedLinear:
+    """A packed weight and its bias, with what owns their memory."""
+
+    def __init__(self, library: Any, pieces: list[Piece]) -> None:
+        self.outputs = sum(piece.weight.shape[0] for piece in pieces)
+        self.inputs = pieces[0].weight.shape[1]
+        self.packed = _huge(library.rz_packed_bytes(self.outputs, self.inputs))
+        for piece in pieces:
+            weight = piece.weight.contiguous()
+            library.rz_pack(
+                self.packed.data_ptr(),
+                weight.data_ptr(),
+                weight.shape[0],
+                self.inputs,
+                weight.stride(0),
+                piece.first,
+                piece.run,
+                piece.step,
+            )
+        self.bias = _joined_bias(pieces, self.outputs)
+
+    def describe(self) -> Linear:
+        """The structure that the kernels take."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return Linear(self.packed.data_ptr(), bias, self.outputs, self.inputs)
+
+
+def _joined_bias(pieces: list[Piece], outputs: int) -> Tensor | None:
+    """float32 [outputs, rounded up to whole panels]"""
+    if all(piece.bias is None for piece in pieces):
+        return None
+    joined = torch.zeros(-(-outputs // 32) * 32)
+    for piece in pieces:
+        if piece.bias is not None:
+            joined[piece.places()] = piece.bias.float()
+    return joined
+
+
+def _huge(size: int) -> Tensor:
+    """Zeroed bytes uint8 [size], in huge pages where the system gives them: weights are read end to end."""
+    memory = mmap.mmap(-1, max(size, 1))
+    if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,31 @@
+/* Memory of a forward pass, kept between steps and grown as batches grow. */
+#ifndef RZ_WORKSPACE_H
+#define RZ_WORKSPACE_H
+
+#include "attention.h"
+#include "decoder.h"
+
+typedef struct {
+    long tokens;      /* that there is room for */
+    float *residual;  /* [tokens, hidden] */
+    float *delta;     /* [tokens, hidden]: what a block adds to it, where a sum or a norm comes between */
+    bf16 *normed;     /* [tokens, hidden] */
+    float *qkv;       /* [tokens, (q + 2 kv heads) * d] */
+    bf16 *queries;    /* [tokens, q heads * d] */
+    bf16 *attended;   /* [tokens, q heads * d] */
+    bf16 *activated;  /* [tokens, intermediate] */
+    float *rotations; /* [RZ_ROTARIES, tokens, rotary_dim]: cosines, then sines */
+    rz_attention_part *parts;
+    long parts_room;
+    float *partial;
+    long partial_room;
+    unsigned char *scratch; /* one piece per thread */
+    size_t scratch_piece;
+} rz_workspace;
+
+/* 0 when there is no memory. */
+int rz_workspace_new(rz_workspace *space, const rz_model *model, int threads);
+int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens, long parts, long partial);
+void rz_workspace_free(rz_workspace *space);
+
+#endif
