@@ -10,7 +10,6 @@ from typing import Any
 from shared.errors import ModelLoadError
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary embeddings whose frequencies follow the longest sequence of a batch: a request's text would
 depend on its neighbours."""
@@ -30,14 +29,8 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "has an encoder"
     if getattr(config, "quantization_config", None):
         yield "comes with quantised weights, which are not read yet"
-    if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
-        yield "is a mixture of experts"
     if getattr(config, "kv_lora_rank", None):
         yield "compresses keys and values (latent attention)"
-    if getattr(config, "attn_logit_softcapping", None):
-        yield "caps attention scores (attn_logit_softcapping)"
-    if getattr(config, "alibi", False):
-        yield "uses linear attention biases (ALiBi)"
     yield from _layer_reasons(config)
     for rope_type in _rope_types(config):
         if rope_type in _BATCH_DEPENDENT_ROPE:
