@@ -28,7 +28,7 @@ from services.executor.model.packing import can_pack, packed_weight
 from services.executor.model.parallel import apply_plan
 from services.executor.model.rewiring import attention_to_build_with
 from services.executor.model.sharding import ShardLayout
-from services.executor.model.support import check_supported
+from services.executor.model.support import check_supported, longest_context
 from services.executor.model.weights import WeightFiles
 from shared.errors import ModelLoadError
 
@@ -68,10 +68,7 @@ def load_config(directory: Path) -> Any:
 
 def context_length(config: Any) -> int:
     """Most tokens of one sequence. Raises `ModelLoadError` where the configuration does not say."""
-    length = getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 1:
-        raise ModelLoadError("The model's config.json has no max_position_embeddings; add it.")
-    return length
+    return longest_context(config)
 
 
 def load_model(

@@ -22,6 +22,20 @@ EXPERTS = {
 }
 SHARED_EXPERTS = {**EXPERTS, "n_routed_experts": 6, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
 
+LONGROPE = {
+    "original_max_position_embeddings": 40,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+        "short_mscale": 1.1,
+        "long_mscale": 1.2,
+        "original_max_position_embeddings": 40,
+    },
+}
+"""For heads of 12; frequencies change beyond 40 tokens, and no sequence of the tests is longer."""
+
 BASE: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 88,
@@ -75,11 +89,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoe": {**EXPERTS, "attention_multiplier": 0.3},
     "granitemoeshared": {**EXPERTS, "shared_intermediate_size": 44},
     "helium": {},
-    "hunyuan_v1_dense": {},
+    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
     "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2},
     "jais2": {},
     "llama": FIVE_HEADS,
     "llama/one_kv_head": {**ONE_KV_HEAD, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "llama/llama3_rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "llama/dynamic_rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
     "minimax_m2": {**EXPERTS, "rotary_dim": 4},
     "ministral": WINDOWS,
     "ministral3": {"sliding_window": 7},
@@ -96,7 +121,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "persimmon": {**FIVE_HEADS, "partial_rotary_factor": 0.5},
     "phi": {"tie_word_embeddings": False, "partial_rotary_factor": 0.5, "qk_layernorm": True},
     "phi3": {"sliding_window": 7},
+    "phi3/longrope": {**ONE_KV_HEAD, **LONGROPE},
     "phimoe": {**EXPERTS, "sliding_window": 7, "lm_head_bias": True, "attention_bias": True},
+    "phimoe/longrope": {**EXPERTS, **ONE_KV_HEAD, **LONGROPE},
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 44, "decoder_sparse_step": 1},
     "qwen3": {"attention_bias": True, **ONE_KV_HEAD},

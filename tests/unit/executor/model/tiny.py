@@ -91,10 +91,3 @@ def logits_of(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
     with torch.inference_mode():
         return [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
 
-
-def decode_script() -> Any:
-    from tests.unit.executor.model.ring import Script
-    script = Script([34, 23])
-    steps = [script.step({0: 11}), script.step({0: 7, 1: 7})]
-    steps += [script.step({0: 1, 1: 1}) for _ in range(16)]
-    return script, steps
