@@ -1,8 +1,8 @@
 """Paged attention in plain PyTorch, reached from transformers' models by name.
 
 Works on any device: blocks are gathered into a dense buffer and handed to
-`scaled_dot_product_attention`. Query heads that share a KV head are laid out as queries of that head,
-so keys and values are never repeated.
+`scaled_dot_product_attention`, or to `scores.py` where that operator cannot express what the model does.
+Query heads that share a KV head are laid out as queries of that head, so keys and values are never repeated.
 
     decodes   q [n, kv heads, group, d]     one batched call per bucket of similar lengths
     prefill   q [kv heads, group, rows, d]  one call per sequence
@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from services.executor.model.scores import KeyBias, ScoreRule, attend_decodes, attend_prefill
 from services.executor.model.step_context import DecodeBatch, PrefillChunk, StepContext
 from shared.errors import ModelLoadError
 
 ATTENTION_NAME = "ryzanstein_paged"
 """No mask function goes by this name, so transformers builds no mask; causality is the matter of this file."""
+
+WINDOW_ATTRIBUTE = "window_of_mask"
+"""Where an attention module that does not pass its sliding window on has it."""
 
 _HARMLESS = frozenset({"position_ids", "cache_position"})
 
@@ -39,13 +42,17 @@ def paged_attention(
     step: StepContext,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    key_bias: KeyBias | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Stores the step's keys and values, then attends over each sequence's whole context.
 
-    `query` [1, q heads, T, d], `key` and `value` [1, kv heads, T, d], all local to this rank. Returns
-    ([1, T, q heads, d], None). Raises `ModelLoadError` when the model asks for what is not supported.
+    `query` [1, q heads, T, d], `key` and `value` [1, kv heads, T, d], all local to this rank; `s_aux`
+    [q heads] are attention sinks, `key_bias` makes linear biases. Returns ([1, T, q heads, d], None).
+    Raises `ModelLoadError` when the model asks for what is not supported.
     """
     _refuse_unsupported(attention_mask, value.shape[-1] == key.shape[-1], others)
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -55,17 +62,20 @@ def paged_attention(
     tokens, heads, width = rows.shape
     grouped = rows.view(tokens, kv_heads, heads // kv_heads, width)
     out = torch.empty(grouped.shape, dtype=query.dtype, device=query.device)
+    sinks = None if s_aux is None else s_aux.view(kv_heads, heads // kv_heads)
+    rule = ScoreRule(width**-0.5 if scaling is None else scaling, softcap, sinks, key_bias)
+    window = getattr(module, WINDOW_ATTRIBUTE, None) if sliding_window is None else sliding_window
     if step.num_decodes:
-        decodes = step.decodes(sliding_window)
-        _attend_decodes(step, layer, decodes, grouped[: step.num_decodes], scaling, out)
-    for chunk in step.prefills(sliding_window):
-        _attend_prefill(step, layer, chunk, grouped, (key[0], value[0]), scaling, out)
+        decodes = step.decodes(window)
+        _attend_decodes(step, layer, decodes, grouped[: step.num_decodes], rule, out)
+    for chunk in step.prefills(window):
+        _attend_prefill(step, layer, chunk, grouped, (key[0], value[0]), rule, out)
     step.on_layer()
     return out.flatten(1, 2).unsqueeze(0), None
 
 
 def _attend_decodes(
-    step: StepContext, layer: int, batch: DecodeBatch, query: Tensor, scaling: float | None, out: Tensor
+    step: StepContext, layer: int, batch: DecodeBatch, query: Tensor, rule: ScoreRule, out: Tensor
 ) -> None:
     """Fills rows [0, D) of `out` [T, kv heads, group, d] from `query` [D, kv heads, group, d]."""
     ordered = query if batch.order is None else query.index_select(0, batch.order)
@@ -73,11 +83,7 @@ def _attend_decodes(
     for bucket in batch.buckets:
         rows = bucket.stop - bucket.start
         keys, values = step.store.gather(layer, bucket.blocks, rows)
-        parts.append(
-            scaled_dot_product_attention(
-                ordered[bucket.start : bucket.stop], keys, values, attn_mask=bucket.mask, scale=scaling
-            )
-        )
+        parts.append(attend_decodes(ordered[bucket.start : bucket.stop], keys, values, bucket.mask, rule))
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)
     if batch.order is None:
         out[: step.num_decodes] = attended
@@ -91,7 +97,7 @@ def _attend_prefill(
     chunk: PrefillChunk,
     query: Tensor,
     fresh: tuple[Tensor, Tensor],
-    scaling: float | None,
+    rule: ScoreRule,
     out: Tensor,
 ) -> None:
     """Fills the chunk's rows of `out` [T, kv heads, group, d]; `fresh` are this step's [kv heads, T, d]."""
@@ -101,15 +107,7 @@ def _attend_prefill(
         keys, values = fresh[0][:, rows], fresh[1][:, rows]
     else:
         keys, values = (part[0] for part in step.store.gather(layer, chunk.blocks, 1))
-    group = queries.shape[1]
-    attended = scaled_dot_product_attention(
-        queries,
-        keys.unsqueeze(1).expand(-1, group, -1, -1),
-        values.unsqueeze(1).expand(-1, group, -1, -1),
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
-        scale=scaling,
-    )
+    attended = attend_prefill(queries, keys, values, chunk.mask, rule)
     out[rows] = attended.permute(2, 0, 1, 3)
 
 
@@ -128,8 +126,6 @@ def _refuse_unsupported(mask: Tensor | None, same_width: bool, others: dict[str,
 
 def _changes_result(name: str, value: object) -> bool:
     """Whether an argument that attention would ignore carries something that its result depends on."""
-    if name == "softcap":
-        return value is not None
     if name == "is_causal":
         return value is False
     return isinstance(value, Tensor) and name not in _HARMLESS

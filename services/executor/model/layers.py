@@ -36,8 +36,42 @@ class TensorSlice:
         return sum(span.size for span in self.spans)
 
 
+_SLICES = "slices"
+_ELSEWHERE = "elsewhere"
+
+
+def hold(module: nn.Module, name: str, like: Tensor, piece: TensorSlice) -> None:
+    """Makes parameter `name` of `module` this rank's `piece` of `like`, without memory yet.
+
+    `module` may be transformers' own: what it holds is noted in it, for `piece_of`.
+    """
+    shape = list(like.shape)
+    shape[piece.dim] = piece.size
+    empty = torch.empty(shape, dtype=like.dtype, device="meta")
+    setattr(module, name, nn.Parameter(empty, requires_grad=False))
+    slices: dict[str, TensorSlice] = module.__dict__.setdefault(_SLICES, {})
+    slices[name] = piece
+
+
+def leave_out(module: nn.Module, name: str) -> None:
+    """Notes that the checkpoint's `name` under `module`'s own is held by other ranks only."""
+    module.__dict__[_ELSEWHERE] = held_elsewhere(module) | {name}
+
+
+def piece_of(module: nn.Module, name: str) -> TensorSlice | None:
+    """What of the checkpoint's tensor of that name `module` holds as parameter `name`; None: all of it."""
+    slices: dict[str, TensorSlice] = module.__dict__.get(_SLICES, {})
+    return slices.get(name)
+
+
+def held_elsewhere(module: nn.Module) -> frozenset[str]:
+    """What the checkpoint holds under `module`'s name that other ranks hold for all."""
+    names: frozenset[str] = module.__dict__.get(_ELSEWHERE, frozenset())
+    return names
+
+
 class ShardedLayer(nn.Module):
-    """A layer that holds part of what the checkpoint stores under its name."""
+    """A layer of our own that holds part of what the checkpoint stores under its name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,14 +79,6 @@ class ShardedLayer(nn.Module):
         """For each parameter of this layer, what of the checkpoint's tensor of that name it holds."""
         self.elsewhere: frozenset[str] = frozenset()
         """Parameters of the checkpoint that another rank holds for all."""
-
-    def _hold(self, name: str, like: Tensor, piece: TensorSlice) -> None:
-        """Registers parameter `name`: `piece` of `like`, without memory yet."""
-        shape = list(like.shape)
-        shape[piece.dim] = piece.size
-        empty = torch.empty(shape, dtype=like.dtype, device="meta")
-        self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        self.slices[name] = piece
 
 
 class LinearShard(ShardedLayer):
@@ -79,14 +105,15 @@ class LinearShard(ShardedLayer):
 
 
 class ColumnParallelLinear(LinearShard):
-    """`span` of a linear layer's outputs. [..., in] -> [..., span]."""
+    """`spans` of a linear layer's outputs, end to end. [..., in] -> [..., spans]."""
 
-    def __init__(self, linear: nn.Linear, span: Span):
+    def __init__(self, linear: nn.Linear, *spans: Span):
         super().__init__()
-        self._hold("weight", linear.weight, TensorSlice(0, (span,), linear.out_features))
+        piece = TensorSlice(0, spans, linear.out_features)
+        hold(self, "weight", linear.weight, piece)
         self.register_parameter("bias", None)
         if linear.bias is not None:
-            self._hold("bias", linear.bias, TensorSlice(0, (span,), linear.out_features))
+            hold(self, "bias", linear.bias, piece)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x)
@@ -101,16 +128,55 @@ class RowParallelLinear(LinearShard):
     def __init__(self, linear: nn.Linear, span: Span, collectives: Collectives):
         super().__init__()
         self._collectives = collectives
-        self._hold("weight", linear.weight, TensorSlice(1, (span,), linear.in_features))
+        hold(self, "weight", linear.weight, TensorSlice(1, (span,), linear.in_features))
         self.register_parameter("bias", None)
         bias: Tensor | None = getattr(linear, "bias", None)
         if bias is not None and collectives.rank == 0:
-            self._hold("bias", bias, TensorSlice(0, (Span(0, linear.out_features),), linear.out_features))
+            hold(self, "bias", bias, TensorSlice(0, (Span(0, linear.out_features),), linear.out_features))
         elif bias is not None:
-            self.elsewhere = frozenset({"bias"})
+            leave_out(self, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         return self._collectives.all_reduce(self.multiply(x))
+
+
+class ColumnParallelConv1D(ShardedLayer):
+    """`spans` of the outputs of a linear layer whose weights lie the other way, [in, out] (GPT-2's Conv1D)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, linear: nn.Module, *spans: Span):
+        super().__init__()
+        weight: Tensor = linear.weight  # type: ignore[assignment]
+        bias: Tensor = linear.bias  # type: ignore[assignment]
+        hold(self, "weight", weight, TensorSlice(1, spans, weight.shape[1]))
+        hold(self, "bias", bias, TensorSlice(0, spans, weight.shape[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.t(), self.bias)
+
+
+class RowParallelConv1D(ShardedLayer):
+    """`span` of the inputs of a Conv1D, summed over the ranks. Rank 0 alone holds the bias."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Module, span: Span, collectives: Collectives):
+        super().__init__()
+        self._collectives = collectives
+        weight: Tensor = linear.weight  # type: ignore[assignment]
+        bias: Tensor = linear.bias  # type: ignore[assignment]
+        hold(self, "weight", weight, TensorSlice(0, (span,), weight.shape[0]))
+        self.register_parameter("bias", None)
+        if collectives.rank == 0:
+            hold(self, "bias", bias, TensorSlice(0, (Span(0, weight.shape[1]),), weight.shape[1]))
+        else:
+            leave_out(self, "bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._collectives.all_reduce(functional.linear(x, self.weight.t(), self.bias))
 
 
 class VocabParallelEmbedding(ShardedLayer):
@@ -122,7 +188,7 @@ class VocabParallelEmbedding(ShardedLayer):
         super().__init__()
         self._collectives = collectives
         self.span = span
-        self._hold("weight", embedding.weight, TensorSlice(0, (span,), embedding.num_embeddings))
+        hold(self, "weight", embedding.weight, TensorSlice(0, (span,), embedding.num_embeddings))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._collectives.world_size == 1:
@@ -142,10 +208,10 @@ class VocabParallelHead(LinearShard):
         self.widths = [span.size for span in spans]
         """Logits of each rank, in rank order."""
         piece = TensorSlice(0, (spans[rank],), head.out_features)
-        self._hold("weight", head.weight, piece)
+        hold(self, "weight", head.weight, piece)
         self.register_parameter("bias", None)
         if head.bias is not None:
-            self._hold("bias", head.bias, piece)
+            hold(self, "bias", head.bias, piece)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.multiply(hidden)

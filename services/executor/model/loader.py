@@ -21,13 +21,14 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.executor.model.attention import ATTENTION_NAME, register_attention
+from services.executor.model.attention import register_attention
 from services.executor.model.collectives import Collectives
-from services.executor.model.layers import LinearShard, ShardedLayer, TensorSlice
+from services.executor.model.layers import LinearShard, TensorSlice, held_elsewhere, piece_of
 from services.executor.model.packing import can_pack, packed_weight
 from services.executor.model.parallel import apply_plan
+from services.executor.model.rewiring import attention_to_build_with
 from services.executor.model.sharding import ShardLayout
-from services.executor.model.support import check_supported
+from services.executor.model.support import check_supported, longest_context
 from services.executor.model.weights import WeightFiles
 from shared.errors import ModelLoadError
 
@@ -67,10 +68,7 @@ def load_config(directory: Path) -> Any:
 
 def context_length(config: Any) -> int:
     """Most tokens of one sequence. Raises `ModelLoadError` where the configuration does not say."""
-    length = getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 1:
-        raise ModelLoadError("The model's config.json has no max_position_embeddings; add it.")
-    return length
+    return longest_context(config)
 
 
 def load_model(
@@ -106,7 +104,7 @@ def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+                config, dtype=dtype, attn_implementation=attention_to_build_with(config), trust_remote_code=False
             )
         model.tie_weights()
     except Exception as error:
@@ -146,8 +144,7 @@ def _plan_reads(model: nn.Module, ties: dict[str, str], files: WeightFiles) -> l
     reads: dict[int, _Read] = {}
     for name, tensor, owner in _wanted(model):
         leaf = name.rpartition(".")[2]
-        piece = owner.slices.get(leaf) if isinstance(owner, ShardedLayer) else None
-        read = reads.setdefault(id(tensor), _Read(tuple(tensor.shape), piece))
+        read = reads.setdefault(id(tensor), _Read(tuple(tensor.shape), piece_of(owner, leaf)))
         read.buffer = not isinstance(tensor, nn.Parameter)
         read.targets.append((owner, leaf))
         read.names += [name, *([ties[name]] if name in ties else [])]
@@ -194,8 +191,7 @@ def _check_leftovers(model: nn.Module, jobs: list[_Read], files: WeightFiles, di
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     known = {name for job in jobs for name in (job.source, *job.names)}
     for name, module in model.named_modules():
-        if isinstance(module, ShardedLayer):
-            known |= {f"{name}.{leaf}" for leaf in module.elsewhere}
+        known |= {f"{name}.{leaf}" for leaf in held_elsewhere(module)}
     known |= {name.removeprefix(prefix) for name in known}
     ignored = [
         re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()

@@ -1,63 +1,49 @@
-"""Splits a transformers model over the ranks of a ring, after the model's own parallel plan.
+"""Splits a transformers model over the ranks of a ring, after its parallel plan (see `plans.py`).
 
-The plan (`base_model_tp_plan`) is read as data: module name patterns and the style of each.
-transformers' own tensor-parallel runtime is not used, because it needs heads that divide evenly.
-A style that is not known here is an error: a layer that is silently replicated computes nonsense
-as soon as its neighbour is split.
+transformers' own tensor-parallel runtime is not used, because it needs heads that divide evenly. Modules
+keep transformers' code and names; their linear layers, norms over heads and experts are replaced by, or
+made, this rank's share, and their head counts become this rank's.
 """
 
-import re
+import copy
 from collections.abc import Iterator, Mapping
-from enum import Enum, auto
 from typing import Any
 
 from torch import nn
 
+from services.executor.model import fused
+from services.executor.model.attention import WINDOW_ATTRIBUTE
 from services.executor.model.collectives import Collectives
+from services.executor.model.experts import split_experts
 from services.executor.model.layers import (
+    ColumnParallelConv1D,
     ColumnParallelLinear,
+    RowParallelConv1D,
     RowParallelLinear,
+    TensorSlice,
     VocabParallelEmbedding,
     VocabParallelHead,
+    hold,
+    piece_of,
 )
+from services.executor.model.norms import WideNorm, keep_head_norms
+from services.executor.model.plans import WINDOW_IN_MASK, Plan, Style, as_regex, plan_for
+from services.executor.model.rewiring import rewire_attention
 from services.executor.model.sharding import ShardLayout, Span
 from shared.errors import ModelLoadError
 
-
-class _Style(Enum):
-    COLUMN = auto()
-    ROW = auto()
-    WHOLE = auto()
-    """Each rank computes all of it."""
-    WHOLE_INSIDE = auto()
-    """Split weights, whole activations: the code around it needs all of them, so only one rank can run it."""
-    EMBEDDING = auto()
-
-
-_STYLES: Mapping[str, _Style] = {
-    "colwise": _Style.COLUMN,
-    "rowwise": _Style.ROW,
-    "colwise_gather_output": _Style.WHOLE_INSIDE,
-    "colwise_rep": _Style.WHOLE_INSIDE,
-    "rowwise_split_input": _Style.WHOLE_INSIDE,
-    "rowwise_rep": _Style.WHOLE_INSIDE,
-    "replicated": _Style.WHOLE,
-    "replicate": _Style.WHOLE,
-    "replicated_with_grad_allreduce": _Style.WHOLE,
-    "embedding_rowwise": _Style.EMBEDDING,
-}
-
 _HEAD_STYLES = frozenset({"colwise_gather_output", "colwise_rep"})
+_LINEAR_KINDS = frozenset({"Linear", "FalconLinear"})
+_CONV1D = "Conv1D"
+"""GPT-2's linear layer, whose weight is [in, out]."""
 
-_QUERY = frozenset({"q_proj"})
-_KEY_VALUE = frozenset({"k_proj", "v_proj"})
-_OUTPUT = frozenset({"o_proj", "out_proj", "dense"})
-_HEAD_COUNT_ATTRIBUTES = {
-    "num_heads": "q_heads",
-    "num_attention_heads": "q_heads",
-    "num_key_value_heads": "kv_heads",
-    "num_kv_heads": "kv_heads",
-}
+_ATTENTION = frozenset({Style.QUERY, Style.KEY_VALUE, Style.OUTPUT, Style.QKV_BLOCKS, Style.QKV_BY_GROUP})
+_FUSED = frozenset({Style.QKV_BLOCKS, Style.QKV_BY_GROUP})
+_ROWS = frozenset({Style.ROW, Style.OUTPUT})
+_Q_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+_Q_WIDTHS = ("split_size", "embed_dim")
+_KV_WIDTHS = ("kv_dim",)
 
 
 def apply_plan(model: nn.Module, config: Any, layout: ShardLayout, collectives: Collectives) -> None:
@@ -66,55 +52,113 @@ def apply_plan(model: nn.Module, config: Any, layout: ShardLayout, collectives: 
     `model` is a transformers causal language model with its parameters on the meta device; `config`
     its text configuration. Raises `ModelLoadError` where the plan cannot be followed.
     """
-    plan = getattr(config, "base_model_tp_plan", None)
-    if not plan:
-        raise ModelLoadError(
-            f"The architecture {config.model_type!r} has no parallel plan in transformers "
-            "and is not served; choose a model of another architecture."
-        )
     tied = _tied_head(model)
     base: nn.Module = model.base_model  # type: ignore[assignment]
-    attentions: dict[str, nn.Module] = {}
-    for name, style in _planned(base, plan):
-        parent, leaf = _parent(base, name)
-        linear = getattr(parent, leaf)
-        if _is_attention_projection(parent, leaf):
-            attentions[name.rpartition(".")[0]] = parent
-        if style is _Style.WHOLE_INSIDE:
-            _refuse_split(config, name, layout)
-        elif style is _Style.COLUMN:
-            span = _column_span(linear, name, parent, layout)
-            setattr(parent, leaf, ColumnParallelLinear(linear, span))
-        elif style is _Style.ROW:
-            span = _row_span(linear, name, parent, layout)
-            setattr(parent, leaf, RowParallelLinear(linear, span, collectives))
-    for name, attention in attentions.items():
-        _localise_attention(attention, name, layout)
-    _check_layers(attentions, config)
+    splitter = _Splitter(base, layout, collectives)
+    attentions: dict[str, bool] = {}
+    """Attention module -> whether its projections are fused."""
+    for name, style in _planned(base, plan_for(config)):
+        if style in _ATTENTION:
+            parent = name.rpartition(".")[0]
+            attentions[parent] = attentions.get(parent, False) or style in _FUSED
+        splitter.split(name, style)
+    modules = {name: base.get_submodule(name) for name in attentions}
+    _check_layers(modules, config)
+    for name, attention in modules.items():
+        _localise_attention(attention, layout, attentions[name])
+        _check_whole(attention, name, layout)
+        if config.model_type in WINDOW_IN_MASK:
+            setattr(attention, WINDOW_ATTRIBUTE, config.sliding_window)
+    rewire_attention(model, config, modules, layout)
     _split_vocabulary(model, layout, collectives, tied)
 
 
-def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, _Style]]:
-    """(module name, style) for each module that the plan names."""
-    patterns = [(re.compile(_as_regex(key)), style) for key, style in plan.items()]
+def _planned(base: nn.Module, plan: Plan) -> Iterator[tuple[str, Style]]:
+    """(name, style) of each module, and of each parameter of its own right, that the plan names."""
+    patterns = [(as_regex(key), style) for key, style in plan.items() if style is not Style.WHOLE]
     names = [name for name, _ in base.named_modules()] + [name for name, _ in base.named_parameters()]
-    modules = {name for name, _ in base.named_modules()}
     for name in names:
-        style_name = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
-        if style_name is None:
-            continue
-        style = _STYLES.get(style_name)
-        if style is None:
-            raise ModelLoadError(
-                f"The model's parallel plan names the style {style_name!r} for {name}, which is not served; "
-                "choose a dense model (mixtures of experts and fused projections are not served yet)."
-            )
-        if name in modules:
+        style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+        if style is not None:
             yield name, style
 
 
-def _as_regex(key: str) -> str:
-    return re.escape(key).replace(r"\*", r"[^.]+")
+class _Splitter:
+    """Makes one module at a time this rank's share."""
+
+    def __init__(self, base: nn.Module, layout: ShardLayout, collectives: Collectives):
+        self._base = base
+        self._layout = layout
+        self._collectives = collectives
+
+    def split(self, name: str, style: Style) -> None:
+        parent, leaf = _parent(self._base, name)
+        module = getattr(parent, leaf)
+        layout = self._layout
+        if style is Style.EXPERTS:
+            if isinstance(module, nn.Module) and next(module.parameters(), None) is not None:
+                split_experts(module, name, layout, self._collectives)
+        elif style is Style.QUERY_HEAD_SCALARS:
+            hold(parent, leaf, module, TensorSlice(0, (layout.q_heads,), layout.total.q_heads))
+        elif style in (Style.QUERY_HEAD_NORM, Style.KEY_HEAD_NORM):
+            heads, total = self._heads(style is Style.QUERY_HEAD_NORM)
+            keep_head_norms(module, name, heads, total)
+        elif style in (Style.QUERY_WIDE_NORM, Style.KEY_WIDE_NORM):
+            if layout.world_size > 1:
+                setattr(parent, leaf, self._wide_norm(module, name, style is Style.QUERY_WIDE_NORM))
+        else:
+            setattr(parent, leaf, self._linear(module, name, style))
+
+    def _heads(self, queries: bool) -> tuple[Span, int]:
+        """(this rank's heads, heads in all)."""
+        layout = self._layout
+        if queries:
+            return layout.q_heads, layout.total.q_heads
+        return layout.kv_heads, layout.total.kv_heads
+
+    def _wide_norm(self, norm: nn.Module, name: str, queries: bool) -> nn.Module:
+        heads, total = self._heads(queries)
+        width = norm.weight.shape[0]  # type: ignore[union-attr,index]
+        _check_width(name, int(width), total * self._layout.head_dim)
+        span = heads.scaled(self._layout.head_dim)
+        return WideNorm(norm, span, queries or self._layout.counts_kv, self._collectives)
+
+    def _linear(self, linear: Any, name: str, style: Style) -> nn.Module:
+        kind = type(linear).__name__
+        if kind not in _LINEAR_KINDS and kind != _CONV1D:
+            raise ModelLoadError(
+                f"The parallel plan splits {name}, which is a {kind} and not a plain linear layer; "
+                "choose a model of another architecture or an unquantised checkpoint."
+            )
+        inputs, outputs = linear.weight.shape if kind == _CONV1D else reversed(linear.weight.shape)
+        if style in _ROWS:
+            span = self._spans(name, style, int(inputs))[0]
+            row = RowParallelConv1D if kind == _CONV1D else RowParallelLinear
+            return row(linear, span, self._collectives)
+        spans = self._spans(name, style, int(outputs))
+        return ColumnParallelConv1D(linear, *spans) if kind == _CONV1D else ColumnParallelLinear(linear, *spans)
+
+    def _spans(self, name: str, style: Style, width: int) -> tuple[Span, ...]:
+        """What this rank holds of a dimension of `width`."""
+        layout, total = self._layout, self._layout.total
+        if style in (Style.COLUMN, Style.ROW):
+            return (layout.dimension(width),)
+        if style is Style.GATE_UP:
+            return fused.halves(layout.dimension(width // 2), width // 2)
+        if style in _FUSED:
+            _check_width(name, width, (total.q_heads + 2 * total.kv_heads) * layout.head_dim)
+            return fused.blocks(layout) if style is Style.QKV_BLOCKS else fused.by_group(layout)
+        heads, count = self._heads(style is not Style.KEY_VALUE)
+        _check_width(name, width, count * layout.head_dim)
+        return (heads.scaled(layout.head_dim),)
+
+
+def _check_width(name: str, width: int, expected: int) -> None:
+    if width != expected:
+        raise ModelLoadError(
+            f"The attention projection or norm {name} is {width} wide where the heads in config.json make "
+            f"{expected}; models whose heads differ in shape are not served."
+        )
 
 
 def _parent(base: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -122,81 +166,36 @@ def _parent(base: nn.Module, name: str) -> tuple[nn.Module, str]:
     return base.get_submodule(path), leaf
 
 
-def _is_attention(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "head_dim", None), int)
+def _localise_attention(attention: Any, layout: ShardLayout, is_fused: bool) -> None:
+    """Makes the head counts that the module's code reads this rank's."""
+    size = layout.head_dim
+    _localise(attention, _Q_HEADS, layout.total.q_heads, layout.q_heads.size)
+    _localise(attention, _KV_HEADS, layout.total.kv_heads, layout.kv_heads.size)
+    attention.num_key_value_groups = layout.q_per_kv
+    if not is_fused:
+        return
+    _localise(attention, _Q_WIDTHS, layout.total.q_heads * size, layout.q_heads.size * size)
+    _localise(attention, _KV_WIDTHS, layout.total.kv_heads * size, layout.kv_heads.size * size)
+    if hasattr(attention, "config"):
+        # Some find their heads in the configuration, which other modules share and which speaks of the whole.
+        attention.config = copy.copy(attention.config)
+        _localise(attention.config, _Q_HEADS, layout.total.q_heads, layout.q_heads.size)
 
 
-def _is_attention_projection(parent: nn.Module, leaf: str) -> bool:
-    return _is_attention(parent) and leaf.endswith(("_proj", "dense"))
+def _localise(owner: Any, names: tuple[str, ...], whole: int, local: int) -> None:
+    for name in names:
+        if getattr(owner, name, None) == whole:
+            setattr(owner, name, local)
 
 
-def _column_span(linear: object, name: str, parent: nn.Module, layout: ShardLayout) -> Span:
-    width = _linear(linear, name).out_features
-    leaf = name.rpartition(".")[2]
-    if not _is_attention(parent):
-        return layout.dimension(width)
-    if leaf in _QUERY:
-        return _head_span(name, width, layout, layout.q_heads, layout.total.q_heads)
-    if leaf in _KEY_VALUE:
-        return _head_span(name, width, layout, layout.kv_heads, layout.total.kv_heads)
-    raise _unknown_projection(name)
-
-
-def _row_span(linear: object, name: str, parent: nn.Module, layout: ShardLayout) -> Span:
-    width = _linear(linear, name).in_features
-    leaf = name.rpartition(".")[2]
-    if not _is_attention(parent):
-        return layout.dimension(width)
-    if leaf in _OUTPUT:
-        return _head_span(name, width, layout, layout.q_heads, layout.total.q_heads)
-    raise _unknown_projection(name)
-
-
-def _head_span(name: str, width: int, layout: ShardLayout, heads: Span, total: int) -> Span:
-    if width != total * layout.head_dim:
-        raise ModelLoadError(
-            f"The attention projection {name} is {width} wide where {total} heads of {layout.head_dim} "
-            "need another width; models whose heads differ in shape are not served."
-        )
-    return heads.scaled(layout.head_dim)
-
-
-def _unknown_projection(name: str) -> ModelLoadError:
-    return ModelLoadError(
-        f"The attention projection {name} is none of q, k, v and output, so it cannot be split by heads; "
-        "choose a model with separate projections."
-    )
-
-
-def _linear(module: object, name: str) -> nn.Linear:
-    if type(module) is not nn.Linear:
-        raise ModelLoadError(
-            f"The parallel plan splits {name}, which is a {type(module).__name__} and not a plain linear layer; "
-            "choose a model of another architecture or an unquantised checkpoint."
-        )
-    return module
-
-
-def _refuse_split(config: Any, name: str, layout: ShardLayout) -> None:
-    if layout.world_size > 1:
-        raise ModelLoadError(
-            f"The architecture {config.model_type!r} needs the whole output of {name} on every rank "
-            "(fused projections or norms over all heads) and cannot be split; serve it with --tp 1."
-        )
-
-
-def _localise_attention(attention: nn.Module, name: str, layout: ShardLayout) -> None:
-    """Makes the module's own head counts local, and refuses what is left in it that spans all heads."""
-    for attribute, heads in _HEAD_COUNT_ATTRIBUTES.items():
-        if getattr(attention, attribute, None) == getattr(layout.total, heads):
-            setattr(attention, attribute, getattr(layout, heads).size)
-    attention.num_key_value_groups = layout.q_per_kv  # type: ignore[assignment]
+def _check_whole(attention: nn.Module, name: str, layout: ShardLayout) -> None:
+    """Refuses an attention in which a parameter that no rank splits spans several heads."""
     if layout.world_size == 1:
         return
     for parameter_name, parameter in attention.named_parameters():
-        owner = attention.get_submodule(parameter_name.rpartition(".")[0])
-        split_here = isinstance(owner, ColumnParallelLinear | RowParallelLinear)
-        if not split_here and tuple(parameter.shape) != (layout.head_dim,):
+        path, _, leaf = parameter_name.rpartition(".")
+        owner = attention.get_submodule(path)
+        if piece_of(owner, leaf) is None and tuple(parameter.shape) not in ((layout.head_dim,), (1,), ()):
             raise ModelLoadError(
                 f"The parameter {name}.{parameter_name} spans several heads and cannot be split over ranks; "
                 "serve this model with --tp 1."
@@ -217,16 +216,15 @@ def _tied_head(model: Any) -> bool:
 
 
 def _split_vocabulary(model: Any, layout: ShardLayout, collectives: Collectives, tied: bool) -> None:
-    head_name = _name_of(model, model.get_output_embeddings())
+    output = model.get_output_embeddings()
+    head_name = _name_of(model, output)
     style = str((getattr(model, "_tp_plan", None) or {}).get(head_name, "colwise_gather_output"))
-    if style not in _HEAD_STYLES:
+    if style not in _HEAD_STYLES or type(output) is not nn.Linear:
         raise ModelLoadError(
-            f"The model's parallel plan names the style {style!r} for its output layer {head_name}, "
+            f"The model's output layer {head_name} is a {type(output).__name__} of the parallel style {style!r}, "
             "which is not served; choose a model of another architecture."
         )
-    head = VocabParallelHead(
-        _linear(model.get_output_embeddings(), head_name), layout.rank, layout.world_size
-    )
+    head = VocabParallelHead(output, layout.rank, layout.world_size)
     embedding = model.get_input_embeddings()
     # An embedding that does more than look up (a scaled one) keeps all rows on every rank.
     if type(embedding) is nn.Embedding:

@@ -48,7 +48,7 @@ class HeadCounts:
     def from_config(cls, config: object) -> "HeadCounts":
         """Reads a transformers text configuration. Raises `ModelLoadError` where heads are not uniform."""
         q_heads = _count(config, "num_attention_heads")
-        kv_heads = _count(config, "num_key_value_heads", default=q_heads)
+        kv_heads = _kv_heads(config, q_heads)
         head_dim = getattr(config, "head_dim", None)
         if head_dim is None:
             hidden = _count(config, "hidden_size")
@@ -110,6 +110,13 @@ class ShardLayout:
         """q heads of this rank for each of its KV heads."""
         return self.q_heads.size // self.kv_heads.size
 
+    @property
+    def counts_kv(self) -> bool:
+        """Whether this rank is the first of those that hold its KV heads: where each head counts once."""
+        if self.rank == 0:
+            return True
+        return ShardLayout.of(self.total, self.world_size, self.rank - 1).kv_heads != self.kv_heads
+
     def dimension(self, size: int) -> Span:
         """This rank's span of a plain dimension (MLP width, vocabulary) of `size`.
 
@@ -151,6 +158,13 @@ def _replicated_heads(kv_heads: int, group: int, world_size: int, rank: int) -> 
             first = head * group
             return Span(first + share.start, first + share.stop), Span(head, head + 1)
     raise AssertionError("every rank holds a KV head")
+
+
+def _kv_heads(config: object, q_heads: int) -> int:
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    name = "num_kv_heads" if getattr(config, "num_key_value_heads", None) is None else "num_key_value_heads"
+    return _count(config, name, default=q_heads)
 
 
 def _count(config: object, name: str, default: int | None = None) -> int:

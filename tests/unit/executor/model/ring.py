@@ -104,8 +104,13 @@ class Script:
         self._tables = [blocks[start : start + count] for start, count in zip(starts, needed, strict=True)]
         self._done = [0] * len(lengths)
 
-    def step(self, tokens: dict[int, int], sample: bool = True) -> tuple[StepPlan, list[tuple[int, int]]]:
-        """(the plan that computes `tokens` {sequence: count}, decodes first; [(sequence, position)] sampled)."""
+    def step(
+        self, tokens: dict[int, int], sample: bool = True, every_token: bool = False
+    ) -> tuple[StepPlan, list[tuple[int, int]]]:
+        """(the plan that computes `tokens` {sequence: count}, decodes first; [(sequence, position)] sampled).
+
+        Sampled is the last token of each sequence, or every token.
+        """
         order = sorted(tokens, key=lambda sequence: tokens[sequence] > 1)
         ids, positions, slots, contexts, tables, rows, sampled = [], [], [], [], [], [], []
         for sequence in order:
@@ -118,8 +123,9 @@ class Script:
             contexts.append(end)
             tables += table[: -(-end // BLOCK_SIZE)]
             if sample:
-                rows.append(len(ids) - 1)
-                sampled.append((sequence, end - 1))
+                first = begin if every_token else end - 1
+                rows += range(len(ids) - (end - first), len(ids))
+                sampled += [(sequence, position) for position in range(first, end)]
         plan = StepPlan(
             step=1,
             num_decodes=sum(tokens[sequence] == 1 for sequence in order),
@@ -145,3 +151,11 @@ def mixed_script() -> tuple[Script, list[tuple[StepPlan, list[tuple[int, int]]]]
         script.step({3: 1, 2: 1, 0: 1, 1: 1}),
     ]
     return script, steps
+
+
+def decode_script() -> tuple[Script, list[tuple[StepPlan, list[tuple[int, int]]]]]:
+    """Prefill in two chunks, then 16 decode steps; other sequences join on the way. Every token is sampled."""
+    script = Script([34, 23, 20])
+    joins = [{0: 11}, {0: 7, 1: 7}, {0: 1, 1: 1, 2: 5}]
+    decodes = [{0: 1, 1: 1, 2: 1}] * 15
+    return script, [script.step(tokens, every_token=True) for tokens in joins + decodes]

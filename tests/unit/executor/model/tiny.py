@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 BASE = {
@@ -58,3 +59,35 @@ def reference_logits(directory: Path, sequences: list[list[int]]) -> list[torch.
     )
     with torch.inference_mode():
         return [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
+
+
+def build(name: str, settings: dict[str, Any]) -> Any:
+    """A random fp32 model of the architecture `name` (`model_type` or `model_type/form`)."""
+    config = CONFIG_MAPPING[name.partition("/")[0]](**settings)
+    torch.manual_seed(0)
+    # Falcon's eager attention adds its linear biases twice; its other one adds them once.
+    attention = "sdpa" if config.model_type == "falcon" else "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                spread = torch.randn(tensor.shape)
+                tensor.copy_(1 + 0.1 * spread if "norm" in key or "ln_" in key else 0.12 * spread)
+    return model.eval()
+
+
+def save(model: Any, directory: Path) -> None:
+    """Saves `model` in the directory format of the real ones, its tensors under the names they have in memory."""
+    model.config.save_pretrained(str(directory))
+    tensors: dict[int, str] = {}
+    for name, tensor in model.state_dict().items():
+        tensors.setdefault(tensor.data_ptr(), name)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in tensors.values()}
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def logits_of(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """The model's own logits for each whole sequence: float32 [tokens, vocab] each."""
+    with torch.inference_mode():
+        return [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
+

@@ -1,0 +1,79 @@
+"""Splits a mixture of experts: every rank holds a span of the inner width of each expert.
+
+transformers keeps the experts of a layer as two parameters of three dimensions. Their layout is named by the
+module itself:
+
+    gate_up_proj   [experts, 2 * inner, hidden]     is_transposed: [experts, hidden, 2 * inner]
+                    [gate | up] along it            not is_concatenated: gate and up values take turns
+    down_proj      [experts, hidden, inner]         is_transposed: [experts, inner, hidden]
+
+The router is whole on every rank, so all ranks choose the same experts. What they compute is summed once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.executor.model.collectives import Collectives
+from services.executor.model.fused import halves
+from services.executor.model.layers import TensorSlice, hold, leave_out
+from services.executor.model.sharding import ShardLayout, Span
+from shared.errors import ModelLoadError
+
+_PARAMETERS = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
+
+
+def split_experts(experts: Any, name: str, layout: ShardLayout, collectives: Collectives) -> None:
+    """Makes the module `experts` (called `name`) hold this rank's span, in place.
+
+    Raises `ModelLoadError` when it holds its experts in a way that is not known.
+    """
+    held = {leaf for leaf, _ in experts.named_parameters()}
+    if "down_proj" not in held or not held <= _PARAMETERS or not hasattr(experts, "is_transposed"):
+        raise ModelLoadError(
+            f"The experts {name} hold {', '.join(sorted(held)) or 'nothing'}, a form that is not served; "
+            "choose a model of another architecture."
+        )
+    if layout.world_size == 1:
+        return
+    transposed = bool(experts.is_transposed)
+    inner_dim = 1 if transposed else 2
+    inner = experts.down_proj.shape[inner_dim]
+    span = layout.dimension(inner)
+    _hold_inputs(experts, span, inner, transposed)
+    hold(experts, "down_proj", experts.down_proj, TensorSlice(inner_dim, (span,), inner))
+    if "down_proj_bias" in held and layout.rank > 0:
+        _drop_bias(experts)
+    experts.register_forward_hook(_sum_over_ranks(collectives))
+
+
+def _hold_inputs(experts: Any, span: Span, inner: int, transposed: bool) -> None:
+    """The share of the projections into the experts: gate and up, or up alone."""
+    gated = hasattr(experts, "gate_up_proj")
+    leaf, full = ("gate_up_proj", 2 * inner) if gated else ("up_proj", inner)
+    if not gated:
+        spans: tuple[Span, ...] = (span,)
+    elif experts.is_concatenated:
+        spans = halves(span, inner)
+    else:
+        spans = (span.scaled(2),)
+    hold(experts, leaf, getattr(experts, leaf), TensorSlice(2 if transposed else 1, spans, full))
+    bias = f"{leaf}_bias"
+    if hasattr(experts, bias):
+        hold(experts, bias, getattr(experts, bias), TensorSlice(1, spans, full))
+
+
+def _drop_bias(experts: Any) -> None:
+    """Zeros in place of the outputs' bias, which rank 0 alone adds: on every rank it would count once for each."""
+    bias: Tensor = experts.down_proj_bias
+    del experts.down_proj_bias
+    experts.register_buffer("down_proj_bias", torch.zeros(bias.shape, dtype=bias.dtype), persistent=False)
+    leave_out(experts, "down_proj_bias")
+
+
+def _sum_over_ranks(collectives: Collectives):  # type: ignore[no-untyped-def]
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return collectives.all_reduce(output.contiguous())
+
+    return hook

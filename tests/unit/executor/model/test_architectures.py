@@ -1,0 +1,89 @@
+"""Every architecture that is served, against transformers' own forward: same weights, same tokens, same logits."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.executor.model.catalogue import PROVEN_ERROR, PROVEN_RANKS, SERVED, document
+from services.executor.model.collectives import Collectives
+from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
+from tests.unit.executor.model.ring import decode_script, make_runner, on_ring
+from tests.unit.executor.model.tiny import build, logits_of, save
+
+Logits = dict[tuple[int, int], torch.Tensor]
+"""By (sequence, position)."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A saved model and what transformers computes with it."""
+
+    directory: Path
+    expected: list[torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Proof:
+    directory = tmp_path_factory.mktemp(request.param.replace("/", "-"))
+    model = build(request.param, settings_of(request.param))
+    expected = logits_of(model, decode_script()[0].sequences)
+    save(model, directory)
+    return Proof(directory, expected)
+
+
+def served(proof: Proof, ranks: int, dtype: torch.dtype) -> Logits:
+    """What a ring computes: prefill in chunks and decodes, over the paged cache."""
+    steps = decode_script()[1]
+
+    def work(collectives: Collectives) -> list[torch.Tensor | None]:
+        runner = make_runner(proof.directory, collectives, dtype)
+        runner.warm_up()
+        return [runner.forward(plan) for plan, _ in steps]
+
+    results = on_ring(ranks, work)[0]
+    logits: Logits = {}
+    for (_, sampled), rows in zip(steps, results, strict=True):
+        assert rows is not None
+        logits.update(zip(sampled, rows, strict=True))
+    return logits
+
+
+@pytest.mark.parametrize("ranks", PROVEN_RANKS)
+def test_logits_equal_transformers(proof: Proof, ranks: int) -> None:
+    assert proof.expected[0].std() > 0.1, "logits too flat for the comparison to mean anything"
+    logits = served(proof, ranks, torch.float32)
+    assert len(logits) == 34 + 23 + 20
+    error = max(
+        float((row - proof.expected[sequence][position]).abs().max())
+        for (sequence, position), row in logits.items()
+    )
+    assert error < PROVEN_ERROR
+
+
+def test_bfloat16_stays_close_to_transformers(proof: Proof) -> None:
+    logits = served(proof, 2, torch.bfloat16)
+    close = [
+        torch.nn.functional.cosine_similarity(row, proof.expected[sequence][position], dim=0) > 0.99
+        for (sequence, position), row in logits.items()
+    ]
+    # A router may choose another expert for a token whose scores nearly tie, and its text is then another.
+    assert sum(close) >= 0.9 * len(close)
+
+
+def test_every_architecture_that_is_served_is_proven() -> None:
+    assert {name.partition("/")[0] for name in ARCHITECTURES} == set(SERVED)
+
+
+def test_documentation_is_what_the_command_prints() -> None:
+    page = Path(__file__).parents[4] / "docs" / "models.md"
+    assert page.read_text(encoding="utf-8") == document(), (
+        "run: python -m services.executor.model.catalogue > docs/models.md"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-m", "services.executor.model.catalogue"], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == document()
