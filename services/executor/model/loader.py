@@ -104,7 +104,10 @@ def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention_to_build_with(config), trust_remote_code=False
+                config,
+                dtype=dtype,
+                attn_implementation=attention_to_build_with(config),
+                trust_remote_code=False,
             )
         model.tie_weights()
     except Exception as error:
@@ -227,8 +230,10 @@ def _read(
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Packs every linear share in place, for models that PyTorch runs; does nothing where that gains nothing. The plain weight is let go, unless the embedding shares it: a
-    tied head is held twice."""
+    """Packs every linear share in place, for models that PyTorch runs, where that gains something.
+
+    The plain weight is let go, unless the embedding shares it: a tied head is held twice.
+    """
     weights = [module.weight for module in model.modules() if isinstance(module, LinearShard)]
     if not weights or not can_pack(weights[0].device, weights[0].dtype):
         return

@@ -136,7 +136,9 @@ class _Splitter:
             row = RowParallelConv1D if kind == _CONV1D else RowParallelLinear
             return row(linear, span, self._collectives)
         spans = self._spans(name, style, int(outputs))
-        return ColumnParallelConv1D(linear, *spans) if kind == _CONV1D else ColumnParallelLinear(linear, *spans)
+        return (
+            ColumnParallelConv1D(linear, *spans) if kind == _CONV1D else ColumnParallelLinear(linear, *spans)
+        )
 
     def _spans(self, name: str, style: Style, width: int) -> tuple[Span, ...]:
         """What this rank holds of a dimension of `width`."""

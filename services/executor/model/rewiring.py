@@ -36,7 +36,9 @@ def attention_to_build_with(config: Any) -> str:
     return "eager" if config.model_type in _FORWARDS else ATTENTION_NAME
 
 
-def rewire_attention(model: Any, config: Any, attentions: Mapping[str, nn.Module], layout: ShardLayout) -> None:
+def rewire_attention(
+    model: Any, config: Any, attentions: Mapping[str, nn.Module], layout: ShardLayout
+) -> None:
     """Makes the attention modules of an architecture without `AttentionInterface` paged; others stay."""
     make_forward = _FORWARDS.get(config.model_type)
     if make_forward is None and config.model_type not in _STEP_DROPPED:

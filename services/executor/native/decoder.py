@@ -23,6 +23,8 @@ from services.executor.native.packed import PackedLinear, one_after_another
 from shared.errors import ConfigurationError, RingLost
 
 _INT = 4
+CODECS = {"": 0, "int8": 1, "fp8": 2}
+"""As `attention.h` numbers them."""
 _NO_MEMORY, _RING_LOST = 1, 2
 
 
@@ -107,6 +109,10 @@ class NativeDecoder:
         into.rotary, into.window = layer.rotary, layer.window
         hot = self._store.hot(index)
         into.hot, into.num_hot = hot.data_ptr(), hot.shape[0]
+        codec, scales = self._store.codec(index), self._store.scales(index)
+        into.codec = CODECS["" if codec is None else codec.name]
+        into.codes = self._store.codes(index).data_ptr()
+        into.scales = None if scales is None else scales.data_ptr()
 
     def _describe_model(self, lowered: Lowered, q_heads: int, ring: "NativeRing | None") -> Model:
         shape = self._shape

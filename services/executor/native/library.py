@@ -11,7 +11,6 @@ from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_long, c_size_t, 
 from functools import cache
 from typing import Any
 
-
 MODULE = "services.executor.native._kernels"
 ROTARIES = 2
 DISABLE = "RYZANSTEIN_NATIVE_KERNELS"

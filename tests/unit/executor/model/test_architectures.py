@@ -84,6 +84,9 @@ def test_documentation_is_what_the_command_prints() -> None:
         "run: python -m services.executor.model.catalogue > docs/models.md"
     )
     printed = subprocess.run(
-        [sys.executable, "-m", "services.executor.model.catalogue"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "services.executor.model.catalogue"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert printed.stdout == document()

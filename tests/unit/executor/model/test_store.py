@@ -1,13 +1,8 @@
 import pytest
 import torch
 
-from services.executor.kv_cache.store import (
-    KvStore,
-    StoreShape,
-    default_budget,
-    free_host_memory,
-    plan_num_blocks,
-)
+from services.executor.kv_cache.sizes import StoreShape, default_budget, free_host_memory, plan_num_blocks
+from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError
 
 SHAPE = StoreShape(num_layers=2, block_size=4, kv_heads=3, head_dim=8, dtype=torch.bfloat16)
