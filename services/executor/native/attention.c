@@ -91,6 +91,52 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
     }
 }
 
+/* The next round's keys and values are asked for while this round's are worked on, a few lines at a time:
+ * blocks lie anywhere in memory, and what is asked for all at once comes late. */
+typedef struct {
+    const char *planes[2 * KEYS]; /* one head of one block: keys or values */
+    long bytes;                   /* of a plane, at most */
+    int count, next;
+    long at;                      /* in the next plane */
+} upcoming;
+
+static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, int first,
+                       int last, upcoming *ahead)
+{
+    const int size = shape->block_size;
+    const long values = (long)size * shape->head_dim;
+    ahead->count = ahead->next = 0;
+    ahead->at = 0;
+    ahead->bytes = values * (long)sizeof(bf16);
+    for (int key = first; key < last; key += size - key % size) {
+        long block = part->table[key / size], value_bytes = sizeof(bf16);
+        const char *base = (const char *)cache->hot;
+        if (block >= cache->num_hot) {
+            block -= cache->num_hot;
+            base = cache->codes;
+            value_bytes = cache->codec == RZ_CODEC_NONE ? 2 : 1;
+            ahead->bytes = values * value_bytes;
+        }
+        for (int which = 0; which < 2; which++)
+            ahead->planes[ahead->count++] =
+                base + ((block * 2 + which) * shape->kv_heads + part->kv_head) * values * value_bytes;
+    }
+}
+
+RZ_INLINE void pull(upcoming *ahead, int lines)
+{
+    if (ahead->next >= ahead->count)
+        return;
+    const char *from = ahead->planes[ahead->next] + ahead->at;
+    for (int line = 0; line < lines; line++)
+        _mm_prefetch(from + line * 64, _MM_HINT_T0);
+    ahead->at += lines * 64;
+    if (ahead->at >= ahead->bytes) {
+        ahead->at = 0;
+        ahead->next++;
+    }
+}
+
 /* 16 rows of 16 pairs become 16 pairs of 16 rows. */
 RZ_INLINE void transpose_pairs(const bf16 *const *rows, int column, int32_t *to, long to_stride)
 {
@@ -124,23 +170,26 @@ RZ_INLINE void transpose_pairs(const bf16 *const *rows, int column, int32_t *to,
     }
 }
 
-static void pack_keys(int d, int panels, const bf16 *const *rows, scratch_memory *scratch)
+static void pack_keys(int d, int panels, const bf16 *const *rows, scratch_memory *scratch, upcoming *ahead)
 {
     for (int group = 0; group < panels * 2; group++) {
         int32_t *panel = (int32_t *)scratch->keys[group / 2] + group % 2 * LANES;
-        for (int column = 0; column < d; column += 2 * LANES)
+        for (int column = 0; column < d; column += 2 * LANES) {
+            pull(ahead, 16);
             transpose_pairs(rows + group * LANES, column, panel + column / 2 * PANEL, PANEL);
+        }
     }
 }
 
 /* Interleaves two rows: v0[0] v1[0] v0[1] v1[1] ... */
-static void pack_values(int d, int keys, const bf16 *const *rows, scratch_memory *scratch)
+static void pack_values(int d, int keys, const bf16 *const *rows, scratch_memory *scratch, upcoming *ahead)
 {
     const __m512i low = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int key = 0; key < keys; key += 2) {
         for (int column = 0; column < d; column += PANEL) {
+            pull(ahead, 2);
             __m512i even = _mm512_loadu_si512(rows[key] + column), odd = _mm512_loadu_si512(rows[key + 1] + column);
             bf16 *to = &scratch->values[column / PANEL][key / 2][0][0];
             _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
@@ -251,16 +300,21 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
     }
     int newest = part->position + part->rows; /* keys behind it are seen by no row */
     int last = part->last_key < newest ? part->last_key : newest;
+    upcoming ahead;
+    look_ahead(shape, cache, part, first, first + KEYS < last ? first + KEYS : last, &ahead);
+    while (ahead.next < ahead.count)
+        pull(&ahead, 16);
     for (; first < last; first += KEYS) {
+        look_ahead(shape, cache, part, first + KEYS, first + 2 * KEYS < last ? first + 2 * KEYS : last, &ahead);
         int count = last - first < KEYS ? last - first : KEYS;
         int panels = (count + PANEL - 1) / PANEL, used = panels * PANEL;
         find_rows(shape, cache, part, first, count, 0, scratch, rows);
-        pack_keys(d, panels, rows, scratch);
+        pack_keys(d, panels, rows, scratch, &ahead);
         for (int panel = 0; panel < panels; panel++)
             multiply(queries, &scratch->queries[0][0], MAX_HEAD_DIM, &scratch->keys[panel][0][0][0], d / 2,
                      &scratch->scores[0][panel * PANEL], KEYS, 0);
         find_rows(shape, cache, part, first, count, 1, scratch, rows);
-        pack_values(d, used, rows, scratch);
+        pack_values(d, used, rows, scratch, &ahead);
         for (int query = 0; query < queries; query++)
             soften(shape, scratch, query, part->position + query / shape->group, first, used);
         for (int column = 0; column < d; column += PANEL)

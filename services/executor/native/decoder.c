@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "attention.h"
+#include "codec.h"
 #include "gemm.h"
 #include "threads.h"
 #include "workspace.h"
@@ -213,6 +214,11 @@ typedef struct {
     rz_cache cache;
 } attention;
 
+static rz_cache cache_of(const rz_layer *layer)
+{
+    return (rz_cache){ layer->hot, layer->codes, layer->scales, layer->num_hot, (int)layer->codec };
+}
+
 static void norm_head(const float *weight, float eps, float *x, int d)
 {
     float scale = rms_scale(x, d, eps);
@@ -307,7 +313,7 @@ static void attend(rz_decoder *decoder, int thread, const rz_layer *layer)
         .layer = layer,
         .shape = { model->kv_heads, model->q_heads / model->kv_heads, model->head_dim, model->block_size,
                    layer->window, model->attention_scale, model->attention_cap },
-        .cache = { layer->hot, layer->codes, layer->scales, layer->num_hot, (int)layer->codec },
+        .cache = cache_of(layer),
     };
     rz_stage(decoder->threads, thread, decoder->step->tokens, place_task, &job);
     rz_stage(decoder->threads, thread, decoder->parts, attend_task, &job);
@@ -476,6 +482,34 @@ int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)
         return RZ_NO_MEMORY;
     rz_threads_run(decoder->threads, forward, decoder);
     return atomic_load(&decoder->failed) ? RZ_RING_LOST : RZ_OK;
+}
+
+typedef struct {
+    rz_decoder *decoder;
+    const int32_t *pairs;
+    int count;
+} compression;
+
+static void compress_task(void *argument, long task, int thread)
+{
+    (void)thread;
+    const compression *job = argument;
+    const rz_model *model = &job->decoder->model;
+    const rz_cache cache = cache_of(&model->layer[task / job->count]);
+    const int32_t *pair = job->pairs + task % job->count * 2;
+    rz_compress_block(&cache, model->kv_heads, model->block_size, model->head_dim, pair[0], pair[1]);
+}
+
+static void compress(void *argument, int thread)
+{
+    compression *job = argument;
+    rz_stage(job->decoder->threads, thread, (long)job->count * job->decoder->model.layers, compress_task, job);
+}
+
+void rz_decoder_compress(rz_decoder *decoder, const int32_t *pairs, int count)
+{
+    compression job = { decoder, pairs, count };
+    rz_threads_run(decoder->threads, compress, &job);
 }
 
 rz_decoder *rz_decoder_new(const rz_model *model, int threads)

@@ -82,6 +82,10 @@ class NativeDecoder:
             )
         return logits
 
+    def compress(self, pairs: bytes) -> None:
+        """What `KvStore.compress` does. `pairs`: int32 [C, 2], (hot id, cold id) each, of ids that are."""
+        self._library.rz_decoder_compress(self._handle, _address(pairs), len(pairs) // (2 * _INT))
+
     def close(self) -> None:
         """Ends the threads. Safe to call twice."""
         if self._handle:

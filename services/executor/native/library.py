@@ -113,4 +113,6 @@ def _open() -> Any | None:
     library.rz_decoder_free.argtypes = [c_void_p]
     library.rz_decoder_forward.argtypes = [c_void_p, POINTER(Step)]
     library.rz_decoder_forward.restype = c_int
+    library.rz_decoder_compress.argtypes = [c_void_p, c_void_p, c_int]
+    library.rz_decoder_compress.restype = None
     return library
