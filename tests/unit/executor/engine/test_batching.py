@@ -31,7 +31,7 @@ class Ring:
         self.batcher = ContinuousBatcher(
             EngineSpec(BLOCK, blocks, context, VOCAB), BatchSettings(tokens, sequences, waiting), "m"
         )
-        self.engine = FakeEngine(blocks, BLOCK)
+        self.engine = FakeEngine(EngineSpec(BLOCK, blocks, context, VOCAB))
         self.log: list[TokenEntry] = []
         self.plans: list[tuple[StepPlan, list[str]]] = []
 
@@ -191,14 +191,14 @@ def test_the_youngest_of_the_least_urgent_lane_gives_up_its_blocks() -> None:
     requests = [
         ask("old", 8, max_tokens=9),
         ask("bulk", 8, max_tokens=9, lane="batch"),
-        ask("new", 8, max_tokens=9),
+        ask("newest", 8, max_tokens=9),
     ]
     ring.add(*requests)
     seen: list[set[str]] = []
     while ring.batcher.preemptions == 0:
         seen.append({entry.generation_id for entry in ring.step()})
-    assert seen[-2] == {"old", "new", "bulk"}
-    assert seen[-1] == {"old", "new"}
+    assert seen[-2] == {"old", "newest", "bulk"}
+    assert seen[-1] == {"old", "newest"}
     ring.run()
     for request in requests:
         assert ring.tokens(request.generation_id) == undisturbed(request, 9)
