@@ -28,7 +28,7 @@ class PendingCopies:
     """What the next plan will carry."""
 
     def __init__(self) -> None:
-        self._saves: Pairs = []
+        self._saves: dict[int, int] = {}
         self._compressions: dict[int, int] = {}
         self._restores: Pairs = []
 
@@ -41,7 +41,8 @@ class PendingCopies:
         return len(self._restores)
 
     def save(self, block: int, slot: int) -> None:
-        self._saves.append((block, slot))
+        """A slot that was to be written already has been given away since: the later save counts."""
+        self._saves[slot] = block
 
     def compress(self, hot: int, cold: int) -> None:
         self._compressions[cold] = hot
@@ -55,6 +56,8 @@ class PendingCopies:
 
     def take(self) -> Copies:
         """All of them, once."""
-        copies = Copies(self._saves, [(hot, cold) for cold, hot in self._compressions.items()], self._restores)
-        self._saves, self._compressions, self._restores = [], {}, []
+        saves = [(block, slot) for slot, block in self._saves.items()]
+        compressions = [(hot, cold) for cold, hot in self._compressions.items()]
+        copies = Copies(saves, compressions, self._restores)
+        self._saves, self._compressions, self._restores = {}, {}, []
         return copies

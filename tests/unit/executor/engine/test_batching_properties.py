@@ -119,7 +119,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.batcher.cancel(ids)
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 50.0]))
-    def wait(self, seconds: float) -> None:
+    def pass_time(self, seconds: float) -> None:
         self.now += seconds
 
     @precondition(lambda self: self.engine.spilled)
@@ -155,6 +155,16 @@ class BatcherMachine(RuleBasedStateMachine):
             (sequences[row].request.generation_id, sequences[row].request.attempt) for row in rows
         }
         self.receive(self.batcher.fail_step(InternalError("NaN"), rows))
+
+    @rule(count=st.integers(2, 12))
+    def steps(self, count: int) -> None:
+        """Several steps in a row: without them a schedule seldom comes to memory pressure."""
+        for _ in range(count):
+            if self.flying is None:
+                self.schedule()
+            if self.flying is not None:
+                self.update()
+            self.holds()
 
     def execute(self) -> list[SampledToken] | None:
         """None when the step was not computed, since a restore failed."""
