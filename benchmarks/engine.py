@@ -81,7 +81,8 @@ def make_step(directory: Path, dtype_name: str, threads: int) -> Callable[[StepP
 
     from services.executor.engine.sampling import Sampler
     from services.executor.engine.sampling_state import SamplingState
-    from services.executor.kv_cache.store import KvStore, StoreShape
+    from services.executor.kv_cache.sizes import StoreShape
+    from services.executor.kv_cache.store import KvStore
     from services.executor.model.collectives import SingleRank
     from services.executor.model.loader import load_config, load_model
     from services.executor.model.runner import ModelRunner

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Literal
 
 from platformdirs import user_cache_path
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from services.executor.kv_cache.dtypes import KvDType, parse_layers
 from shared.config import CommonSettings
 
 DType = Literal["auto", "bf16", "fp32"]
@@ -39,6 +40,10 @@ class ExecutorSettings(CommonSettings):
     """Most accepted sequences that wait for the batch; more are refused for the time being."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV block."""
+    kv_dtype: KvDType = "auto"
+    """Of full KV blocks: `bf16` (as the model computes them), or compressed to `fp8` or `int8`."""
+    kv_dtype_layers: str = ""
+    """Layers that differ from `kv_dtype`, such as "0=bf16,-1=bf16"; negative ones count from the last."""
     kv_memory: int = Field(default=0, ge=0)
     """Bytes for the KV cache of each rank; 0: from the free memory."""
     replicas_on_host: int = Field(default=1, ge=1)
@@ -61,3 +66,9 @@ class ExecutorSettings(CommonSettings):
     """Stub engine: KV blocks."""
     stub_context_length: int = Field(default=8192, ge=2)
     """Stub engine: context length."""
+
+    @field_validator("kv_dtype_layers")
+    @classmethod
+    def _check_layers(cls, text: str) -> str:
+        parse_layers(text)
+        return text

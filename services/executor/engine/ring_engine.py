@@ -19,13 +19,17 @@ from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
 from services.executor.engine.sampling import Sampler
 from services.executor.engine.sampling_state import SamplingState
-from services.executor.kv_cache.store import (
+from services.executor.kv_cache.codecs import codecs_of
+from services.executor.kv_cache.dtypes import layer_dtypes, parse_layers
+from services.executor.kv_cache.sizes import (
     DEFAULT_SEQUENCES,
-    KvStore,
+    BlockCounts,
     StoreShape,
     default_budget,
-    plan_num_blocks,
+    hot_reserve,
+    plan_blocks,
 )
+from services.executor.kv_cache.store import KvStore
 from services.executor.model.checkpoints import resolve_model
 from services.executor.model.collectives import Collectives, SingleRank, TorchDistributed
 from services.executor.model.loader import context_length, load_config, load_model
@@ -166,14 +170,24 @@ class RingMember:
                 f"choose {longest} or less."
             )
         context = settings.context_length or longest
-        shape = StoreShape(
-            config.num_hidden_layers, settings.block_size, layout.kv_heads.size, layout.head_dim, dtype
-        )
+        shape = _store_shape(settings, config.num_hidden_layers, layout, dtype)
         blocks = _agree_on_blocks(shape, context, settings, device, collectives)
-        runner = ModelRunner(model, KvStore(shape, blocks, device), collectives, device)
+        runner = ModelRunner(model, KvStore(shape, blocks.hot, device, blocks.cold), collectives, device)
         runner.warm_up()
         collectives.barrier()
-        return cls(runner, collectives, EngineSpec(settings.block_size, blocks, context, runner.vocab_size))
+        return cls(
+            runner, collectives, EngineSpec(settings.block_size, blocks.hot, context, runner.vocab_size)
+        )
+
+
+def _store_shape(
+    settings: ExecutorSettings, num_layers: int, layout: ShardLayout, dtype: torch.dtype
+) -> StoreShape:
+    """What one rank stores. Raises `ConfigurationError` when --kv-dtype-layers does not fit the model."""
+    dtypes = layer_dtypes(settings.kv_dtype, parse_layers(settings.kv_dtype_layers), num_layers)
+    return StoreShape(
+        num_layers, settings.block_size, layout.kv_heads.size, layout.head_dim, dtype, codecs_of(dtypes)
+    )
 
 
 def _agree_on_blocks(
@@ -182,8 +196,8 @@ def _agree_on_blocks(
     settings: ExecutorSettings,
     device: torch.device,
     collectives: Collectives,
-) -> int:
-    """The smallest number of blocks that any rank can hold."""
+) -> BlockCounts:
+    """The smallest numbers of blocks that any rank can hold."""
     if settings.kv_memory:
         budget, cap = settings.kv_memory, None
     else:
@@ -192,10 +206,12 @@ def _agree_on_blocks(
         ranks_sharing = on_host if device.type == "cpu" else 1
         budget = default_budget(device) // ranks_sharing
         cap = DEFAULT_SEQUENCES if device.type == "cpu" else None
-    mine = plan_num_blocks(shape.bytes_per_block, shape.block_size, context, budget, cap)
-    counts = torch.zeros(collectives.world_size, dtype=torch.int64, device=device)
-    counts[collectives.rank] = mine
-    return int(collectives.all_reduce(counts).min())
+    reserve = hot_reserve(settings.max_sequences, settings.max_batch_tokens, shape.block_size)
+    mine = plan_blocks(shape, context, budget, reserve, cap)
+    counts = torch.zeros((collectives.world_size, 2), dtype=torch.int64, device=device)
+    counts[collectives.rank] = torch.tensor(mine, device=device)
+    hot, cold = collectives.all_reduce(counts).amin(0).tolist()
+    return BlockCounts(hot, cold)
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

@@ -1,106 +1,52 @@
 """One rank's share of the KV cache: its heads' keys and values, under the ring's block ids.
 
-    layer   [num_blocks, block_size, 2, kv_heads, head_dim]      2: key, value
-            └─ block ─┘ └─ token ──┘
+    ids     [0, num_hot)                     hot: as the model computes them, can be written to
+            [num_hot, num_hot + num_cold)    cold: full, compressed after their layer's codec (`cold.py`)
+    hot     per layer [num_hot, 2, kv_heads, block_size, head_dim]      2: key, value
+                       └─ block    └─ head    └─ tokens of one head
     slot    block id * block_size + offset in the block
 
-A block is one contiguous run of bytes with keys beside values, so that one `index_select` fetches both.
+A block of a layer is one contiguous run of bytes; so are the tokens of one head in it, which is what
+attention reads. The tensors of the layers never move: kernels may hold pointers to them.
 Who owns which block is decided by the leader's allocator alone; the store only reads and writes.
 Source: Kwon et al., "PagedAttention", https://arxiv.org/abs/2309.06180.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from shared.errors import ConfigurationError
+from services.executor.kv_cache.codecs import Codec
+from services.executor.kv_cache.cold import ColdBlocks, zeros
+from services.executor.kv_cache.sizes import StoreShape
 
-DEFAULT_CPU_SHARE = 0.25
-"""Share of the host's free memory that one rank's cache takes unless a budget is set."""
-DEFAULT_GPU_UTILISATION = 0.9
-"""Share of a GPU's memory that may be in use once the cache stands."""
-DEFAULT_SEQUENCES = 64
-"""Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
-
-
-@dataclass(frozen=True)
-class StoreShape:
-    """What decides the size of one rank's store."""
-
-    num_layers: int
-    block_size: int
-    kv_heads: int
-    """KV heads of this rank."""
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers."""
-        values = self.num_layers * self.block_size * 2 * self.kv_heads * self.head_dim
-        return values * self.dtype.itemsize
-
-
-def plan_num_blocks(
-    bytes_per_block: int, block_size: int, context_length: int, budget_bytes: int, cap: int | None = None
-) -> int:
-    """Blocks that fit in `budget_bytes`, at most enough for `cap` sequences of `context_length` tokens.
-
-    Pure. The ring uses the smallest answer of its ranks. Raises `ConfigurationError` when not even one
-    sequence of full length fits.
-    """
-    per_sequence = -(-context_length // block_size)
-    blocks = budget_bytes // bytes_per_block
-    if blocks < per_sequence:
-        raise ConfigurationError(
-            f"The KV cache budget of {budget_bytes} bytes holds {blocks * block_size} tokens, fewer than the "
-            f"context length of {context_length}; raise the budget to {per_sequence * bytes_per_block} bytes "
-            "or lower the context length."
-        )
-    return blocks if cap is None else min(blocks, cap * per_sequence)
-
-
-def default_budget(device: torch.device) -> int:
-    """Bytes that one rank's cache may take on `device` when no budget is set. Call it once weights are loaded."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1 - DEFAULT_GPU_UTILISATION) * total))
-    return int(free_host_memory() * DEFAULT_CPU_SHARE)
-
-
-def free_host_memory() -> int:
-    """Bytes of memory that this process may still take, within its control group's limit."""
-    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-    available = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable"))
-    return min([available * 1024, *_control_group_room()])
-
-
-def _control_group_room() -> list[int]:
-    """[bytes below the control group's limit], or [] where there is none."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return []
-    return [] if limit == "max" else [max(0, int(limit) - used)]
+_COMPRESS_BYTES = 16 << 20
+"""Working memory of a compression, about: more blocks are compressed one part after the other."""
 
 
 class KvStore:
     """Keys and values of one rank's heads, all layers. Not thread-safe: one step at a time."""
 
-    def __init__(self, shape: StoreShape, num_blocks: int, device: torch.device):
+    def __init__(self, shape: StoreShape, num_hot: int, device: torch.device, num_cold: int = 0):
         self.shape = shape
-        self.num_blocks = num_blocks
+        self.num_hot = num_hot
+        self.num_cold = num_cold
         self.device = device
-        self._layers = [_zeros(shape, num_blocks, device) for _ in range(shape.num_layers)]
-        self._slots = [
-            layer.view(num_blocks * shape.block_size, 2 * shape.kv_heads, shape.head_dim)
-            for layer in self._layers
+        self._hot = zeros(
+            (shape.num_layers, num_hot, 2, shape.kv_heads, shape.block_size, shape.head_dim),
+            shape.dtype,
+            device,
+        )
+        layers = range(shape.num_layers)
+        codecs = {layer: shape.codec(layer) for layer in layers}
+        self._cold = [
+            ColdBlocks(shape, [layer for layer in layers if codecs[layer] is codec], codec, num_cold, device)
+            for codec in dict.fromkeys(codecs.values())
         ]
+        self._places = {layer: (cold, at) for cold in self._cold for at, layer in enumerate(cold.layers)}
+        heads = torch.arange(2 * shape.kv_heads, dtype=torch.int64, device=device)
+        self._heads = heads.view(2, 1, shape.kv_heads, 1)
         self._scratch = torch.empty(0, dtype=shape.dtype, device=device)
 
     @property
@@ -108,39 +54,142 @@ class KvStore:
         return self.shape.block_size
 
     @property
+    def num_blocks(self) -> int:
+        return self.num_hot + self.num_cold
+
+    @property
     def nbytes(self) -> int:
         """Bytes of address space; on a CPU, memory is taken only as blocks are first written."""
-        return self.num_blocks * self.shape.bytes_per_block
+        return self._hot.nbytes + sum(cold.nbytes for cold in self._cold)
+
+    # --- what kernels read -----------------------------------------------------------------------
+
+    def hot(self, layer: int) -> Tensor:
+        """Model dtype [num_hot, 2, kv_heads, block_size, head_dim], contiguous, at one address for ever."""
+        return self._hot[layer]
+
+    def codec(self, layer: int) -> Codec | None:
+        """How `layer` compresses its cold blocks; None: it keeps them as they are."""
+        return self.shape.codec(layer)
+
+    def codes(self, layer: int) -> Tensor:
+        """The codec's dtype (without one: model dtype) [num_cold, 2, kv_heads, block_size, head_dim], as `hot`."""
+        cold, position = self._places[layer]
+        return cold.codes[position]
+
+    def scales(self, layer: int) -> Tensor | None:
+        """float32 [num_cold, 2, kv_heads], as `hot`: value = code * scale. None without a codec."""
+        cold, position = self._places[layer]
+        return None if cold.scales is None else cold.scales[position]
+
+    # --- steps -----------------------------------------------------------------------------------
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores `key` and `value` [T, kv_heads, head_dim] of `layer` at `slots` int64 [T]."""
-        self._slots[layer].index_copy_(0, slots, torch.cat((key, value), dim=1))
+        """Stores `key` and `value` [T, kv_heads, head_dim] of `layer` at `slots` int64 [T] of hot blocks.
+
+        Raises IndexError (on a GPU: fails an assertion there) for a slot of a block that is not hot.
+        """
+        size = self.shape.block_size
+        blocks = slots.div(size, rounding_mode="floor")
+        self._hot[layer].flatten(1, 2)[blocks, :, slots - blocks * size] = torch.cat((key, value), dim=1)
 
     def gather(self, layer: int, blocks: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `blocks`, an int64 [sequences * B] of block tables padded to B blocks.
+        """Keys and values of `blocks`, hot or cold: an int64 [sequences * B] of block tables padded to B blocks.
 
-        Returns views [sequences, kv_heads, B * block_size, head_dim] into a buffer that the next call
-        overwrites.
+        Returns contiguous views [sequences, kv_heads, B * block_size, head_dim], model dtype, into a buffer
+        that the next call overwrites. Raises IndexError (on a GPU: fails an assertion there) for an id that
+        is none.
         """
         shape = self.shape
-        rows = self._layers[layer].view(self.num_blocks, -1)
-        out = self._buffer(blocks.shape[0] * rows.shape[1]).view(blocks.shape[0], rows.shape[1])
-        torch.index_select(rows, 0, blocks, out=out)
-        both = out.view(sequences, -1, 2, shape.kv_heads, shape.head_dim)
-        return both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
+        tables = blocks.view(1, sequences, 1, -1)
+        rows = (tables * (2 * shape.kv_heads) + self._heads).flatten()
+        out = self._buffer(rows.shape[0], shape.block_size * shape.head_dim)
+        self._read(layer, rows, out)
+        both = out.view(2, sequences, shape.kv_heads, -1, shape.head_dim)
+        return both[0], both[1]
 
-    def _buffer(self, numel: int) -> Tensor:
+    def compress(self, pairs: ArrayLike) -> None:
+        """Copies hot blocks to cold ones in all layers, after each layer's codec. The hot ones stay as they are.
+
+        `pairs`: integers [C, 2], (hot id, cold id) each. Raises ValueError for ids that are not.
+        """
+        blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        self._check_pairs(blocks)
+        per_block = self.shape.num_layers * self.shape.values_per_block * torch.float32.itemsize
+        for start in range(0, len(blocks), count := max(1, _COMPRESS_BYTES // per_block)):
+            hot, cold = torch.from_numpy(blocks[start : start + count].T.copy()).to(self.device)
+            for layers in self._cold:
+                layers.put(self._hot_of(layers.layers, hot), cold - self.num_hot)
+
+    # --- spilling --------------------------------------------------------------------------------
+
+    def block_bytes(self, block: int) -> int:
+        """Length of what `save` returns. Raises ValueError when there is no such block."""
+        return sum(part.nbytes for part in self._parts(block))
+
+    def save(self, block: int) -> bytes:
+        """`block` in all layers, codes and scales as they are. Raises ValueError when there is no such block.
+
+        The bytes mean something only to a store of the same shape, for a block that is hot or cold alike.
+        """
+        return b"".join(_raw(part.contiguous()).cpu().numpy().tobytes() for part in self._parts(block))
+
+    def load(self, block: int, content: bytes) -> None:
+        """Puts what `save` has returned into `block`. Raises ValueError when it does not fit, and changes nothing."""
+        expected = self.block_bytes(block)
+        if len(content) != expected:
+            raise ValueError(f"KV block {block} has {expected} bytes and was given {len(content)}")
+        start = 0
+        for part in self._parts(block):
+            own = np.frombuffer(content, dtype=np.uint8, count=part.nbytes, offset=start).copy()
+            part.copy_(torch.from_numpy(own).view(part.dtype).view(part.shape))
+            start += part.nbytes
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _read(self, layer: int, rows: Tensor, out: Tensor) -> None:
+        """Fills `out` [n, block_size * head_dim] with `rows` int64 [n]: (block * 2 + key or value) * kv_heads + head."""
+        hot = self._hot[layer].view(-1, out.shape[1])
+        at_hot = (rows < hot.shape[0]).nonzero().squeeze(1) if self.num_cold else rows
+        if at_hot.shape[0] == rows.shape[0]:
+            torch.index_select(hot, 0, rows, out=out)
+            return
+        # Most of a long context is cold: what is not is written over some row that was decoded in its place.
+        cold, position = self._places[layer]
+        cold.read(position, (rows - hot.shape[0]).clamp_min_(0), out)
+        out.index_copy_(0, at_hot, hot.index_select(0, rows.index_select(0, at_hot)))
+
+    def _hot_of(self, layers: tuple[int, ...], blocks: Tensor) -> Tensor:
+        """A copy of hot `blocks` int64 [n] of `layers`: [layers, n, 2, kv_heads, block_size, head_dim]."""
+        first = torch.tensor(layers, device=self.device).unsqueeze(1) * self.num_hot
+        chosen = self._hot.flatten(0, 1).index_select(0, (first + blocks).flatten())
+        return chosen.view(len(layers), -1, *self._hot.shape[2:])
+
+    def _parts(self, block: int) -> list[Tensor]:
+        """Views of all that `block` consists of."""
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(f"there is no KV block {block}: there are {self.num_blocks}")
+        if block < self.num_hot:
+            return [self._hot[:, block]]
+        return [part for cold in self._cold for part in cold.parts(block - self.num_hot)]
+
+    def _check_pairs(self, pairs: NDArray[np.int64]) -> None:
+        hot, cold = pairs[:, 0], pairs[:, 1]
+        if ((hot < 0) | (hot >= self.num_hot)).any():
+            raise ValueError(f"of the blocks {hot.tolist()} not all are hot: there are {self.num_hot}")
+        if ((cold < self.num_hot) | (cold >= self.num_blocks)).any():
+            raise ValueError(
+                f"of the blocks {cold.tolist()} not all are cold: those are {self.num_hot} to {self.num_blocks - 1}"
+            )
+        if len(np.unique(cold)) != len(cold):
+            raise ValueError(f"of the cold blocks {cold.tolist()} some are written twice")
+
+    def _buffer(self, rows: int, width: int) -> Tensor:
         # Kept between calls: fresh pages from the system for each gather cost more than the gather.
-        if self._scratch.numel() < numel:
-            self._scratch = torch.empty(numel, dtype=self.shape.dtype, device=self.device)
-        return self._scratch[:numel]
+        if self._scratch.numel() < rows * width:
+            self._scratch = torch.empty(rows * width, dtype=self.shape.dtype, device=self.device)
+        return self._scratch[: rows * width].view(rows, width)
 
 
-def _zeros(shape: StoreShape, num_blocks: int, device: torch.device) -> Tensor:
-    """A zeroed layer. Zeroed, because what attention masks must still be finite: 0 * NaN is NaN."""
-    size = (num_blocks, shape.block_size, 2, shape.kv_heads, shape.head_dim)
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=shape.dtype, device=device)
-    # numpy asks the system for zeroed pages, which take no memory and no time until they are touched.
-    nbytes = int(np.prod(size)) * shape.dtype.itemsize
-    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(shape.dtype).view(size)
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)

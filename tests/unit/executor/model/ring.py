@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from services.executor.engine.plan import StepPlan, to_bytes
-from services.executor.kv_cache.store import KvStore, StoreShape
+from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.store import KvStore
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.loader import load_config, load_model
 from services.executor.model.runner import ModelRunner

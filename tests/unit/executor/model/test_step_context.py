@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.kv_cache.store import KvStore, StoreShape
+from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.store import KvStore
 from services.executor.model.attention import paged_attention
 from services.executor.model.step_context import StepContext, bucket_bounds
 from shared.errors import ModelLoadError

@@ -1,13 +1,8 @@
 import pytest
 import torch
 
-from services.executor.kv_cache.store import (
-    KvStore,
-    StoreShape,
-    default_budget,
-    free_host_memory,
-    plan_num_blocks,
-)
+from services.executor.kv_cache.sizes import StoreShape, default_budget, free_host_memory, plan_num_blocks
+from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError
 
 SHAPE = StoreShape(num_layers=2, block_size=4, kv_heads=3, head_dim=8, dtype=torch.bfloat16)
@@ -17,7 +12,7 @@ CPU = torch.device("cpu")
 def test_bytes_per_block_is_what_the_store_takes() -> None:
     assert SHAPE.bytes_per_block == 2 * 4 * 2 * 3 * 8 * 2
     store = KvStore(SHAPE, 5, CPU)
-    assert store.nbytes == sum(layer.nbytes for layer in store._layers) == 5 * SHAPE.bytes_per_block
+    assert store.nbytes == sum(store.hot(layer).nbytes for layer in range(2)) == 5 * SHAPE.bytes_per_block
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,6 +23,8 @@ def test_what_is_written_is_gathered(dtype: torch.dtype) -> None:
     store.write(1, slots, key, value)
     keys, values = store.gather(1, torch.tensor([5, 1]), 1)
     assert keys.shape == values.shape == (1, 3, 8, 8)
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
     assert torch.equal(keys[0, :, :7].transpose(0, 1), key)
     assert torch.equal(values[0, :, :7].transpose(0, 1), value)
     assert not keys[0, :, 7].any()

@@ -1,0 +1,147 @@
+"""How large a rank's store is: bytes per block, and blocks per budget. Decides, except for what asks the system.
+
+    hot     every sequence's last block, and what one step fills: as many as the batch may need, no more
+    cold    full blocks, compressed: all the rest of the budget
+
+Where no layer is compressed all blocks are hot.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from services.executor.kv_cache.codecs import Codec
+from shared.errors import ConfigurationError
+
+DEFAULT_CPU_SHARE = 0.25
+"""Share of the host's free memory that one rank's cache takes unless a budget is set."""
+DEFAULT_GPU_UTILISATION = 0.9
+"""Share of a GPU's memory that may be in use once the cache stands."""
+DEFAULT_SEQUENCES = 64
+"""Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
+SPARE_HOT_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class StoreShape:
+    """What decides the size of one rank's store."""
+
+    num_layers: int
+    block_size: int
+    kv_heads: int
+    """KV heads of this rank."""
+    head_dim: int
+    dtype: torch.dtype
+    codecs: tuple[Codec | None, ...] = ()
+    """How each layer compresses its cold blocks, None: not; empty: no layer does."""
+
+    def __post_init__(self) -> None:
+        if len(self.codecs) not in (0, self.num_layers):
+            raise ValueError(f"{len(self.codecs)} codecs were given for {self.num_layers} layers")
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any layer does."""
+        return any(codec is not None for codec in self.codecs)
+
+    def codec(self, layer: int) -> Codec | None:
+        return self.codecs[layer] if self.codecs else None
+
+    @property
+    def values_per_block(self) -> int:
+        """Values of one block in one layer, keys and values together."""
+        return 2 * self.kv_heads * self.block_size * self.head_dim
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one hot block over all layers."""
+        return self.num_layers * self.values_per_block * self.dtype.itemsize
+
+    @property
+    def bytes_per_cold_block(self) -> int:
+        """Bytes of one cold block over all layers, scales included."""
+        return sum(self._cold_bytes(self.codec(layer)) for layer in range(self.num_layers))
+
+    def _cold_bytes(self, codec: Codec | None) -> int:
+        if codec is None:
+            return self.values_per_block * self.dtype.itemsize
+        return self.values_per_block * codec.dtype.itemsize + 2 * self.kv_heads * torch.float32.itemsize
+
+
+class BlockCounts(NamedTuple):
+    """Blocks of a store: ids [0, hot) and [hot, hot + cold)."""
+
+    hot: int
+    cold: int
+
+
+def hot_reserve(max_sequences: int, max_batch_tokens: int, block_size: int) -> int:
+    """Hot blocks that a step may need at most where full ones are compressed.
+
+    Each sequence writes to a last block and may begin another; the chunks of prompts fill the others.
+    """
+    return 2 * max_sequences + -(-max_batch_tokens // block_size) + SPARE_HOT_BLOCKS
+
+
+def plan_blocks(
+    shape: StoreShape, context_length: int, budget_bytes: int, reserve: int, cap: int | None = None
+) -> BlockCounts:
+    """What fits in `budget_bytes`; `reserve` as in `hot_reserve`, the rest as in `plan_num_blocks`."""
+    if not shape.compresses:
+        size = shape.bytes_per_block
+        return BlockCounts(plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap), 0)
+    size, reserved = shape.bytes_per_cold_block, reserve * shape.bytes_per_block
+    cold = plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap, reserved)
+    return BlockCounts(reserve, cold)
+
+
+def plan_num_blocks(
+    bytes_per_block: int,
+    block_size: int,
+    context_length: int,
+    budget_bytes: int,
+    cap: int | None = None,
+    reserved: int = 0,
+) -> int:
+    """Blocks that fit in `budget_bytes` less `reserved`, at most enough for `cap` sequences of `context_length` tokens.
+
+    Pure. The ring uses the smallest answer of its ranks. Raises `ConfigurationError` when not even one
+    sequence of full length fits.
+    """
+    per_sequence = -(-context_length // block_size)
+    blocks = max(0, budget_bytes - reserved) // bytes_per_block
+    if blocks < per_sequence:
+        raise ConfigurationError(
+            f"The KV cache budget of {budget_bytes} bytes holds {blocks * block_size} tokens, fewer than the "
+            f"context length of {context_length}; raise the budget to {reserved + per_sequence * bytes_per_block} "
+            "bytes or lower the context length."
+        )
+    return blocks if cap is None else min(blocks, cap * per_sequence)
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes that one rank's cache may take on `device` when no budget is set. Call it once weights are loaded."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1 - DEFAULT_GPU_UTILISATION) * total))
+    return int(free_host_memory() * DEFAULT_CPU_SHARE)
+
+
+def free_host_memory() -> int:
+    """Bytes of memory that this process may still take, within its control group's limit."""
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    available = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable"))
+    return min([available * 1024, *_control_group_room()])
+
+
+def _control_group_room() -> list[int]:
+    """[bytes below the control group's limit], or [] where there is none."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return []
+    return [] if limit == "max" else [max(0, int(limit) - used)]
