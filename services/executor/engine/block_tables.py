@@ -122,9 +122,7 @@ class BlockTables:
         if sequence.num_computed % self._size or position >= self._shareable(sequence):
             return False
         digest = sequence.chain.digest(position)
-        return any(
-            position < len(other.chain) and other.chain.digest(position) == digest for other in others
-        )
+        return any(position < len(other.chain) and other.chain.digest(position) == digest for other in others)
 
     def cover(self, sequence: Sequence, tokens: int, running: Iterable[Sequence]) -> bool:
         """Sees that the table covers the sequence's first `tokens` tokens; False where blocks run out."""

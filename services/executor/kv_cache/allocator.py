@@ -28,6 +28,7 @@ full: nothing that is shared is ever written.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from services.executor.kv_cache.block_copies import Copies, PendingCopies
 from services.executor.kv_cache.block_pool import BlockPool
@@ -55,7 +56,7 @@ class BlockAllocator:
         session_ttl: float = 0.0,
         saves_per_step: int = 64,
     ) -> None:
-        """`session_ttl` in seconds; `saves_per_step`: evicted blocks beyond these are not saved."""
+        """`session_ttl` in seconds; `saves_per_step`: of more evicted blocks the last ones are saved."""
         if num_hot < 1 or block_size < 1 or num_cold < 0:
             raise ValueError(f"a KV cache of {num_hot} blocks of {block_size} tokens holds nothing")
         self.num_hot = num_hot
@@ -165,7 +166,7 @@ class BlockAllocator:
 
     def lost(self, slot: int, key: BlockKey) -> None:
         """Some rank cannot read what it has of `key` in `slot`."""
-        self._tiers.forget(key, slot)
+        self._tiers.forget(slot, key)
 
     # --- life of a block -------------------------------------------------------------------------
 
@@ -284,10 +285,20 @@ class BlockAllocator:
         wanted = block in self._wanted
         self._wanted.discard(block)
         # What the next plan's compression would bring is not there yet to be saved.
-        unwritten = self._copies.cancel(block)
-        if wanted and not unwritten and pool is self._final and self._copies.saves < self._saves_per_step:
+        unwritten = self._copies.cancel_compression(block)
+        if wanted and not unwritten and pool is self._final and self._tiers:
             for slot in self._tiers.put(key):
                 self._copies.save(block, slot)
+            self._drop_saves()
+
+    def _drop_saves(self) -> None:
+        """Keeps the plan's saves within their bound. The oldest go: the ends of what was evicted, without
+        which its beginning is still of use."""
+        excess = len(self._copies.saves) - self._saves_per_step
+        for slot in list(islice(self._copies.saves, max(0, excess))):
+            if not self._tiers.is_locked(slot):
+                self._copies.cancel_save(slot)
+                self._tiers.forget(slot)
 
     # --- checks ----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ Source of a save or a compression is only what earlier plans have written; so th
 hand an id or a slot out again in the very plan that saves what it held.
 """
 
+from collections.abc import KeysView
 from typing import NamedTuple
 
 Pairs = list[tuple[int, int]]
@@ -33,8 +34,9 @@ class PendingCopies:
         self._restores: Pairs = []
 
     @property
-    def saves(self) -> int:
-        return len(self._saves)
+    def saves(self) -> KeysView[int]:
+        """The slots that are going to be written, oldest first."""
+        return self._saves.keys()
 
     @property
     def restores(self) -> int:
@@ -42,12 +44,16 @@ class PendingCopies:
 
     def save(self, block: int, slot: int) -> None:
         """A slot that was to be written already has been given away since: the later save counts."""
+        self._saves.pop(slot, None)
         self._saves[slot] = block
+
+    def cancel_save(self, slot: int) -> None:
+        del self._saves[slot]
 
     def compress(self, hot: int, cold: int) -> None:
         self._compressions[cold] = hot
 
-    def cancel(self, cold: int) -> bool:
+    def cancel_compression(self, cold: int) -> bool:
         """Whether `cold` was to be written by a compression, which is called off."""
         return self._compressions.pop(cold, None) is not None
 

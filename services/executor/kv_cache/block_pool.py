@@ -1,9 +1,9 @@
 """The unused blocks of one format (hot or cold): what is handed out next, and what is evicted for it.
 
-    empty     no content worth keeping                handed out first
-    cached    full and findable, longest unused first
-    pinned    cached, and kept for a session          handed out last: a pin delays eviction, and never
-                                                      keeps a block from whoever needs one
+empty     no content worth keeping                handed out first
+cached    full and findable, longest unused first
+pinned    cached, and kept for a session          handed out last: a pin delays eviction, and never
+                                                  keeps a block from whoever needs one
 """
 
 from collections import OrderedDict
@@ -69,6 +69,8 @@ class BlockPool:
         empty, cached, pinned = set(self._empty), set(self._cached), set(self._pinned)
         assert len(empty) == len(self._empty), "a block is in the empty list twice"
         assert not empty & cached | empty & pinned | cached & pinned, "a block is unused in two ways"
-        assert all(self.first <= b < self.first + self.size for b in empty | cached | pinned), "a foreign block"
+        assert all(self.first <= b < self.first + self.size for b in empty | cached | pinned), (
+            "a foreign block"
+        )
         assert len(pinned) <= self._most_pinned, "too many blocks are pinned"
         return empty, cached, pinned

@@ -14,6 +14,7 @@ its longest unused slot when it needs one.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from services.executor.kv_cache.prefix_index import BlockKey
 
@@ -74,15 +75,20 @@ class SpillTier:
         else:
             self._free.append(slot)
 
-    def forget(self, key: BlockKey) -> None:
-        """The bytes of `key` are lost; a key that is not held is ignored."""
-        slot = self.find(key)
-        if slot is None:
+    def forget(self, slot: int, key: BlockKey | None = None) -> None:
+        """The bytes in `slot` are lost. With `key`, only where they are that block's."""
+        held = self._keys.get(slot)
+        if held is None or key not in (None, held):
             return
-        del self._slots[key.digest], self._keys[slot]
+        del self._slots[held.digest], self._keys[slot]
         if slot not in self._locks:
             del self._order[slot]
             self._free.append(slot)
+
+    @property
+    def locks(self) -> Mapping[int, int]:
+        """Locks by slot."""
+        return self._locks
 
     def check(self) -> None:
         """Raises AssertionError where the invariant does not hold."""
@@ -90,7 +96,9 @@ class SpillTier:
         assert len(free) == len(self._free), "a slot is free twice"
         assert not free & order | free & locked | order & locked, "a slot is in two states"
         assert free | order | locked == set(range(self._first, self._first + self._size)), "a slot is leaked"
-        assert {self._keys[slot].digest: slot for slot in self._keys} == self._slots, "a slot is filed wrongly"
+        assert {self._keys[slot].digest: slot for slot in self._keys} == self._slots, (
+            "a slot is filed wrongly"
+        )
         assert order <= set(self._keys) <= order | locked, "a free slot holds a block, or a held one none"
 
 
@@ -125,9 +133,13 @@ class SpillTiers:
     def unlock(self, slot: int) -> None:
         self._tier(slot).unlock(slot)
 
-    def forget(self, key: BlockKey, slot: int) -> None:
-        """What `slot`'s tier has of `key` cannot be read."""
-        self._tier(slot).forget(key)
+    def forget(self, slot: int, key: BlockKey | None = None) -> None:
+        """The bytes in `slot` are lost. With `key`, only where they are that block's."""
+        self._tier(slot).forget(slot, key)
+
+    def is_locked(self, slot: int) -> bool:
+        """Whether `slot` is going to be read."""
+        return slot in self._tier(slot).locks
 
     def on_disk(self, slot: int) -> bool:
         return slot >= self._num_host
@@ -137,7 +149,7 @@ class SpillTiers:
         self._host.check()
         self._disk.check()
         if locked is not None:
-            held = self._host._locks | self._disk._locks
+            held = {**self._host.locks, **self._disk.locks}
             assert held == locked, f"locks {held} are held, {locked} are owed"
 
     def _tier(self, slot: int) -> SpillTier:
