@@ -107,9 +107,11 @@ class BlockTables:
             return
         while sequence.num_sealed < self._shareable(sequence):
             block = self._allocator.find(sequence.chain, sequence.num_sealed)
-            # A writable block of its own is there when it was about to compute this one.
-            if block is None or len(sequence.table) > sequence.num_sealed:
+            if block is None:
                 return
+            # Writable blocks are there, and empty, when a step that was to fill them has failed.
+            self._allocator.release(sequence.table[sequence.num_sealed :])
+            del sequence.table[sequence.num_sealed :]
             self._allocator.share([block])
             sequence.table.append(block)
             self._skip(sequence, 1)

@@ -240,8 +240,8 @@ class BlockAllocator:
 
     def expire(self, now: float) -> None:
         """Takes the pins from sessions whose time is over."""
-        for block in self._pins.expire(now):
-            self._pool(block).unpin(block)
+        for block in reversed(self._pins.expire(now)):
+            self._pool(block).expire(block)
 
     def take_copies(self) -> Copies:
         """The copies that the plan about to be sent must carry."""

@@ -47,12 +47,12 @@ class BlockPool:
         self._pinned[block] = None
         if len(self._pinned) <= self._most_pinned:
             return None
-        oldest = next(iter(self._pinned))
-        self.unpin(oldest)
+        oldest, _ = self._pinned.popitem(last=False)
+        self._cached[oldest] = None
         return oldest
 
-    def unpin(self, block: int) -> None:
-        """`block` is cached like others from now on, as the longest unused: its session has not come."""
+    def expire(self, block: int) -> None:
+        """A pinned block is cached like others from now on, as the longest unused: its session has not come."""
         del self._pinned[block]
         self._cached[block] = None
         self._cached.move_to_end(block, last=False)

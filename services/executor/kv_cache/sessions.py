@@ -10,7 +10,7 @@ from collections import OrderedDict
 class _Session:
     def __init__(self) -> None:
         self.last_used = 0.0
-        self.blocks: set[int] = set()
+        self.blocks: dict[int, None] = {}
 
 
 class SessionPins:
@@ -31,7 +31,7 @@ class SessionPins:
         if entry is None:
             entry = self._sessions[session] = _Session()
         entry.last_used = now
-        entry.blocks.add(block)
+        entry.blocks[block] = None
         self._sessions.move_to_end(session)
         self._owners[block] = session
 
@@ -41,12 +41,13 @@ class SessionPins:
         if session is None:
             return
         blocks = self._sessions[session].blocks
-        blocks.remove(block)
+        del blocks[block]
         if not blocks:
             del self._sessions[session]
 
     def expire(self, now: float) -> list[int]:
-        """The blocks of sessions that have not been used for `ttl` seconds, which are forgotten."""
+        """The blocks of sessions that have not been used for `ttl` seconds, in the order in which they came;
+        the sessions are forgotten."""
         blocks: list[int] = []
         while self._sessions:
             session, entry = next(iter(self._sessions.items()))
