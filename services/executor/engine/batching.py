@@ -53,7 +53,7 @@ class ContinuousBatcher:
         self._spec = spec
         self._settings = settings
         self._root = root_digest(namespace)
-        self._tables = BlockTables(spec, settings.session_ttl)
+        self._tables = BlockTables(spec, settings)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         # Both lists are sorted by urgency.

@@ -11,6 +11,7 @@ Only running sequences hold blocks.
 
 from collections.abc import Collection, Iterable
 
+from services.executor.engine.admission import BatchSettings
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sequence import Sequence
 from services.executor.kv_cache.allocator import BlockAllocator
@@ -24,7 +25,7 @@ DISK_COST = 4
 class BlockTables:
     """Fills, grows and frees the block tables of a batcher's sequences. No clock, no I/O."""
 
-    def __init__(self, spec: EngineSpec, session_ttl: float) -> None:
+    def __init__(self, spec: EngineSpec, settings: BatchSettings) -> None:
         self._spec = spec
         self._size = spec.block_size
         self._tiers = SpillTiers(spec.num_host, spec.num_disk)
@@ -33,8 +34,10 @@ class BlockTables:
             spec.block_size,
             spec.num_cold,
             self._tiers,
-            session_ttl,
-            saves_per_step=spec.copies_per_step,
+            settings.session_ttl,
+            # What a step computes may evict as much, and saving a block is cheap against computing it; so
+            # this bounds only the burst of a long sequence that makes room for all it restores.
+            saves_per_step=spec.copies_per_step + settings.max_batch_tokens // spec.block_size,
         )
         self._restores: list[tuple[Sequence, int, int]] = []
         """(sequence, position in its table, slot): what the step under way restores."""

@@ -36,7 +36,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     num_disk: int = 0
     """Spill slots on disk; their numbers follow those in host memory."""
     copies_per_step: int = 32
-    """Blocks that a step saves at most, and restores at most."""
+    """Blocks that a step restores at most."""
 
     @property
     def total_blocks(self) -> int:

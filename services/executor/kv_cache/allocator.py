@@ -69,7 +69,7 @@ class BlockAllocator:
         self._index = PrefixIndex()
         self._pins = SessionPins(session_ttl)
         self._tiers = tiers if tiers is not None else SpillTiers(0, 0)
-        self._saves_per_step = saves_per_step
+        self._saves_per_step = saves_per_step * self._tiers.count
         self._wanted: set[int] = set()
         self._copies = PendingCopies()
         self._unlock: list[int] = []
@@ -131,7 +131,7 @@ class BlockAllocator:
 
     def _find(self, chain: BlockChain, position: int) -> int | None:
         block = self.find(chain, position)
-        if block is not None or not self._tiers:
+        if block is not None or not self._tiers.count:
             return block
         slot = self._tiers.find(chain.key(position))
         return None if slot is None else ~slot
@@ -286,7 +286,7 @@ class BlockAllocator:
         self._wanted.discard(block)
         # What the next plan's compression would bring is not there yet to be saved.
         unwritten = self._copies.cancel_compression(block)
-        if wanted and not unwritten and pool is self._final and self._tiers:
+        if wanted and not unwritten and pool is self._final:
             for slot in self._tiers.put(key):
                 self._copies.save(block, slot)
             self._drop_saves()

@@ -23,7 +23,7 @@ DEFAULT_SEQUENCES = 64
 """Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
 SPARE_HOT_BLOCKS = 8
 COPY_BYTES_PER_STEP = 64 << 20
-"""Bytes that one step saves at most, and restores at most: about ten milliseconds of copying."""
+"""Bytes that one step restores at most: about ten milliseconds of copying."""
 MOST_COPIES_PER_STEP = 256
 
 
@@ -157,7 +157,7 @@ def _control_group_room() -> list[int]:
 
 class SpillCounts(NamedTuple):
     """Spill slots: [0, host) in host memory and [host, host + disk) on disk; and how many blocks a step
-    may copy from or to them."""
+    may restore from them."""
 
     host: int
     disk: int

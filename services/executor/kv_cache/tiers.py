@@ -111,9 +111,10 @@ class SpillTiers:
         self._disk = SpillTier(num_host, num_disk)
         self._tiers = [tier for tier, size in ((self._host, num_host), (self._disk, num_disk)) if size]
 
-    def __bool__(self) -> bool:
-        """Whether there is any slot."""
-        return bool(self._tiers)
+    @property
+    def count(self) -> int:
+        """Tiers that have any slot."""
+        return len(self._tiers)
 
     def find(self, key: BlockKey) -> int | None:
         """The slot to read `key` from."""

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sequence import Sequence
@@ -206,7 +207,7 @@ def test_a_block_stays_hot_where_no_cold_one_can_be_had_and_moves_later() -> Non
 
 
 def test_a_shared_block_that_moves_late_moves_for_all_who_have_it() -> None:
-    tables = BlockTables(EngineSpec(BLOCK, 3, 100, VOCAB, num_cold=2), 0.0)
+    tables = BlockTables(EngineSpec(BLOCK, 3, 100, VOCAB, num_cold=2), BatchSettings())
     other, first, second = (
         Sequence(ask(name, prompt), 0, BLOCK, b"")
         for name, prompt in (("o", list(range(8))), ("a", [9] * 5), ("b", [*[9] * 4, 1]))

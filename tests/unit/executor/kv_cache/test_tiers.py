@@ -62,7 +62,7 @@ def test_what_is_in_both_tiers_comes_from_host_memory() -> None:
     tiers.check({1: 1})
     with pytest.raises(AssertionError):
         tiers.check({})
-    assert not SpillTiers(0, 0)
+    assert (tiers.count, SpillTiers(0, 0).count) == (2, 0)
     assert SpillTiers(0, 0).find(key(0)) is None
 
 
