@@ -20,7 +20,7 @@ from services.executor.board import RingBoard, RingState
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.protocol import BadLogits, Engine, EngineSpec, SampledToken
+from services.executor.engine.protocol import BadLogits, Engine, EngineSpec, RestoreFailed, SampledToken
 from services.executor.engine.sequence import Sequence
 from services.executor.naming import served_name
 from services.executor.recent_frames import RecentFrames
@@ -89,6 +89,7 @@ class Leader:
                 max_batch_tokens=self._settings.max_batch_tokens,
                 max_sequences=self._settings.max_sequences,
                 max_waiting=self._settings.max_waiting,
+                session_ttl=self._settings.kv_session_ttl,
             ),
             self._model,
         )
@@ -121,7 +122,7 @@ class Leader:
         await self._bus.flush()
         self._board.set_state(RingState.READY)
         self._orchestrator.send(Ready(self._model))
-        log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.num_blocks)
+        log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.total_blocks)
 
     async def _check_name(self, card: ModelCard) -> None:
         """Two models under one name would be decoded with one tokenizer: the second is refused."""
@@ -205,7 +206,7 @@ class Leader:
             if self._draining and (not self._batcher.has_work or time.monotonic() >= self._drain_by):
                 await self._hand_back()
                 return
-            scheduled = self._batcher.schedule()
+            scheduled = self._batcher.schedule(time.monotonic())
             if scheduled is None:
                 await self._publish(self._batcher.take_entries())
                 self._report_load()
@@ -222,7 +223,8 @@ class Leader:
             await self._publish(entries)
 
     async def _execute(self, plan: StepPlan, sequences: list[Sequence]) -> Entries:
-        """One step in the engine's thread. Rows that are no numbers end their own sequences only."""
+        """One step in the engine's thread. Rows that are no numbers end their own sequences only; what cannot
+        be restored is computed again."""
         samples = [sequence.sampling for sequence in sequences]
         loop = asyncio.get_running_loop()
         try:
@@ -232,6 +234,9 @@ class Leader:
         except BadLogits as error:
             log.error("bad_logits", error=str(error))
             return self._batcher.fail_step(error, error.rows)
+        except RestoreFailed as error:
+            log.warning("restore_failed", error=str(error))
+            return self._batcher.fail_restores(error.slots)
         return self._batcher.update(sampled)
 
     async def _publish(self, entries: Entries) -> None:

@@ -46,6 +46,16 @@ class ExecutorSettings(CommonSettings):
     """Layers that differ from `kv_dtype`, such as "0=bf16,-1=bf16"; negative ones count from the last."""
     kv_memory: int = Field(default=0, ge=0)
     """Bytes for the KV cache of each rank; 0: from the free memory."""
+    kv_host_memory: int = Field(default=0, ge=0)
+    """Bytes of host memory per rank for evicted KV blocks of sessions; 0: none. For GPUs: on a CPU the same
+    bytes are worth more as `kv_memory`."""
+    kv_disk_memory: int = Field(default=0, ge=0)
+    """Bytes on disk per rank for evicted KV blocks of sessions; 0: none."""
+    kv_disk_directory: Path | None = None
+    """Where `kv_disk_memory` goes, to files that end with their process; empty: the temporary directory,
+    which must not be in memory."""
+    kv_session_ttl: float = Field(default=900.0, ge=0)
+    """Seconds after its last turn for which a session's KV blocks are evicted after others'; 0: none."""
     replicas_on_host: int = Field(default=1, ge=1)
     """Executor groups that share this host's memory, which each then takes its part of for the KV cache."""
     threads: int = Field(default=0, ge=0)

@@ -23,6 +23,8 @@ class BatchSettings(msgspec.Struct, frozen=True):
     """Sequences that run at once."""
     max_waiting: int = 1024
     """Accepted sequences that wait for a place; more are refused, to be tried elsewhere or later."""
+    session_ttl: float = 0.0
+    """Seconds after its last use for which a session's blocks are kept before others'."""
 
     def validate(self) -> None:
         """Raises `ConfigurationError` naming the setting that is out of range."""
@@ -39,7 +41,7 @@ class BatchSettings(msgspec.Struct, frozen=True):
 
 def kv_capacity(spec: EngineSpec) -> int:
     """Tokens that the whole KV cache holds."""
-    return spec.num_blocks * spec.block_size
+    return spec.total_blocks * spec.block_size
 
 
 def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:

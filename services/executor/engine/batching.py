@@ -11,9 +11,9 @@ calls, `schedule()` and `update()`; requests may be added and cancelled between 
                2. what is left of the token budget: prompts in chunks, most urgent first, running or
                   admitted now
 
-No hang: the most urgent running sequence always advances, since it may take every other's blocks
-and one that does not fit the whole cache ends with an error. With none running, the first that waits
-is admitted, since it fits the whole cache.
+No hang: each step advances some sequence, or restores spilled blocks of one. The most urgent running
+sequence may take every other's blocks, and one that does not fit the whole cache ends with an error.
+With none running, the first that waits is admitted, since it fits the whole cache.
 """
 
 from bisect import insort
@@ -23,12 +23,12 @@ from operator import attrgetter
 
 from services.executor.engine import admission
 from services.executor.engine.admission import BatchSettings
+from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Chunk, build_plan
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState, finish_reason
-from services.executor.kv_cache.allocator import BlockAllocator
 from services.executor.kv_cache.prefix_index import root_digest
 from shared.errors import InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
@@ -53,7 +53,7 @@ class ContinuousBatcher:
         self._spec = spec
         self._settings = settings
         self._root = root_digest(namespace)
-        self._allocator = BlockAllocator(spec.num_blocks, spec.block_size)
+        self._tables = BlockTables(spec, settings)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         # Both lists are sorted by urgency.
@@ -62,14 +62,12 @@ class ContinuousBatcher:
         self._owed: Entries = {}
         self._batch: list[Chunk] = []
         self._sampling: list[Sequence] = []
+        self._under_way = False
         self._arrivals = 0
-        self._blocked = (-1, -1)
         self.step = 0
         """The last step that was scheduled; the first is 1."""
         self.preemptions = 0
         """Sequences that have had to give up their blocks."""
-        self.cached_tokens = 0
-        """Prompt tokens that were found in the cache."""
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -115,25 +113,28 @@ class ContinuousBatcher:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def schedule(self) -> tuple[StepPlan, list[Sequence]] | None:
+    def schedule(self, now: float = 0.0) -> tuple[StepPlan, list[Sequence]] | None:
         """The next step, and the sequences that get a token, aligned with the plan's `sample_rows`.
 
-        None when there is nothing to compute; entries may be owed then (`take_entries`).
+        `now`: seconds of any steady clock. None when there is nothing to compute; entries may be owed
+        then (`take_entries`).
         """
-        if self._batch:
+        if self._under_way:
             raise InternalError("A step was scheduled while another is under way.")
+        self._tables.begin(now)
         self._make_way()
         preemptions = self.preemptions
         batch = self._decodes()
         # A sequence that has just given up its blocks must not take them back in the same step.
         self._add_prefills(batch, admitting=self.preemptions == preemptions)
-        if not batch:
+        if not batch and not self._tables.restoring:
             return None
         for chunk in batch:
             chunk.sequence.in_flight = True
         self.step += 1
-        plan, self._sampling = build_plan(self.step, batch, self._spec.block_size)
-        self._batch = batch
+        copies = self._tables.take_copies()
+        plan, self._sampling = build_plan(self.step, batch, copies, self._spec.block_size)
+        self._batch, self._under_way = batch, True
         return plan, list(self._sampling)
 
     def update(self, sampled: Seq[SampledToken]) -> Entries:
@@ -143,30 +144,40 @@ class ContinuousBatcher:
         sampling, batch = self._sampling, self._close_step()
         for sequence, length in batch:
             sequence.num_computed += length
-            self._seal(sequence)
+            self._tables.seal(sequence)
         for sequence, result in zip(sampling, sampled, strict=True):
             if sequence.ending is Ending.NONE:
                 self._receive(sequence, result)
-        self._settle(batch)
+        self._settle()
         return self.take_entries()
 
     def fail_step(self, error: RyzansteinError, rows: Collection[int] | None = None) -> Entries:
         """Ends the step under way without a result, and its sequences with `error`.
 
         With `rows` (indices into `sample_rows`) only those sequences end; the others are computed again.
+        The ranks have executed the plan's copies: of what may not have been, only `fail_all` is right.
         """
         sampling, batch = self._sampling, self._close_step()
         failed = [chunk.sequence for chunk in batch] if rows is None else [sampling[row] for row in rows]
         for sequence in failed:
             if sequence.ending is Ending.NONE:
                 self._fail(sequence, [], error)
-        self._settle(batch)
+        self._settle()
+        return self.take_entries()
+
+    def fail_restores(self, slots: Collection[int]) -> Entries:
+        """Ends the step under way, which was not computed: these spill slots cannot be read.
+
+        All its sequences are computed again; those that the slots belong to, from what is left of them.
+        """
+        self._close_step(slots)
+        self._settle()
         return self.take_entries()
 
     def fail_all(self, error: RyzansteinError) -> Entries:
         """Ends everything with `error`, the step under way included: the ring is lost, or leaves."""
-        batch = self._close_step()
-        self._settle(batch)
+        self._close_step()
+        self._settle()
         for sequence in list(self._live.values()):
             self._fail(sequence, [], error)
         return self.take_entries()
@@ -183,6 +194,11 @@ class ContinuousBatcher:
         """Whether `schedule` or `take_entries` has something to give."""
         return bool(self._waiting or self._running or self._owed)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in the cache."""
+        return self._tables.cached_tokens
+
     def load(self) -> GroupLoad:
         """How full the ring is."""
         unfinished = sum(s.remaining for s in self._running if s.remaining > 1)
@@ -190,13 +206,13 @@ class ContinuousBatcher:
             running=len(self._running),
             waiting=len(self._waiting),
             waiting_tokens=unfinished + sum(s.remaining for s in self._waiting),
-            free_blocks=self._allocator.available,
-            total_blocks=self._allocator.num_blocks,
+            free_blocks=self._tables.free_blocks(self._running),
+            total_blocks=self._spec.total_blocks,
         )
 
     def check(self) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
-        self._allocator.check(s.table for s in self._running)
+        self._tables.check(self._running)
         for sequences in (self._waiting, self._running):
             assert sequences == sorted(sequences, key=_URGENCY), "a queue is out of order"
         assert len(self._running) <= self._settings.max_sequences, "too many sequences run"
@@ -210,8 +226,8 @@ class ContinuousBatcher:
         if not self._waiting or _is_batch(self._waiting[0]):
             return
         head = self._waiting[0]
-        lent = sum(len(s.table) for s in self._running if _is_batch(s))
-        if self._allocator.available + lent < self._allocator.blocks_for(len(head.tokens)):
+        lent = [s for s in self._running if _is_batch(s)]
+        if not self._tables.could_place(head, self._running, lent):
             return
         while self._running and _is_batch(self._running[-1]) and self._place(head) is None:
             self._preempt(self._running[-1])
@@ -220,7 +236,12 @@ class ContinuousBatcher:
         """One token for every running sequence that has only one to compute."""
         batch = []
         for sequence in list(self._running):
-            if sequence.state is SequenceState.RUNNING and sequence.remaining == 1 and self._grow(sequence):
+            if (
+                sequence.state is SequenceState.RUNNING
+                and sequence.remaining == 1
+                and (not sequence.restoring or self._tables.restore(sequence))
+                and self._grow(sequence)
+            ):
                 batch.append(Chunk(sequence, 1))
         return batch
 
@@ -229,10 +250,7 @@ class ContinuousBatcher:
 
         Victims come from the end of the order of urgency, so they are not in the batch yet.
         """
-        while self._allocator.blocks_for(len(sequence.tokens)) > len(sequence.table):
-            if self._allocator.available:
-                sequence.table.extend(self._allocator.allocate(1))
-                continue
+        while not self._tables.cover(sequence, len(sequence.tokens), self._running):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -243,6 +261,7 @@ class ContinuousBatcher:
         """Fills the token budget with prompts, most urgent first. An admitted one may need one token only."""
         budget = self._settings.max_batch_tokens - len(batch)
         prefills = [s for s in reversed(self._running) if s.remaining > 1]
+        before: list[Sequence] = []
         while budget > 0:
             head = self._waiting[0] if admitting and self._waiting else None
             if head is not None and (not prefills or head.urgency < prefills[-1].urgency):
@@ -254,72 +273,73 @@ class ContinuousBatcher:
                 sequence = prefills.pop()
             else:
                 return
-            length = min(sequence.remaining, budget)
-            batch.append(Chunk(sequence, length))
-            budget -= length
+            preemptions = self.preemptions
+            length = self._prefill(sequence, budget, before, batch)
+            if length:
+                batch.append(Chunk(sequence, length))
+                budget -= length
+            before.append(sequence)
+            if self.preemptions > preemptions:
+                admitting = False
+                prefills = [s for s in prefills if s.state is SequenceState.RUNNING]
+
+    def _prefill(self, sequence: Sequence, budget: int, before: list[Sequence], batch: list[Chunk]) -> int:
+        """How many tokens of a prompt the step computes, `budget` at most; 0 when it has to wait.
+
+        What one of those `before` it is about to compute as well, it waits for, to share it then.
+        """
+        if sequence.restoring and not self._tables.restore(sequence):
+            return 0
+        self._tables.share_more(sequence)
+        if self._tables.is_being_computed(sequence, before):
+            return 0
+        end = sequence.num_computed + min(sequence.remaining, budget)
+        while not self._tables.cover(sequence, end, self._running):
+            covered = len(sequence.table) * self._spec.block_size
+            if covered > sequence.num_computed:
+                return covered - sequence.num_computed
+            victim = self._running[-1]
+            if victim is sequence or any(chunk.sequence is victim for chunk in batch):
+                return 0  # those in the batch advance, and will end or give up their blocks
+            self._preempt(victim)
+        return end - sequence.num_computed
 
     def _place(self, sequence: Sequence) -> list[int] | None:
-        """The cached blocks of a waiting sequence's beginning; None when there is no room for it now.
-
-        Beside others it leaves a few blocks free, so that their decodes do not push it out at once.
-        """
+        """What is in the cache of a waiting sequence's beginning; None when there is no room for it now."""
         if len(self._running) >= self._settings.max_sequences:
             return None
-        attempt = (sequence.arrival, self._allocator.releases)
-        if self._running and attempt == self._blocked:
-            return None
-        tokens = len(sequence.tokens)
-        shared = self._allocator.match(sequence.chain, (tokens - 1) // self._spec.block_size)
-        reserve = max(1, self._spec.num_blocks // 100) if self._running else 0
-        needed = self._allocator.blocks_for(tokens) - len(shared) + reserve
-        if self._allocator.room_after(shared) < needed:
-            self._blocked = attempt
-            return None
-        return shared
+        return self._tables.place(sequence, self._running)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Moves the first waiting sequence into the batch, with blocks for all tokens it has."""
-        shared = self._place(sequence)
-        if shared is None:
+        """Moves the first waiting sequence into the batch, where there is room for all tokens it has."""
+        found = self._place(sequence)
+        if found is None:
             return False
-        self._allocator.share(shared)
-        sequence.table.extend(shared)
-        missing = self._allocator.blocks_for(len(sequence.tokens)) - len(shared)
-        sequence.table.extend(self._allocator.allocate(missing))
-        sequence.num_sealed = len(shared)
-        sequence.num_computed = len(shared) * self._spec.block_size
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_tokens)
-            self.cached_tokens += sequence.cached_tokens
+        self._tables.admit(sequence, found)
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=_URGENCY)
         sequence.state = SequenceState.RUNNING
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Its tokens stay; what is still cached when its turn comes again is not computed again."""
+        """Its tokens stay; what is still cached or spilled when its turn comes again is not computed again."""
         self._running.remove(sequence)
-        self._free(sequence)
+        sequence.preempted = True
+        self._tables.free(sequence, wanted=True)
         sequence.state = SequenceState.WAITING
         insort(self._waiting, sequence, key=_URGENCY)
         self.preemptions += 1
 
     # --- results ---------------------------------------------------------------------------------
 
-    def _close_step(self) -> list[Chunk]:
+    def _close_step(self, failed_slots: Collection[int] = ()) -> list[Chunk]:
         batch, self._batch, self._sampling = self._batch, [], []
+        self._under_way = False
         for chunk in batch:
             chunk.sequence.in_flight = False
+        for sequence in self._tables.close(failed_slots):
+            self._preempt(sequence)
         return batch
-
-    def _seal(self, sequence: Sequence) -> None:
-        """Registers the blocks that the step has filled, for whoever begins with the same tokens."""
-        full = sequence.num_computed // self._spec.block_size
-        if full > sequence.num_sealed:
-            sequence.chain.grow()
-            for block in range(sequence.num_sealed, full):
-                self._allocator.seal(sequence.table[block], sequence.chain.key(block))
-            sequence.num_sealed = full
 
     def _receive(self, sequence: Sequence, result: SampledToken) -> None:
         sequence.append(result.token)
@@ -333,10 +353,10 @@ class ContinuousBatcher:
         else:
             self._owe(sequence.request.consumer, sequence.entry([result.token], "", logprobs))
 
-    def _settle(self, batch: list[Chunk]) -> None:
+    def _settle(self) -> None:
         """Ends the sequences that were cancelled or replaced while the step was under way."""
-        for sequence, _ in batch:
-            if sequence.ending is not Ending.NONE:
+        for sequences in (self._running, self._waiting):
+            for sequence in [s for s in sequences if s.ending is not Ending.NONE]:
                 self._end(sequence, sequence.ending_entry())
 
     # --- ends ------------------------------------------------------------------------------------
@@ -374,7 +394,7 @@ class ContinuousBatcher:
         """Takes the sequence out of everything; without `entry` nobody is told."""
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
-            self._free(sequence)
+            self._tables.free(sequence)
         else:
             self._waiting.remove(sequence)
         sequence.state = SequenceState.ENDED
@@ -382,11 +402,6 @@ class ContinuousBatcher:
             del self._live[sequence.request.generation_id]
             self._ended.add(sequence.request)
             self._owe(sequence.request.consumer, entry)
-
-    def _free(self, sequence: Sequence) -> None:
-        self._allocator.release(sequence.table)
-        del sequence.table[:]
-        sequence.num_computed = sequence.num_sealed = 0
 
     def _owe(self, consumer: str, entry: TokenEntry) -> None:
         self._owed.setdefault(consumer, []).append(entry)

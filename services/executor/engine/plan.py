@@ -24,6 +24,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """One forward pass over a flat batch. Every array travels as little-endian int32 bytes.
 
     Sequences with exactly one token in this step (decodes) come first; `num_decodes` says how many.
+    T may be 0: such a plan only copies blocks (`kv_cache/block_copies.py` says why in this order).
     """
 
     step: int
@@ -42,6 +43,12 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """int32 [sum of ceil(context_len / block size)]: the sequences' block tables, end to end."""
     sample_rows: bytes
     """int32 [R]: rows of the flat batch whose logits the sampler needs, in ascending order."""
+    saves: bytes = b""
+    """int32 [n, 2]: (block id, spill slot), copied first."""
+    compressions: bytes = b""
+    """int32 [n, 2]: (hot block id, cold block id), copied after the saves."""
+    restores: bytes = b""
+    """int32 [n, 2]: (spill slot, block id), copied after the compressions and before the forward pass."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -63,6 +70,6 @@ def as_int32(payload: bytes) -> Int32Array:
     return np.frombuffer(payload, dtype="<i4")
 
 
-def to_bytes(values: NDArray[np.integer[Any]] | list[int]) -> bytes:
+def to_bytes(values: NDArray[np.integer[Any]] | list[int] | list[tuple[int, int]]) -> bytes:
     """`values`, which fit 32 bits, as little-endian int32 bytes."""
     return np.asarray(values, dtype="<i4").tobytes()

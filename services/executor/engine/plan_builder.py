@@ -7,6 +7,7 @@ import numpy as np
 
 from services.executor.engine.plan import Int32Array, StepPlan, to_bytes
 from services.executor.engine.sequence import Sequence
+from services.executor.kv_cache.block_copies import Copies
 
 
 class Chunk(NamedTuple):
@@ -26,10 +27,13 @@ class Chunk(NamedTuple):
         return self.length == self.sequence.remaining
 
 
-def build_plan(step: int, batch: list[Chunk], block_size: int) -> tuple[StepPlan, list[Sequence]]:
+def build_plan(
+    step: int, batch: list[Chunk], copies: Copies, block_size: int
+) -> tuple[StepPlan, list[Sequence]]:
     """The plan, and the sequences that get a token, in the order of the plan's `sample_rows`.
 
-    Every block that a chunk writes to is in its sequence's table already.
+    Every block that a chunk writes to is in its sequence's table already. The batch may be empty where
+    there are copies.
     """
     singles = [chunk for chunk in batch if chunk.length == 1]
     longer = [chunk for chunk in batch if chunk.length > 1]
@@ -55,6 +59,9 @@ def build_plan(step: int, batch: list[Chunk], block_size: int) -> tuple[StepPlan
         context_lens=to_bytes([chunk.end for chunk in ordered]),
         block_tables=to_bytes(np.frombuffer(tables, np.int32)),
         sample_rows=to_bytes(last_rows[[chunk.samples for chunk in ordered]]),
+        saves=to_bytes(copies.saves),
+        compressions=to_bytes(copies.compressions),
+        restores=to_bytes(copies.restores),
     )
     return plan, [chunk.sequence for chunk in ordered if chunk.samples]
 

@@ -25,10 +25,23 @@ class EngineSpec(msgspec.Struct, frozen=True):
     block_size: int
     """Tokens per KV block."""
     num_blocks: int
-    """KV blocks in all, the same on every rank."""
+    """KV blocks that can be written to (hot), the same on every rank."""
     context_length: int
     """Most tokens (prompt and output) that one sequence may have."""
     vocab_size: int
+    num_cold: int = 0
+    """KV blocks for compressed, full blocks; their ids follow the hot ones'."""
+    num_host: int = 0
+    """Spill slots in host memory."""
+    num_disk: int = 0
+    """Spill slots on disk; their numbers follow those in host memory."""
+    copies_per_step: int = 32
+    """Blocks that a step restores at most."""
+
+    @property
+    def total_blocks(self) -> int:
+        """KV blocks in all, hot and cold."""
+        return self.num_blocks + self.num_cold
 
 
 class SampledToken(msgspec.Struct, frozen=True):
@@ -48,6 +61,18 @@ class BadLogits(InternalError):
         self.rows = rows
 
 
+class RestoreFailed(InternalError):
+    """Some spilled blocks cannot be read. No rank has computed the step; its copies are made, except for
+    the restores of `slots`."""
+
+    def __init__(self, slots: list[int]) -> None:
+        super().__init__(
+            f"The spilled KV blocks in slots {slots} cannot be read; what they held is computed again. If it "
+            "happens again, check the disk that --kv-disk-directory names."
+        )
+        self.slots = slots
+
+
 class Engine(Protocol):
     """Computes steps. Knows nothing of requests, queues or the network to the clients."""
 
@@ -63,8 +88,8 @@ class Engine(Protocol):
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         """Runs one step and samples one token per row of `plan.sample_rows`, in their order.
 
-        Raises `BadLogits` when some rows are not numbers, and `shared.errors.RingLost` when a rank is
-        gone; the engine is of no more use then.
+        Raises `BadLogits` when some rows are not numbers, `RestoreFailed` when a spilled block cannot be
+        read, and `shared.errors.RingLost` when a rank is gone; the engine is of no more use then.
         """
         ...
 

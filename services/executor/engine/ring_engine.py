@@ -24,11 +24,14 @@ from services.executor.kv_cache.dtypes import layer_dtypes, parse_layers
 from services.executor.kv_cache.sizes import (
     DEFAULT_SEQUENCES,
     BlockCounts,
+    SpillCounts,
     StoreShape,
     default_budget,
     hot_reserve,
     plan_blocks,
+    plan_spill,
 )
+from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import make_runner
 from services.executor.model.checkpoints import resolve_model
@@ -173,13 +176,25 @@ class RingMember:
         context = settings.context_length or longest
         shape = _store_shape(settings, config.num_hidden_layers, layout, dtype)
         blocks = _agree_on_blocks(shape, context, settings, device, collectives)
+        slots = _agree_on_slots(shape, settings, device, collectives)
+        spill = SpillStore(slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         store = KvStore(shape, blocks.hot, device, blocks.cold)
-        runner = make_runner(model, store, layout.q_heads.size, collectives, device, thread_count(settings))
+        runner = make_runner(
+            model, store, layout.q_heads.size, collectives, device, thread_count(settings), spill
+        )
         runner.warm_up()
         collectives.barrier()
-        return cls(
-            runner, collectives, EngineSpec(settings.block_size, blocks.hot, context, runner.vocab_size)
+        engine_spec = EngineSpec(
+            settings.block_size,
+            blocks.hot,
+            context,
+            runner.vocab_size,
+            num_cold=blocks.cold,
+            num_host=slots.host,
+            num_disk=slots.disk,
+            copies_per_step=slots.copies_per_step,
         )
+        return cls(runner, collectives, engine_spec)
 
 
 def _store_shape(
@@ -209,11 +224,23 @@ def _agree_on_blocks(
         budget = default_budget(device) // ranks_sharing
         cap = DEFAULT_SEQUENCES if device.type == "cpu" else None
     reserve = hot_reserve(settings.max_sequences, settings.max_batch_tokens, shape.block_size)
-    mine = plan_blocks(shape, context, budget, reserve, cap)
-    counts = torch.zeros((collectives.world_size, 2), dtype=torch.int64, device=device)
+    return BlockCounts(*_smallest(plan_blocks(shape, context, budget, reserve, cap), device, collectives))
+
+
+def _agree_on_slots(
+    shape: StoreShape, settings: ExecutorSettings, device: torch.device, collectives: Collectives
+) -> SpillCounts:
+    """The smallest numbers of spill slots that any rank can hold."""
+    mine = plan_spill(shape, settings.kv_host_memory, settings.kv_disk_memory)
+    return SpillCounts(*_smallest(mine, device, collectives))
+
+
+def _smallest(mine: tuple[int, ...], device: torch.device, collectives: Collectives) -> list[int]:
+    """The smallest of each number over the ranks."""
+    counts = torch.zeros((collectives.world_size, len(mine)), dtype=torch.int64, device=device)
     counts[collectives.rank] = torch.tensor(mine, device=device)
-    hot, cold = collectives.all_reduce(counts).amin(0).tolist()
-    return BlockCounts(hot, cold)
+    smallest: list[int] = collectives.all_reduce(counts).amin(0).tolist()
+    return smallest
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

@@ -2,27 +2,42 @@
 
 Every rank stores its own heads under the same block ids: the shards agree by construction.
 
-    num_blocks
-    ├── empty    no content worth keeping          references 0   not in the index
-    ├── cached   full, findable, nobody reads it   references 0   in the index     (oldest is evicted first)
+    ids    0 ......... num_hot | num_hot ......... num_hot + num_cold
+           hot: written to       cold: full blocks, compressed (none without compression)
+
+    each block is
+    ├── unused   empty, cached or pinned (`block_pool.py`)   references 0   cached and pinned: in the index
     └── used
-        ├── private   being filled by one sequence   references 1   not in the index
-        └── sealed    full, never written again      references ≥ 1 in the index, or a duplicate of
-                                                                    a block that is (references 1)
+        ├── private   being filled by one sequence            references 1   hot, not in the index
+        └── sealed    full, never written again               references ≥ 1 in the index
 
       empty ──allocate──▶ private ──seal──▶ sealed ──release (last)──▶ cached ──share──▶ sealed
-        ▲                    │                 ▲                          │
-        └──────release───────┘                 └──────────share───────────┤
-        └───────────────────────────evicted by allocate───────────────────┘
+        ▲                    │                                           │
+        └──────release───────┴──────────────evicted──────────────────────┘
 
-Invariant: empty + cached + used = num_blocks, each block in exactly one region; a block with two
-references or more is in the index, hence full: nothing that is shared is ever written.
+At its seal a hot block moves: to the block that holds the same tokens already, else to a cold id. Its own
+id is empty at once, and the next plan carries the copy (`block_copies.py`). Without a cold id to be had it
+stays where it is, and may move later.
+
+What is evicted and may be wanted again (a session's, or a preempted sequence's) is saved to a spill slot
+(`tiers.py`). All spilled blocks have one format: cold where there is one, else hot.
+
+Invariant: every block is in exactly one region; one with two references or more is in the index, hence
+full: nothing that is shared is ever written.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
+from services.executor.kv_cache.block_copies import Copies, PendingCopies
+from services.executor.kv_cache.block_pool import BlockPool
 from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex
+from services.executor.kv_cache.sessions import SessionPins
+from services.executor.kv_cache.tiers import SpillTiers
+
+MOST_PINNED = 0.5
+"""Share of a format's blocks that sessions may pin."""
 
 
 class OutOfBlocks(Exception):
@@ -30,24 +45,48 @@ class OutOfBlocks(Exception):
 
 
 class BlockAllocator:
-    """Hands out block ids 0 to `num_blocks` - 1, counts references and remembers full blocks."""
+    """Hands out block ids, counts references, remembers full blocks and says where they move."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing")
-        self.num_blocks = num_blocks
+    def __init__(
+        self,
+        num_hot: int,
+        block_size: int,
+        num_cold: int = 0,
+        tiers: SpillTiers | None = None,
+        session_ttl: float = 0.0,
+        saves_per_step: int = 64,
+    ) -> None:
+        """`session_ttl` in seconds; `saves_per_step`: of more evicted blocks the last ones are saved."""
+        if num_hot < 1 or block_size < 1 or num_cold < 0:
+            raise ValueError(f"a KV cache of {num_hot} blocks of {block_size} tokens holds nothing")
+        self.num_hot = num_hot
+        self.num_blocks = num_hot + num_cold
         self.block_size = block_size
-        self._references = [0] * num_blocks
-        self._empty = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * self.num_blocks
+        self._hot = BlockPool(0, num_hot, int(num_hot * MOST_PINNED))
+        self._cold = BlockPool(num_hot, num_cold, int(num_cold * MOST_PINNED))
+        self._final = self._cold if num_cold else self._hot
         self._index = PrefixIndex()
-        self.releases = 0
-        """Calls of `release`: while it stands still, no more blocks can be had than before."""
+        self._pins = SessionPins(session_ttl)
+        self._tiers = tiers if tiers is not None else SpillTiers(0, 0)
+        self._saves_per_step = saves_per_step * self._tiers.count
+        self._wanted: set[int] = set()
+        self._copies = PendingCopies()
+        self._unlock: list[int] = []
+        self.room_version = 0
+        """Changes whenever there may be more room than before."""
+
+    # --- room ------------------------------------------------------------------------------------
 
     @property
     def available(self) -> int:
-        """Blocks that can be had at once: empty, or cached and unused."""
-        return len(self._empty) + len(self._cached)
+        """Blocks that can be had at once: unused ones, hot and cold."""
+        return self._hot.available + self._cold.available
+
+    @property
+    def available_hot(self) -> int:
+        """Writable blocks that can be had at once."""
+        return self._hot.available
 
     @property
     def used(self) -> int:
@@ -58,91 +97,230 @@ class BlockAllocator:
         """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
+    def room_after(self, found: Sequence[int]) -> tuple[int, int]:
+        """(blocks, hot blocks) that can still be had once the cached ones of `found` have been taken."""
+        unused = [block for block in found if block >= 0 and self._references[block] == 0]
+        hot = sum(1 for block in unused if block < self.num_hot)
+        return self.available - len(unused), self._hot.available - hot
+
+    # --- known beginnings ------------------------------------------------------------------------
+
     def match(self, chain: BlockChain, limit: int) -> list[int]:
-        """The blocks that hold the beginning of `chain`, `limit` at most. Takes no reference.
+        """Where the beginning of `chain` is, `limit` blocks at most: a block id, or below 0, as ~slot, a
+        spill slot. Takes nothing; no more is found than there is room to restore.
 
         A sequence of n tokens passes `(n - 1) // block_size`: its last token must be computed,
         for its logits.
         """
-        blocks: list[int] = []
+        found: list[int] = []
+        room = self._final.available
         for position in range(min(limit, len(chain))):
-            block = self._index.find(chain.key(position))
-            if block is None:
+            place = self._find(chain, position)
+            if place is None:
                 break
-            blocks.append(block)
-        return blocks
+            if place < 0 or (self._references[place] == 0 and self._pool(place) is self._final):
+                room -= 1
+                if room < 0:
+                    break
+            found.append(place)
+        return found
 
-    def room_after(self, shared: Sequence[int]) -> int:
-        """Blocks that can still be had once `shared` (from `match`) have been taken."""
-        return self.available - sum(1 for block in shared if self._references[block] == 0)
+    def find(self, chain: BlockChain, position: int) -> int | None:
+        """The block that holds what the `position`-th of `chain` will; spilled ones do not count."""
+        return self._index.find(chain.key(position)) if self._index.knows(chain.digest(position)) else None
+
+    def _find(self, chain: BlockChain, position: int) -> int | None:
+        block = self.find(chain, position)
+        if block is not None or not self._tiers.count:
+            return block
+        slot = self._tiers.find(chain.key(position))
+        return None if slot is None else ~slot
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Takes one more reference to each of `blocks`, which `match` has found."""
+        """Takes one more reference to each of `blocks`, which are in the index."""
         for block in blocks:
             if block not in self._index:
                 raise ValueError(f"block {block} cannot be shared: it is not full")
             if self._references[block] == 0:
-                del self._cached[block]
+                self._pool(block).reuse(block)
+                self._pins.remove(block)
             self._references[block] += 1
+
+    def take(self, found: Sequence[int]) -> list[int]:
+        """The blocks of `found` (from `match`): cached ones are shared, and for each spilled one there is
+        a block to restore it to, its slot locked until `restore` or `give_up`."""
+        self.share(place for place in found if place >= 0)
+        for place in found:
+            if place < 0:
+                self._tiers.lock(~place)
+        return [place if place >= 0 else self._take(self._final) for place in found]
+
+    def restore(self, slot: int, block: int) -> None:
+        """The next plan brings the bytes in `slot` to `block`, both from `take`."""
+        self._copies.restore(slot, block)
+        self._unlock.append(slot)
+
+    def give_up(self, slot: int) -> None:
+        """What `take` has locked is not going to be restored."""
+        self._tiers.unlock(slot)
+
+    def lost(self, slot: int, key: BlockKey) -> None:
+        """Some rank cannot read what it has of `key` in `slot`."""
+        self._tiers.forget(slot, key)
+
+    # --- life of a block -------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
         """`count` writable blocks with one reference each; evicts the longest unused cached ones.
 
         Raises `OutOfBlocks` and takes nothing when there are too few.
         """
-        if count > self.available:
-            raise OutOfBlocks(f"{count} KV blocks were asked for and {self.available} can be had")
-        blocks = [self._take() for _ in range(count)]
-        for block in blocks:
-            self._references[block] = 1
-        return blocks
+        if count > self._hot.available:
+            raise OutOfBlocks(f"{count} KV blocks were asked for and {self._hot.available} can be had")
+        return [self._take(self._hot) for _ in range(count)]
 
-    def seal(self, block: int, key: BlockKey) -> None:
-        """`block` is full and computed: it is never written again, and others may find and share it."""
-        if self._references[block] != 1:
+    def seal(self, block: int, key: BlockKey) -> int:
+        """`block` is full and computed: it is never written again, and others may find and share it.
+
+        Returns the block that holds its content from now on, which takes its place in the table.
+        """
+        if self._references[block] != 1 or block in self._index:
             raise ValueError(f"block {block} cannot be sealed: it has {self._references[block]} references")
+        known = self._index.find(key)
+        if known is not None:
+            self.share([known])
+            self._drop(block)
+            return known
         self._index.put(block, key)
+        moved = self.compress(block)
+        return block if moved is None else moved
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def compress(self, block: int) -> int | None:
+        """Moves a sealed hot block to a cold id, which is returned; None when there is none to be had.
+
+        Every table that names `block`, which is in use, must name the cold id from now on.
+        """
+        if block not in self._index or block >= self.num_hot or not self._cold.available:
+            return None
+        cold = self._take(self._cold)
+        self._references[cold] = self._references[block]
+        if block in self._wanted:
+            self._wanted.remove(block)
+            self._wanted.add(cold)
+        self._index.rename(block, cold)
+        self._copies.compress(block, cold)
+        self._drop(block)
+        return cold
+
+    def release(
+        self, blocks: Sequence[int], session: str = "", now: float = 0.0, wanted: bool = False
+    ) -> None:
         """Gives back one reference to each block of a table.
 
-        From the end, so that the longest prefixes are evicted first and their beginnings last.
+        From the end, so that the longest prefixes are evicted first and their beginnings last. What is
+        then unused stays pinned for `session`; `wanted` blocks are worth saving without one.
         """
-        self.releases += 1
+        self.room_version += 1
+        pinned = bool(session) and self._pins.ttl > 0
         for block in reversed(blocks):
             if self._references[block] < 1:
                 raise ValueError(f"block {block} was released twice")
-            self._references[block] -= 1
-            if self._references[block] > 0:
-                continue
-            if block in self._index:
-                self._cached[block] = None
+            if self._references[block] > 1:
+                self._references[block] -= 1
+            elif block not in self._index:
+                self._drop(block)
             else:
-                self._empty.append(block)
+                self._references[block] = 0
+                if session or wanted:
+                    self._wanted.add(block)
+                if pinned:
+                    self._pin(block, session, now)
+                else:
+                    self._pool(block).put_cached(block)
 
-    def _take(self) -> int:
-        if self._empty:
-            return self._empty.pop()
-        block, _ = self._cached.popitem(last=False)
-        self._index.remove(block)
+    def expire(self, now: float) -> None:
+        """Takes the pins from sessions whose time is over."""
+        for block in reversed(self._pins.expire(now)):
+            self._pool(block).expire(block)
+
+    def take_copies(self) -> Copies:
+        """The copies that the plan about to be sent must carry."""
+        for slot in self._unlock:
+            self._tiers.unlock(slot)
+        self._unlock = []
+        return self._copies.take()
+
+    @property
+    def restores(self) -> int:
+        """Restores that the next plan carries so far."""
+        return self._copies.restores
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _pool(self, block: int) -> BlockPool:
+        return self._hot if block < self.num_hot else self._cold
+
+    def _drop(self, block: int) -> None:
+        """The last reference to what nobody will look for."""
+        self._references[block] = 0
+        self._pool(block).put_empty(block)
+        self.room_version += 1
+
+    def _pin(self, block: int, session: str, now: float) -> None:
+        self._pins.add(block, session, now)
+        unpinned = self._pool(block).pin(block)
+        if unpinned is not None:
+            self._pins.remove(unpinned)
+
+    def _take(self, pool: BlockPool) -> int:
+        block, evicted = pool.take()
+        if evicted:
+            self._evict(block, pool)
+        self._references[block] = 1
         return block
 
-    def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+    def _evict(self, block: int, pool: BlockPool) -> None:
+        key = self._index.remove(block)
+        self._pins.remove(block)
+        wanted = block in self._wanted
+        self._wanted.discard(block)
+        # What the next plan's compression would bring is not there yet to be saved.
+        unwritten = self._copies.cancel_compression(block)
+        if wanted and not unwritten and pool is self._final:
+            for slot in self._tiers.put(key):
+                self._copies.save(block, slot)
+            self._drop_saves()
+
+    def _drop_saves(self) -> None:
+        """Keeps the plan's saves within their bound. The oldest go: the ends of what was evicted, without
+        which its beginning is still of use."""
+        excess = len(self._copies.saves) - self._saves_per_step
+        for slot in list(islice(self._copies.saves, max(0, excess))):
+            if not self._tiers.is_locked(slot):
+                self._copies.cancel_save(slot)
+                self._tiers.forget(slot)
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def check(
+        self, tables: Iterable[Sequence[int]] | None = None, locked: dict[int, int] | None = None
+    ) -> None:
         """Raises AssertionError where the invariant does not hold. For tests, and for idle moments.
 
-        `tables`: the block tables of all sequences, where the caller can name them.
+        `tables`: the block tables of all sequences, and `locked` the locks that they hold on spill slots,
+        where the caller can name them.
         """
         self._index.check()
-        empty, cached = set(self._empty), set(self._cached)
-        assert len(empty) == len(self._empty), "a block is in the empty list twice"
-        assert not empty & cached, "a block is both empty and cached"
+        empty, cached, pinned = (h | c for h, c in zip(self._hot.unused(), self._cold.unused(), strict=True))
+        self._pins.check(pinned)
         for block, references in enumerate(self._references):
             assert references >= 0, f"block {block} has {references} references"
-            unused = block in empty or block in cached
+            unused = block in empty or block in cached or block in pinned
             assert unused == (references == 0), f"block {block} is leaked or in use while free"
             assert references < 2 or block in self._index, f"block {block} is shared while writable"
-        assert all(block in self._index for block in cached), "a cached block cannot be found"
+        assert all(block in self._index for block in cached | pinned), "a cached block cannot be found"
         assert not any(block in self._index for block in empty), "an empty block can be found"
+        self._tiers.check(None if locked is None else dict(Counter(locked) + Counter(self._unlock)))
         if tables is not None:
             held = Counter(block for table in tables for block in table)
             counted = {block: count for block, count in enumerate(self._references) if count}

@@ -52,6 +52,10 @@ class BlockChain:
         """What the sequence's `block`-th block (from 0) holds once it is full."""
         return BlockKey(self._digests[block + 1], self._digests[block], self._tokens_of(block))
 
+    def digest(self, block: int) -> bytes:
+        """What names the sequence's `block`-th block (from 0) once it is full."""
+        return self._digests[block + 1]
+
     def __len__(self) -> int:
         """Full blocks that have been hashed."""
         return len(self._digests) - 1
@@ -75,6 +79,10 @@ class PrefixIndex:
         block = self._blocks.get(key.digest)
         return block if block is not None and self._keys[block] == key else None
 
+    def knows(self, digest: bytes) -> bool:
+        """Whether `find` may find it: a look without the tokens."""
+        return digest in self._blocks
+
     def put(self, block: int, key: BlockKey) -> bool:
         """Makes `block` findable; False when another block holds the same tokens already."""
         if block in self._keys:
@@ -85,9 +93,16 @@ class PrefixIndex:
         self._keys[block] = key
         return True
 
-    def remove(self, block: int) -> None:
-        """Forgets `block`; its id may be written again."""
-        del self._blocks[self._keys.pop(block).digest]
+    def remove(self, block: int) -> BlockKey:
+        """Forgets `block`, whose id may be written again; returns what it held."""
+        key = self._keys.pop(block)
+        del self._blocks[key.digest]
+        return key
+
+    def rename(self, block: int, new: int) -> None:
+        """What `block` holds is in `new` from now on."""
+        key = self._keys[new] = self._keys.pop(block)
+        self._blocks[key.digest] = new
 
     def __contains__(self, block: int) -> bool:
         return block in self._keys

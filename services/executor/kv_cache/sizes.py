@@ -22,6 +22,9 @@ DEFAULT_GPU_UTILISATION = 0.9
 DEFAULT_SEQUENCES = 64
 """Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
 SPARE_HOT_BLOCKS = 8
+COPY_BYTES_PER_STEP = 64 << 20
+"""Bytes that one step restores at most: about ten milliseconds of copying."""
+MOST_COPIES_PER_STEP = 256
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class StoreShape:
     def bytes_per_cold_block(self) -> int:
         """Bytes of one cold block over all layers, scales included."""
         return sum(self._cold_bytes(self.codec(layer)) for layer in range(self.num_layers))
+
+    @property
+    def bytes_per_spilled_block(self) -> int:
+        """Bytes of a full block over all layers in its last format, in which it is spilled."""
+        return self.bytes_per_cold_block if self.compresses else self.bytes_per_block
 
     def _cold_bytes(self, codec: Codec | None) -> int:
         if codec is None:
@@ -145,3 +153,19 @@ def _control_group_room() -> list[int]:
     except (OSError, ValueError):
         return []
     return [] if limit == "max" else [max(0, int(limit) - used)]
+
+
+class SpillCounts(NamedTuple):
+    """Spill slots: [0, host) in host memory and [host, host + disk) on disk; and how many blocks a step
+    may restore from them."""
+
+    host: int
+    disk: int
+    copies_per_step: int
+
+
+def plan_spill(shape: StoreShape, host_bytes: int, disk_bytes: int) -> SpillCounts:
+    """What fits. Pure. The ring uses the smallest answer of its ranks."""
+    size = shape.bytes_per_spilled_block
+    copies = min(max(COPY_BYTES_PER_STEP // size, 1), MOST_COPIES_PER_STEP)
+    return SpillCounts(host_bytes // size, disk_bytes // size, copies)

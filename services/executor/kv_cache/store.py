@@ -12,6 +12,8 @@ Who owns which block is decided by the leader's allocator alone; the store only 
 Source: Kwon et al., "PagedAttention", https://arxiv.org/abs/2309.06180.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
@@ -48,6 +50,8 @@ class KvStore:
         heads = torch.arange(2 * shape.kv_heads, dtype=torch.int64, device=device)
         self._heads = heads.view(2, 1, shape.kv_heads, 1)
         self._scratch = torch.empty(0, dtype=shape.dtype, device=device)
+        self.compressor: Callable[[NDArray[np.int32]], None] | None = None
+        """Compresses pairs int32 [C, 2] in place of PyTorch, to the same codes; None: PyTorch does."""
 
     @property
     def block_size(self) -> int:
@@ -115,6 +119,9 @@ class KvStore:
         """
         blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         self._check_pairs(blocks)
+        if self.compressor is not None:
+            self.compressor(blocks.astype(np.int32))
+            return
         per_block = self.shape.num_layers * self.shape.values_per_block * torch.float32.itemsize
         for start in range(0, len(blocks), count := max(1, _COMPRESS_BYTES // per_block)):
             hot, cold = torch.from_numpy(blocks[start : start + count].T.copy()).to(self.device)

@@ -5,6 +5,7 @@ from typing import Any
 import structlog
 import torch
 
+from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.collectives import Collectives
 from services.executor.model.loader import pack_linears
@@ -17,13 +18,21 @@ log = structlog.get_logger(__name__)
 
 
 def make_runner(
-    model: Any, store: KvStore, q_heads: int, collectives: Collectives, device: torch.device, threads: int
+    model: Any,
+    store: KvStore,
+    q_heads: int,
+    collectives: Collectives,
+    device: torch.device,
+    threads: int,
+    spill: SpillStore | None = None,
 ) -> ModelRunner:
     """A runner for `model`, which is loaded and not packed. `q_heads`: this rank's; `threads`: of the kernels."""
     decoder = _native_decoder(model, store, q_heads, collectives, device, threads)
     if decoder is None:
         pack_linears(model)
-    return ModelRunner(model, store, collectives, device, decoder)
+    else:
+        store.compressor = decoder.compress
+    return ModelRunner(model, store, collectives, device, spill, decoder)
 
 
 def _native_decoder(

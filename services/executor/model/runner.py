@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from services.executor.engine.plan import StepPlan, as_int32, to_bytes
+from services.executor.engine.protocol import RestoreFailed
+from services.executor.kv_cache.copier import BlockCopier
+from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.collectives import Collectives
 from services.executor.model.layers import VocabParallelHead
@@ -35,12 +38,14 @@ class ModelRunner:
         store: KvStore,
         collectives: Collectives,
         device: torch.device,
+        spill: SpillStore | None = None,
         decoder: NativeDecoder | None = None,
     ):
         """`decoder` computes in place of `model` where there is one (see `services.executor.native`)."""
         self._model: Any = model
         self._decoder = decoder
         self._store = store
+        self._copier = BlockCopier(store, spill, collectives)
         self._collectives = collectives
         self._device = device
         self._widths = _widths(model)
@@ -56,15 +61,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan, on_layer: Callable[[], None] = _no_progress) -> Tensor | None:
-        """Computes one step; `on_layer` is called once per layer, as a sign of progress.
+        """Copies what the plan copies, then computes the step; `on_layer` is called once per layer, as a sign
+        of progress.
 
         Returns the logits of `plan.sample_rows`, float32 [R, vocab], on rank 0 and None on the others.
-        R may be 0. Raises `shared.errors.RingLost` when another rank is gone.
+        R may be 0. Raises `shared.errors.RingLost` when another rank is gone. Where some rank cannot
+        restore a block no rank computes the step, and rank 0 raises `RestoreFailed`.
         """
-        rows = len(as_int32(plan.sample_rows))
+        failed = self._copier.run(plan)
+        if failed and self._is_leader:
+            raise RestoreFailed(failed)
+        if failed or not plan.token_ids:
+            return self._no_logits() if self._is_leader else None
         local = self._compute(plan, on_layer)
-        if rows == 0:
-            return local.new_empty((0, self.vocab_size), dtype=torch.float32) if self._is_leader else None
+        if not plan.sample_rows:
+            return self._no_logits() if self._is_leader else None
         parts = self._collectives.gather_to_leader(local, self._widths)
         if parts is None:
             return None
@@ -112,6 +123,9 @@ class ModelRunner:
                 "The model's weights compute values that are no numbers (NaN or infinite); the weights file is "
                 "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
             )
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty((0, self.vocab_size), dtype=torch.float32, device=self._device)
 
     @property
     def _is_leader(self) -> bool:

@@ -4,7 +4,9 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from services.executor.engine.plan import StepPlan
@@ -82,9 +84,9 @@ class NativeDecoder:
             )
         return logits
 
-    def compress(self, pairs: bytes) -> None:
-        """What `KvStore.compress` does. `pairs`: int32 [C, 2], (hot id, cold id) each, of ids that are."""
-        self._library.rz_decoder_compress(self._handle, _address(pairs), len(pairs) // (2 * _INT))
+    def compress(self, pairs: NDArray[np.int32]) -> None:
+        """What `KvStore.compress` does. `pairs`: [C, 2], (hot id, cold id) each, of ids that are; contiguous."""
+        self._library.rz_decoder_compress(self._handle, pairs.ctypes.data, len(pairs))
 
     def close(self) -> None:
         """Ends the threads. Safe to call twice."""

@@ -1,18 +1,23 @@
-"""An engine that reads its answers out of a simulated KV cache.
+"""A rank that executes plans on a model of its memory, and reads its answers out of it.
 
-Each slot holds the (token, position) that was last written there. The next token of a sequence is a
-function of its seed, its output position and everything that its block table leads to: a wrong
-slot, a shared block that was overwritten or a stale cache hit changes the text.
+Each slot holds the (token, position, mark) that was last written there, where the mark stands for the
+whole beginning that was read when the token was computed, as a real key does. Every read checks the
+marks of the whole context. The next token of a sequence is a function of its seed, its output position
+and everything that its block table leads to. So a wrong slot, a shared block that was overwritten, a
+stale cache hit, or a copy that was made too late or to a wrong place changes the text or fails at once.
 """
 
 from hashlib import blake2b
 
 from services.executor.engine.plan import StepPlan, as_int32
-from services.executor.engine.protocol import SampledToken
+from services.executor.engine.protocol import EngineSpec, RestoreFailed, SampledToken
 from services.executor.engine.sampling_state import SamplingState
 from shared.messages import GenerationRequest
 
 VOCAB = 50
+
+Slot = tuple[int, int, int]
+"""(token, position, mark)"""
 
 
 def next_token(content: list[int], seed: int, position: int) -> int:
@@ -28,50 +33,132 @@ def undisturbed(request: GenerationRequest, length: int) -> list[int]:
     return output
 
 
+def pairs(payload: bytes) -> list[tuple[int, int]]:
+    values = as_int32(payload).tolist()
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
 class FakeEngine:
     """Executes plans, and asserts that they are well formed."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.blocks: list[list[Slot | None]] = [[None] * spec.block_size for _ in range(spec.total_blocks)]
+        self.spilled: dict[int, list[Slot | None]] = {}
+        self.unreadable: set[int] = set()
+        """Spill slots whose bytes have been lost since they were written."""
         self.largest = 0
+        self.saves = self.compressions = self.restores = 0
+        """Copies in all."""
 
     def execute(self, plan: StepPlan, states: list[SamplingState]) -> list[SampledToken]:
+        self._copy(plan)
         tokens, positions, slots = (
             as_int32(payload).tolist() for payload in (plan.token_ids, plan.positions, plan.slots)
         )
         lengths = as_int32(plan.query_lens).tolist()
         assert len(tokens) == len(positions) == len(slots) == sum(lengths)
         assert len(set(slots)) == len(slots), "two tokens go to one slot"
+        assert all(slot < self.spec.num_blocks * self.block_size for slot in slots), "a cold block is written"
         assert lengths == sorted(lengths, key=lambda length: length > 1), "single tokens do not come first"
         assert plan.num_decodes == lengths.count(1)
         self.largest = max(self.largest, len(tokens))
-        for token, position, slot in zip(tokens, positions, slots, strict=True):
-            self.slots[slot] = (token, position)
-        return self._sample(plan, lengths, states)
+        return self._compute(plan, lengths, states)
 
-    def _sample(self, plan: StepPlan, lengths: list[int], states: list[SamplingState]) -> list[SampledToken]:
+    # --- copies ----------------------------------------------------------------------------------
+
+    def _copy(self, plan: StepPlan) -> None:
+        saves, compressions, restores = pairs(plan.saves), pairs(plan.compressions), pairs(plan.restores)
+        self._check_targets(saves, compressions, restores)
+        for block, slot in saves:
+            assert None not in self.blocks[block], "a block is saved that is not full"
+            self.spilled[slot] = list(self.blocks[block])
+            self.unreadable.discard(slot)
+        for block in {block for block, _ in saves}:
+            self._wipe(block)
+        for hot, cold in compressions:
+            assert hot < self.spec.num_blocks <= cold
+            assert None not in self.blocks[hot], "a block is compressed that is not full"
+            self.blocks[cold] = list(self.blocks[hot])
+            self._wipe(hot)
+        for slot, block in restores:
+            self.blocks[block] = list(self.spilled[slot])
+        self.saves, self.compressions = self.saves + len(saves), self.compressions + len(compressions)
+        self.restores += len(restores)
+        failed = [slot for slot, _ in restores if slot in self.unreadable]
+        if failed:
+            for slot, block in restores:
+                if slot in failed:
+                    self._wipe(block)
+            raise RestoreFailed(failed)
+
+    def _check_targets(self, *copies: list[tuple[int, int]]) -> None:
+        saves, compressions, restores = copies
+        assert len(restores) <= self.spec.copies_per_step
+        assert len({slot for _, slot in saves}) == len(saves), "two blocks are saved to one slot"
+        written = [cold for _, cold in compressions] + [block for _, block in restores]
+        assert len(set(written)) == len(written), "a block is written by two copies"
+        for slot in (*(slot for _, slot in saves), *(slot for slot, _ in restores)):
+            assert 0 <= slot < self.spec.num_host + self.spec.num_disk
+
+    def _wipe(self, block: int) -> None:
+        """Whoever reads the block before it is written again is wrong."""
+        self.blocks[block] = [None] * self.block_size
+
+    # --- forward pass ----------------------------------------------------------------------------
+
+    def _compute(self, plan: StepPlan, lengths: list[int], states: list[SamplingState]) -> list[SampledToken]:
         contexts, rows = as_int32(plan.context_lens).tolist(), as_int32(plan.sample_rows).tolist()
-        table, results, row, waiting = as_int32(plan.block_tables).tolist(), [], 0, list(states)
+        flat, results, row, waiting = as_int32(plan.block_tables).tolist(), [], 0, list(states)
+        tables = []
         for length, context in zip(lengths, contexts, strict=True):
+            tables.append([flat.pop(0) for _ in range(-(-context // self.block_size))])
+            self._write(plan, tables[-1], range(row, row + length), context)
             row += length
-            blocks = [table.pop(0) for _ in range(-(-context // self.block_size))]
-            content = self._read(blocks, context)
+        assert not flat
+        self._check_writers(tables, lengths, contexts)
+        row = 0
+        for table, length, context in zip(tables, lengths, contexts, strict=True):
+            row += length
+            content = self._read(table, context)
             if row - 1 in rows:
                 state = waiting.pop(0)
                 results.append(SampledToken(next_token(content, state.params.seed, state.position)))
-        assert not table
         assert not waiting
         assert len(results) == len(rows)
         return results
 
-    def _read(self, blocks: list[int], context: int) -> list[int]:
-        content = []
+    def _write(self, plan: StepPlan, table: list[int], rows: range, context: int) -> None:
+        tokens, positions, slots = (
+            as_int32(payload)[rows.start : rows.stop].tolist()
+            for payload in (plan.token_ids, plan.positions, plan.slots)
+        )
+        assert positions == list(range(context - len(rows), context)), "not the context's last tokens"
+        for token, position, slot in zip(tokens, positions, slots, strict=True):
+            block, offset = divmod(slot, self.block_size)
+            assert (block, offset) == (table[position // self.block_size], position % self.block_size)
+            before = self._at(table, position - 1)[2] if position else 0
+            self.blocks[block][offset] = (token, position, hash((before, token)))
+
+    def _check_writers(self, tables: list[list[int]], lengths: list[int], contexts: list[int]) -> None:
+        for index, (table, length, context) in enumerate(zip(tables, lengths, contexts, strict=True)):
+            written = set(table[(context - length) // self.block_size :])
+            for other, blocks in enumerate(tables):
+                assert other == index or not written & set(blocks), "a block is written that another reads"
+
+    def _read(self, table: list[int], context: int) -> list[int]:
+        content, mark = [], 0
         for position in range(context):
-            block, offset = divmod(position, self.block_size)
-            stored = self.slots[blocks[block] * self.block_size + offset]
-            assert stored is not None, "a slot is read that was never written"
-            token, written_at = stored
+            token, written_at, stored = self._at(table, position)
+            mark = hash((mark, token))
             assert written_at == position, "a slot holds another position's token"
+            assert stored == mark, "a slot holds what was computed after another beginning"
             content.append(token)
         return content
+
+    def _at(self, table: list[int], position: int) -> Slot:
+        block, offset = divmod(position, self.block_size)
+        stored = self.blocks[table[block]][offset]
+        assert stored is not None, "a slot is read that was not written, or whose content has moved"
+        return stored

@@ -1,4 +1,8 @@
-"""Continuous batching under any order of requests, cancellations, failures and steps."""
+"""Continuous batching under any order of requests, cancellations, failures, steps and returns.
+
+The fake rank executes every plan on a model of its memory: whatever moves to a cold block, to a spill
+slot and back, each sequence must read exactly its own tokens.
+"""
 
 import pytest
 from hypothesis import settings
@@ -8,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.protocol import EngineSpec
+from services.executor.engine.protocol import EngineSpec, RestoreFailed, SampledToken
 from services.executor.engine.sequence import Sequence
 from shared.errors import InternalError
 from shared.messages import LANES, GenerationRequest, SamplingParams
@@ -29,36 +33,60 @@ requests = st.builds(
     max_tokens=st.integers(1, 14),
     sampling=st.builds(SamplingParams, seed=st.integers(0, 5)),
     stop_token_ids=st.sampled_from([[], [3, 7, 11]]),
+    session=st.sampled_from(["", "", "x", "y", "z"]),
     lane=st.sampled_from(LANES),
     attempt=st.integers(0, 2),
 )
 
 
 class BatcherMachine(RuleBasedStateMachine):
-    """A tiny pool of blocks, so that preemption and eviction are the rule."""
+    """A tiny pool of blocks, so that preemption, eviction and spilling are the rule."""
 
     @initialize(
-        blocks=st.integers(5, 12),
+        blocks=st.integers(2, 12),
+        cold=st.sampled_from([0, 0, 3, 6, 12]),
+        host=st.sampled_from([0, 3, 12]),
+        disk=st.sampled_from([0, 4, 20]),
+        copies=st.integers(1, 6),
         budget=st.integers(4, 20),
         sequences=st.integers(1, 4),
         context=st.integers(16, 60),
+        ttl=st.sampled_from([0.0, 5.0, 100.0]),
     )
-    def build(self, blocks: int, budget: int, sequences: int, context: int) -> None:
-        self.spec = EngineSpec(BLOCK, blocks, context, VOCAB)
-        self.settings = BatchSettings(budget, sequences, max_waiting=8)
+    def build(
+        self,
+        blocks: int,
+        cold: int,
+        host: int,
+        disk: int,
+        copies: int,
+        budget: int,
+        sequences: int,
+        context: int,
+        ttl: float,
+    ) -> None:
+        hot = blocks if cold else max(blocks, 5)
+        self.spec = EngineSpec(BLOCK, hot, context, VOCAB, cold, host, disk, copies)
+        self.settings = BatchSettings(budget, sequences, max_waiting=8, session_ttl=ttl)
         self.batcher = ContinuousBatcher(self.spec, self.settings, "m")
-        self.engine = FakeEngine(blocks, BLOCK)
+        self.engine = FakeEngine(self.spec)
+        self.now = 0.0
         self.flying: tuple[StepPlan, list[Sequence]] | None = None
         self.open: dict[tuple[str, int], tuple[GenerationRequest, list[int]]] = {}
         self.newest: dict[str, int] = {}
         self.interfered: set[tuple[str, int]] = set()
         self.replaced: set[tuple[str, int]] = set()
+        self.turns: list[tuple[str, list[int]]] = []
+
+    @property
+    def capacity(self) -> int:
+        return self.spec.total_blocks * BLOCK
 
     @rule(request=requests, continued=st.integers(0, 3))
     def add(self, request: GenerationRequest, continued: int) -> None:
         if request.attempt:
             generated = undisturbed(request, continued)
-            request = GenerationRequest(**{**_fields(request), "generated": generated})
+            request = _with(request, generated=generated)
         known = self.newest.get(request.generation_id, -1)
         refusal = self.batcher.add(request)
         if request.attempt <= known:
@@ -73,40 +101,81 @@ class BatcherMachine(RuleBasedStateMachine):
             self.open[request.generation_id, request.attempt] = (request, list(request.generated))
         else:
             assert refusal.retryable == (refusal.code == "queue_full")
-            capacity = min(self.spec.context_length - 1, self.spec.num_blocks * BLOCK)
-            assert (refusal.code == "context_length_exceeded") == (total > capacity)
+            longest = min(self.spec.context_length - 1, self.capacity)
+            assert (refusal.code == "context_length_exceeded") == (total > longest)
+
+    @precondition(lambda self: self.turns)
+    @rule(request=requests, data=st.data(), new=st.integers(1, 6))
+    def come_back(self, request: GenerationRequest, data: st.DataObject, new: int) -> None:
+        """A session's next turn: all that was said, and something new."""
+        session, said = data.draw(st.sampled_from(self.turns))
+        name = f"turn-{len(self.newest)}"
+        prompt = said + [(new + i) % VOCAB for i in range(new)]
+        self.add(_with(request, generation_id=name, session=session, prompt=prompt, attempt=0), 0)
 
     @rule(ids=st.lists(st.integers(0, 11).map(str), min_size=1, max_size=3))
     def cancel(self, ids: list[str]) -> None:
         self.interfered |= {(i, self.newest[i]) for i in ids if i in self.newest}
         self.batcher.cancel(ids)
 
+    @rule(seconds=st.sampled_from([1.0, 4.0, 50.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.engine.spilled)
+    @rule(data=st.data())
+    def lose_bytes(self, data: st.DataObject) -> None:
+        """What a rank has spilled becomes unreadable."""
+        self.engine.unreadable |= data.draw(st.sets(st.sampled_from(sorted(self.engine.spilled))))
+
     @precondition(lambda self: self.flying is None)
     @rule()
     def schedule(self) -> None:
-        self.flying = self.batcher.schedule()
+        self.flying = self.batcher.schedule(self.now)
         if self.flying is None:
             self.receive(self.batcher.take_entries())
 
     @precondition(lambda self: self.flying is not None)
     @rule()
     def update(self) -> None:
-        assert self.flying is not None
-        plan, sequences = self.flying
-        self.flying = None
-        self.receive(self.batcher.update(self.engine.execute(plan, [s.sampling for s in sequences])))
+        sampled = self.execute()
+        if sampled is not None:
+            self.receive(self.batcher.update(sampled))
 
     @precondition(lambda self: self.flying is not None)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
+        """The step is computed, and some rows are no numbers."""
         assert self.flying is not None
         _, sequences = self.flying
+        if self.execute() is None:
+            return
         rows = data.draw(st.sets(st.integers(0, len(sequences) - 1))) if sequences else set()
         self.interfered |= {
             (sequences[row].request.generation_id, sequences[row].request.attempt) for row in rows
         }
-        self.flying = None
         self.receive(self.batcher.fail_step(InternalError("NaN"), rows))
+
+    @rule(count=st.integers(2, 12))
+    def steps(self, count: int) -> None:
+        """Several steps in a row: without them a schedule seldom comes to memory pressure."""
+        for _ in range(count):
+            if self.flying is None:
+                self.schedule()
+            if self.flying is not None:
+                self.update()
+            self.holds()
+
+    def execute(self) -> list[SampledToken] | None:
+        """None when the step was not computed, since a restore failed."""
+        assert self.flying is not None
+        plan, sequences = self.flying
+        self.flying = None
+        try:
+            return self.engine.execute(plan, [s.sampling for s in sequences])
+        except RestoreFailed as error:
+            self.receive(self.batcher.fail_restores(error.slots))
+            return None
 
     def receive(self, entries: Entries) -> None:
         for consumer, batch in entries.items():
@@ -119,6 +188,7 @@ class BatcherMachine(RuleBasedStateMachine):
                 request, output = self.open[key]
                 assert request.consumer == consumer
                 assert entry.position == len(output), "a gap or a repeat"
+                assert entry.cached_tokens <= len(request.prompt)
                 output += entry.tokens
                 if entry.finish:
                     del self.open[key]
@@ -136,7 +206,9 @@ class BatcherMachine(RuleBasedStateMachine):
             assert key in self.interfered
         else:
             assert code == "context_length_exceeded"
-            assert total > self.spec.num_blocks * BLOCK
+            assert total > self.capacity
+        if request.session and len(self.turns) < 8:
+            self.turns.append((request.session, request.prompt + output))
 
     @invariant()
     def holds(self) -> None:
@@ -164,8 +236,10 @@ class BatcherMachine(RuleBasedStateMachine):
         assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
 
 
-def _fields(request: GenerationRequest) -> dict[str, object]:
-    return {name: getattr(request, name) for name in request.__struct_fields__}
+def _with(request: GenerationRequest, **changes: object) -> GenerationRequest:
+    return GenerationRequest(
+        **{**{name: getattr(request, name) for name in request.__struct_fields__}, **changes}
+    )
 
 
 TestBatcherMachine = BatcherMachine.TestCase

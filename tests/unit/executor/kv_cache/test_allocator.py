@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.executor.kv_cache.allocator import BlockAllocator, OutOfBlocks
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
+from services.executor.kv_cache.tiers import SpillTiers
 
 ROOT = root_digest("model")
 BLOCK = 4
@@ -23,7 +24,7 @@ def fill(allocator: BlockAllocator, tokens: list[int]) -> list[int]:
     chain = chain_of(tokens)
     blocks = allocator.allocate(allocator.blocks_for(len(tokens)))
     for position in range(len(chain)):
-        allocator.seal(blocks[position], chain.key(position))
+        blocks[position] = allocator.seal(blocks[position], chain.key(position))
     return blocks
 
 
@@ -81,20 +82,114 @@ def test_eviction_takes_the_longest_unused_and_ends_before_beginnings() -> None:
 def test_room_after_counts_cached_blocks_that_would_be_taken() -> None:
     allocator = BlockAllocator(4, BLOCK)
     blocks = fill(allocator, list(range(8)))
-    assert allocator.room_after(blocks) == 2
+    assert allocator.room_after(blocks) == (2, 2)
     allocator.release(blocks)
     assert allocator.available == 4
-    assert allocator.room_after(blocks) == 2
+    assert allocator.room_after(blocks) == (2, 2)
 
 
-def test_a_duplicate_of_a_known_block_stays_unregistered() -> None:
+def test_a_duplicate_of_a_known_block_gives_way_to_it() -> None:
     allocator = BlockAllocator(4, BLOCK)
-    first, second = fill(allocator, [1, 2, 3, 4]), fill(allocator, [1, 2, 3, 4])
-    assert allocator.match(chain_of([1, 2, 3, 4]), 9) == first
-    with pytest.raises(ValueError, match="cannot be shared"):
-        allocator.share(second)
-    allocator.release(second)
-    allocator.check([first])
+    [first], [second] = fill(allocator, [1, 2, 3, 4]), allocator.allocate(1)
+    assert allocator.seal(second, chain_of([1, 2, 3, 4]).key(0)) == first
+    assert allocator.available == 3
+    allocator.check([[first], [first]])
+
+
+def test_a_full_block_moves_to_a_cold_id_while_there_is_one() -> None:
+    allocator = BlockAllocator(3, BLOCK, num_cold=2)
+    tables = [fill(allocator, [n] * BLOCK) for n in range(3)]
+    assert tables == [[3], [4], [0]], "a hot id is free as soon as its block has moved"
+    copies = allocator.take_copies()
+    assert (copies.saves, copies.compressions, copies.restores) == ([], [(0, 3), (0, 4)], [])
+    assert (allocator.available, allocator.available_hot) == (2, 2)
+    allocator.release(tables[0])
+    assert allocator.compress(tables[2][0]) == 3
+    assert allocator.take_copies().compressions == [(0, 3)]
+    allocator.check([tables[1], [3]])
+
+
+def test_a_compression_whose_block_is_evicted_is_called_off() -> None:
+    allocator = BlockAllocator(3, BLOCK, num_cold=1, tiers=SpillTiers(8, 0))
+    old = fill(allocator, [1] * BLOCK)
+    allocator.release(old, session="s")
+    new = fill(allocator, [2] * BLOCK)
+    copies = allocator.take_copies()
+    assert (copies.saves, len(copies.compressions)) == ([], 1), "what was not written cannot be saved"
+    allocator.check([new])
+
+
+def test_what_is_evicted_is_saved_if_it_may_be_wanted() -> None:
+    allocator = BlockAllocator(3, BLOCK, tiers=SpillTiers(2, 2))
+    plain, session, preempted = (fill(allocator, [n] * BLOCK) for n in range(3))
+    allocator.release(plain)
+    allocator.release(session, session="s")
+    allocator.release(preempted, wanted=True)
+    table = allocator.allocate(3)
+    saves = allocator.take_copies().saves
+    assert sorted(saves) == [(1, 0), (1, 2), (2, 1), (2, 3)], "to host memory and to disk"
+    allocator.release(table)
+    chain = chain_of([1] * BLOCK + [9])
+    assert allocator.match(chain, 1) == [~0]
+    [block] = allocator.take([~0])
+    allocator.check([[block]], {0: 1})
+    allocator.restore(0, block)
+    assert allocator.take_copies().restores == [(0, block)]
+    assert allocator.seal(block, chain.key(0)) == block
+    assert allocator.match(chain, 1) == [block]
+    allocator.check([[block]], {})
+
+
+def test_of_too_many_saves_the_beginnings_stay() -> None:
+    allocator = BlockAllocator(4, BLOCK, tiers=SpillTiers(9, 0), saves_per_step=2)
+    blocks = fill(allocator, list(range(16)))
+    allocator.release(blocks, session="s")
+    allocator.allocate(4)
+    assert [block for block, _ in allocator.take_copies().saves] == [blocks[1], blocks[0]]
+    assert allocator.match(chain_of(list(range(17))), 4) == []
+    allocator.check()
+
+
+def test_what_is_spilled_again_is_not_written_again() -> None:
+    allocator = BlockAllocator(1, BLOCK, tiers=SpillTiers(4, 0))
+    chain = chain_of([1] * BLOCK + [9])
+    allocator.release(fill(allocator, [1] * BLOCK), session="s")
+    allocator.release(allocator.allocate(1))
+    [slot] = allocator.match(chain, 1)
+    [block] = allocator.take([slot])
+    allocator.restore(~slot, block)
+    assert len(allocator.take_copies().saves) == 1
+    allocator.seal(block, chain.key(0))
+    allocator.release([block], session="s")
+    allocator.release(allocator.allocate(1))
+    assert allocator.take_copies().saves == []
+    assert allocator.match(chain, 1) == [slot]
+
+
+def test_no_more_is_found_than_there_is_room_to_restore() -> None:
+    allocator = BlockAllocator(4, BLOCK, tiers=SpillTiers(9, 0))
+    tokens = list(range(13))
+    allocator.release(fill(allocator, tokens), session="s")
+    table = allocator.allocate(4)
+    allocator.release(table[:1])
+    assert len(allocator.match(chain_of(tokens), 3)) == 1
+    allocator.release(table[1:])
+    assert len(allocator.match(chain_of(tokens), 3)) == 3
+
+
+def test_pins_are_evicted_last_and_bounded() -> None:
+    allocator = BlockAllocator(4, BLOCK, session_ttl=10)
+    mine, other = fill(allocator, list(range(8))), fill(allocator, [7] * 8)
+    allocator.release(mine, session="mine", now=0.0)
+    allocator.release(other, now=1.0)
+    assert set(allocator.allocate(2)) == set(other)
+    allocator.release(other)
+    more = fill(allocator, list(range(20, 28)))
+    allocator.release(more, session="more", now=2.0)
+    allocator.check([])
+    assert allocator.allocate(1) == [mine[1]], "half of the blocks may be pinned, by the last who came"
+    allocator.expire(12.0)
+    allocator.check()
 
 
 def test_misuse_is_named() -> None:
@@ -115,11 +210,13 @@ def test_misuse_is_named() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda a: a._empty.append(a._empty[0]),
-        lambda a: a._empty.pop(),
-        lambda a: a._references.__setitem__(a._empty[0], 1),
+        lambda a: a._hot._empty.append(a._hot._empty[0]),
+        lambda a: a._hot._empty.pop(),
+        lambda a: a._references.__setitem__(a._hot._empty[0], 1),
         lambda a: a._references.__setitem__(0, -1),
-        lambda a: a._cached.__setitem__(a._empty[0], None),
+        lambda a: a._hot._cached.__setitem__(a._hot._empty[0], None),
+        lambda a: a._hot._pinned.__setitem__(a._hot._empty[0], None),
+        lambda a: a._pins.add(a._hot._empty[0], "s", 0.0),
         lambda a: a._index.remove(0),
     ],
 )
@@ -159,14 +256,14 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.content[block] == tuple(tokens[position * BLOCK : (position + 1) * BLOCK])
         missing = self.allocator.blocks_for(len(tokens)) - len(shared)
         assert missing >= 1, "nothing is left to compute"
-        if self.allocator.room_after(shared) < missing:
+        if self.allocator.room_after(shared)[0] < missing:
             return
         self.allocator.share(shared)
         blocks = shared + self.allocator.allocate(missing)
         for position in range(len(shared), len(blocks)):
             self.write(blocks[position], tokens[position * BLOCK : (position + 1) * BLOCK])
         for position in range(len(shared), len(chain)):
-            self.allocator.seal(blocks[position], chain.key(position))
+            blocks[position] = self.allocator.seal(blocks[position], chain.key(position))
         self.tables.append((tokens, blocks, len(chain)))
 
     @precondition(lambda self: self.tables)
@@ -183,7 +280,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         last = len(blocks) - 1
         self.write(blocks[last], tokens[last * BLOCK :])
         if len(tokens) % BLOCK == 0:
-            self.allocator.seal(blocks[last], chain_of(tokens).key(last))
+            blocks = [*blocks[:-1], self.allocator.seal(blocks[last], chain_of(tokens).key(last))]
             sealed += 1
         self.tables.append((tokens, blocks, sealed))
 

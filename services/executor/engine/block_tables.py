@@ -1,0 +1,238 @@
+"""The KV side of continuous batching: which blocks a sequence has, gets, shares and gives back.
+
+A running sequence's table grows as it is computed, a chunk at a time. What its tokens will still need is
+promised to it: nobody is admitted into that room.
+
+    tokens   ................................ | ..............
+    table    [ sealed | sealed | writable ]     missing: promised, not taken yet
+
+Only running sequences hold blocks.
+"""
+
+from collections.abc import Collection, Iterable
+
+from services.executor.engine.admission import BatchSettings
+from services.executor.engine.protocol import EngineSpec
+from services.executor.engine.sequence import Sequence
+from services.executor.kv_cache.allocator import BlockAllocator
+from services.executor.kv_cache.block_copies import Copies
+from services.executor.kv_cache.tiers import SpillTiers
+
+DISK_COST = 4
+"""What a restore from disk counts for, against one from host memory."""
+
+
+class BlockTables:
+    """Fills, grows and frees the block tables of a batcher's sequences. No clock, no I/O."""
+
+    def __init__(self, spec: EngineSpec, settings: BatchSettings) -> None:
+        self._spec = spec
+        self._size = spec.block_size
+        self._tiers = SpillTiers(spec.num_host, spec.num_disk)
+        self._allocator = BlockAllocator(
+            spec.num_blocks,
+            spec.block_size,
+            spec.num_cold,
+            self._tiers,
+            settings.session_ttl,
+            # What a step computes may evict as much, and saving a block is cheap against computing it; so
+            # this bounds only the burst of a long sequence that makes room for all it restores.
+            saves_per_step=spec.copies_per_step + settings.max_batch_tokens // spec.block_size,
+        )
+        self._restores: list[tuple[Sequence, int, int]] = []
+        """(sequence, position in its table, slot): what the step under way restores."""
+        self._cost = 0
+        self._blocked = (-1, -1)
+        self._now = 0.0
+        self.cached_tokens = 0
+        """Prompt tokens that were found in the cache."""
+
+    # --- room ------------------------------------------------------------------------------------
+
+    def missing(self, sequence: Sequence) -> int:
+        """Blocks that the sequence's tokens need and its table does not have yet."""
+        return -(-len(sequence.tokens) // self._size) - len(sequence.table)
+
+    def free_blocks(self, running: Iterable[Sequence]) -> int:
+        """Blocks that can be had at once and are not promised to a running sequence."""
+        return max(0, self._allocator.available - sum(self.missing(s) for s in running))
+
+    def could_place(self, sequence: Sequence, running: Iterable[Sequence], lent: Iterable[Sequence]) -> bool:
+        """Whether there would be room for a waiting sequence, were the sequences `lent` gone."""
+        freed = sum(len(s.table) + self.missing(s) for s in lent)
+        return self.free_blocks(running) + freed >= self.missing(sequence)
+
+    def place(self, sequence: Sequence, running: Collection[Sequence]) -> list[int] | None:
+        """What is known of a waiting sequence's beginning (`BlockAllocator.match`); None: no room for now.
+
+        Beside others it leaves a block for each of them, so that their decodes do not push it out at once.
+        """
+        attempt = (sequence.arrival, self._allocator.room_version)
+        if running and attempt == self._blocked:
+            return None
+        found = self._allocator.match(sequence.chain, self._shareable(sequence))
+        if running and not self._has_room(sequence, found, running):
+            self._blocked = attempt
+            return None
+        return found
+
+    def _has_room(self, sequence: Sequence, found: list[int], running: Collection[Sequence]) -> bool:
+        room, hot = self._allocator.room_after(found)
+        missing = [self.missing(s) for s in running]
+        needed = self.missing(sequence) - sum(1 for place in found if place >= 0)
+        reserve = max(len(missing), self._spec.total_blocks // 100)
+        return room >= needed + sum(missing) + reserve and hot > sum(1 for count in missing if count)
+
+    def _shareable(self, sequence: Sequence) -> int:
+        """Blocks that may be shared or restored: the last token is computed in any case, for its logits."""
+        return (len(sequence.tokens) - 1) // self._size
+
+    # --- tables ----------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence, found: list[int]) -> None:
+        """Gives a sequence its known beginning, from `place`."""
+        sequence.table.extend(self._allocator.take(found))
+        sequence.restoring = {position: ~place for position, place in enumerate(found) if place < 0}
+        self._skip(sequence, len(found))
+
+    def _skip(self, sequence: Sequence, blocks: int) -> None:
+        """`blocks` more blocks need not be computed."""
+        sequence.num_sealed += blocks
+        sequence.num_computed += blocks * self._size
+        if not sequence.preempted:
+            known = min(sequence.cached_tokens + blocks * self._size, sequence.prompt_tokens)
+            self.cached_tokens += known - sequence.cached_tokens
+            sequence.cached_tokens = known
+
+    def share_more(self, sequence: Sequence) -> None:
+        """Takes over what others have computed of the sequence's tokens since it was admitted."""
+        if sequence.num_computed % self._size:
+            return
+        while sequence.num_sealed < self._shareable(sequence):
+            block = self._allocator.find(sequence.chain, sequence.num_sealed)
+            if block is None:
+                return
+            # Writable blocks are there, and empty, when a step that was to fill them has failed.
+            self._allocator.release(sequence.table[sequence.num_sealed :])
+            del sequence.table[sequence.num_sealed :]
+            self._allocator.share([block])
+            sequence.table.append(block)
+            self._skip(sequence, 1)
+            self._blocked = (-1, -1)
+
+    def is_being_computed(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether one of `others`, all more urgent, is about to compute or restore the sequence's next
+        block, which nobody has yet."""
+        position = sequence.num_sealed
+        if sequence.num_computed % self._size or position >= self._shareable(sequence):
+            return False
+        digest = sequence.chain.digest(position)
+        return any(position < len(other.chain) and other.chain.digest(position) == digest for other in others)
+
+    def cover(self, sequence: Sequence, tokens: int, running: Iterable[Sequence]) -> bool:
+        """Sees that the table covers the sequence's first `tokens` tokens; False where blocks run out."""
+        while len(sequence.table) * self._size < tokens:
+            if not self._allocator.available_hot and not self._compress_one(running):
+                return False
+            sequence.table.extend(self._allocator.allocate(1))
+        return True
+
+    def _compress_one(self, running: Iterable[Sequence]) -> bool:
+        """Makes a hot block free by moving a sealed one that had to stay hot when it became full."""
+        if not self._spec.num_cold:
+            return False
+        for sequence in running:
+            for position in range(sequence.num_sealed):
+                block = sequence.table[position]
+                cold = None if position in sequence.restoring else self._allocator.compress(block)
+                if cold is not None:
+                    self._rename(running, position, block, cold)
+                    return True
+        return False
+
+    def _rename(self, running: Iterable[Sequence], position: int, block: int, new: int) -> None:
+        """A block is at the same position of every table that has it: it holds the same whole beginning."""
+        for sequence in running:
+            if position < len(sequence.table) and sequence.table[position] == block:
+                sequence.table[position] = new
+
+    def seal(self, sequence: Sequence) -> None:
+        """Registers the blocks that a step has filled, for whoever begins with the same tokens."""
+        full = sequence.num_computed // self._size
+        if full > sequence.num_sealed:
+            sequence.chain.grow()
+            for position in range(sequence.num_sealed, full):
+                self._seal(sequence, position)
+            sequence.num_sealed = full
+
+    def _seal(self, sequence: Sequence, position: int) -> None:
+        sequence.table[position] = self._allocator.seal(
+            sequence.table[position], sequence.chain.key(position)
+        )
+
+    def free(self, sequence: Sequence, wanted: bool = False) -> None:
+        """Takes all blocks from a sequence; `wanted`: it will come back for them."""
+        for slot in sequence.restoring.values():
+            self._allocator.give_up(slot)
+        sequence.restoring = {}
+        self._allocator.release(sequence.table, sequence.request.session, self._now, wanted)
+        del sequence.table[:]
+        sequence.num_computed = sequence.num_sealed = 0
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """A step is being planned, at `now` seconds of any steady clock."""
+        self._now = now
+        self._allocator.expire(now)
+
+    def restore(self, sequence: Sequence) -> bool:
+        """Has the step under way restore as much of the sequence as may be; whether that is all of it."""
+        while sequence.restoring:
+            position, slot = next(iter(sequence.restoring.items()))
+            if self._cost >= self._spec.copies_per_step:
+                return False
+            self._cost += DISK_COST if self._tiers.on_disk(slot) else 1
+            del sequence.restoring[position]
+            self._allocator.restore(slot, sequence.table[position])
+            self._restores.append((sequence, position, slot))
+            sequence.in_flight = True
+        return True
+
+    @property
+    def restoring(self) -> bool:
+        """Whether the step under way restores anything."""
+        return bool(self._restores)
+
+    def take_copies(self) -> Copies:
+        """The copies that the plan must carry."""
+        return self._allocator.take_copies()
+
+    def close(self, failed: Collection[int] = ()) -> list[Sequence]:
+        """The step is over: what it has restored can be found by others, except for the slots `failed`.
+
+        Returns the sequences that must give up their blocks, since some were not restored.
+        """
+        restores, self._restores, self._cost = self._restores, [], 0
+        broken: dict[Sequence, None] = {}
+        for sequence, position, slot in restores:
+            sequence.in_flight = False
+            if slot not in failed:
+                self._seal(sequence, position)
+                continue
+            self._allocator.lost(slot, sequence.chain.key(position))
+            broken[sequence] = None
+        for sequence in broken:
+            self.cached_tokens -= sequence.cached_tokens
+            sequence.cached_tokens = 0
+        return list(broken)
+
+    # --- what others see -------------------------------------------------------------------------
+
+    def check(self, running: Collection[Sequence]) -> None:
+        """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
+        locked: dict[int, int] = {}
+        for sequence in running:
+            for slot in sequence.restoring.values():
+                locked[slot] = locked.get(slot, 0) + 1
+        self._allocator.check((s.table for s in running), locked)

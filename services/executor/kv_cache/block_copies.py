@@ -1,0 +1,69 @@
+"""Copies of blocks that the ranks must make before they compute the next step.
+
+Decided by the leader between two plans, executed by every rank in this order:
+
+    1. saves         block ──▶ spill slot     what is evicted, before its id is written again
+    2. compressions  hot ──▶ cold             what is full, before its hot id is written again
+    3. restores      spill slot ──▶ block     what the step is going to read
+    4. the forward pass
+
+Source of a save or a compression is only what earlier plans have written; so the order makes it safe to
+hand an id or a slot out again in the very plan that saves what it held.
+"""
+
+from collections.abc import KeysView
+from typing import NamedTuple
+
+Pairs = list[tuple[int, int]]
+
+
+class Copies(NamedTuple):
+    """(from, to) pairs, in the order of execution."""
+
+    saves: Pairs
+    compressions: Pairs
+    restores: Pairs
+
+
+class PendingCopies:
+    """What the next plan will carry."""
+
+    def __init__(self) -> None:
+        self._saves: dict[int, int] = {}
+        self._compressions: dict[int, int] = {}
+        self._restores: Pairs = []
+
+    @property
+    def saves(self) -> KeysView[int]:
+        """The slots that are going to be written, oldest first."""
+        return self._saves.keys()
+
+    @property
+    def restores(self) -> int:
+        return len(self._restores)
+
+    def save(self, block: int, slot: int) -> None:
+        """A slot that was to be written already has been given away since: the later save counts."""
+        self._saves.pop(slot, None)
+        self._saves[slot] = block
+
+    def cancel_save(self, slot: int) -> None:
+        del self._saves[slot]
+
+    def compress(self, hot: int, cold: int) -> None:
+        self._compressions[cold] = hot
+
+    def cancel_compression(self, cold: int) -> bool:
+        """Whether `cold` was to be written by a compression, which is called off."""
+        return self._compressions.pop(cold, None) is not None
+
+    def restore(self, slot: int, block: int) -> None:
+        self._restores.append((slot, block))
+
+    def take(self) -> Copies:
+        """All of them, once."""
+        saves = [(block, slot) for slot, block in self._saves.items()]
+        compressions = [(hot, cold) for cold, hot in self._compressions.items()]
+        copies = Copies(saves, compressions, self._restores)
+        self._saves, self._compressions, self._restores = {}, {}, []
+        return copies

@@ -1,0 +1,76 @@
+"""The unused blocks of one format (hot or cold): what is handed out next, and what is evicted for it.
+
+empty     no content worth keeping                handed out first
+cached    full and findable, longest unused first
+pinned    cached, and kept for a session          handed out last: a pin delays eviction, and never
+                                                  keeps a block from whoever needs one
+"""
+
+from collections import OrderedDict
+
+
+class BlockPool:
+    """Unused blocks among the ids [first, first + size). Which blocks are in use is the allocator's to know."""
+
+    def __init__(self, first: int, size: int, most_pinned: int) -> None:
+        """`most_pinned`: blocks that pins may keep at once; the longest unused give way to newer ones."""
+        self.first = first
+        self.size = size
+        self._most_pinned = most_pinned
+        self._empty = list(range(first + size - 1, first - 1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._pinned: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had at once."""
+        return len(self._empty) + len(self._cached) + len(self._pinned)
+
+    def take(self) -> tuple[int, bool]:
+        """(a block, whether it had to be evicted). Raises `IndexError` when none is available."""
+        if self._empty:
+            return self._empty.pop(), False
+        if not self._cached and not self._pinned:
+            raise IndexError("the pool has no unused block")
+        return (self._cached or self._pinned).popitem(last=False)[0], True
+
+    def put_empty(self, block: int) -> None:
+        """`block` is unused, and what it holds is worth nothing."""
+        self._empty.append(block)
+
+    def put_cached(self, block: int) -> None:
+        """`block` is unused, and may be found again."""
+        self._cached[block] = None
+
+    def pin(self, block: int) -> int | None:
+        """As `put_cached`, for a session. Returns the block that has lost its pin for this one."""
+        self._pinned[block] = None
+        if len(self._pinned) <= self._most_pinned:
+            return None
+        oldest, _ = self._pinned.popitem(last=False)
+        self._cached[oldest] = None
+        return oldest
+
+    def expire(self, block: int) -> None:
+        """A pinned block is cached like others from now on, as the longest unused: its session has not come."""
+        del self._pinned[block]
+        self._cached[block] = None
+        self._cached.move_to_end(block, last=False)
+
+    def reuse(self, block: int) -> None:
+        """A cached block is in use again."""
+        if block in self._cached:
+            del self._cached[block]
+        else:
+            del self._pinned[block]
+
+    def unused(self) -> tuple[set[int], set[int], set[int]]:
+        """(empty, cached, pinned). Raises AssertionError where a block is in two of them. For checks."""
+        empty, cached, pinned = set(self._empty), set(self._cached), set(self._pinned)
+        assert len(empty) == len(self._empty), "a block is in the empty list twice"
+        assert not empty & cached | empty & pinned | cached & pinned, "a block is unused in two ways"
+        assert all(self.first <= b < self.first + self.size for b in empty | cached | pinned), (
+            "a foreign block"
+        )
+        assert len(pinned) <= self._most_pinned, "too many blocks are pinned"
+        return empty, cached, pinned

@@ -1,0 +1,159 @@
+"""One rank's bytes of the blocks that were evicted: in host memory, then on disk.
+
+Which block is in which slot is the leader's to know (`tiers.py`); a slot here is just bytes. They are worth
+nothing without the leader's map, so they live as long as the rank: the file on disk has no name and goes
+with the process, however it ends.
+
+    save ──▶ waiting (in memory) ──▶ file        by a thread of its own: a step never waits for a write
+               └──────── load ────────┘          checked against the checksum of what was saved last
+
+What cannot be read, or is not what was saved, is lost: `load` returns None, and never wrong bytes.
+"""
+
+import os
+import tempfile
+import threading
+import zlib
+from pathlib import Path
+
+import structlog
+
+from shared.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
+
+MOST_WAITING_BYTES = 64 << 20
+"""Saved blocks that wait to be written; what would be more is lost rather than waited for."""
+
+
+class SpillStore:
+    """Slots [0, num_host) in memory and [num_host, num_host + num_disk) on disk, `block_bytes` each at most."""
+
+    def __init__(self, num_host: int, num_disk: int, block_bytes: int, directory: Path | None = None) -> None:
+        """`directory`: where the file goes; None: where the system keeps temporary files. Raises
+        `ConfigurationError` when a file cannot be made there."""
+        self._num_host = num_host
+        self._host: dict[int, bytes] = {}
+        self._disk = DiskSlots(block_bytes, directory) if num_disk else None
+
+    def save(self, slot: int, content: bytes) -> None:
+        """Keeps `content` in `slot`, whatever was there before."""
+        if slot < self._num_host:
+            self._host[slot] = content
+        elif self._disk is not None:
+            self._disk.save(slot - self._num_host, content)
+
+    def load(self, slot: int) -> bytes | None:
+        """What was saved to `slot` last; None where it is lost."""
+        if slot < self._num_host:
+            return self._host.get(slot)
+        return None if self._disk is None else self._disk.load(slot - self._num_host)
+
+    def close(self) -> None:
+        """Frees memory and disk. Safe to call twice."""
+        self._host = {}
+        if self._disk is not None:
+            self._disk.close()
+
+
+class DiskSlots:
+    """Slots of equal size in a file without a name. `save` and `load` are called from one thread."""
+
+    def __init__(
+        self, block_bytes: int, directory: Path | None, most_waiting: int = MOST_WAITING_BYTES
+    ) -> None:
+        """`most_waiting`: bytes that wait to be written at most."""
+        self._block_bytes = block_bytes
+        self._most_waiting = max(1, most_waiting // block_bytes)
+        try:
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+            self._file, name = tempfile.mkstemp(prefix="ryzanstein-kv-", dir=directory)
+            Path(name).unlink()
+        except OSError as error:
+            raise ConfigurationError(
+                f"No file for spilled KV blocks can be made in {directory or tempfile.gettempdir()} "
+                f"({error.strerror}); name a directory that can be written to with --kv-disk-directory."
+            ) from error
+        self._checksums: dict[int, int] = {}
+        self._waiting: dict[int, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._complained = False
+        self._writer = threading.Thread(target=self._write_all, name="kv-spill", daemon=True)
+        self._writer.start()
+
+    def save(self, slot: int, content: bytes) -> None:
+        """Returns at once; what finds too much waiting is lost."""
+        with self._changed:
+            self._checksums.pop(slot, None)
+            if slot in self._waiting or len(self._waiting) < self._most_waiting:
+                self._waiting[slot] = content
+                self._changed.notify_all()
+
+    def load(self, slot: int) -> bytes | None:
+        with self._changed:
+            waiting = self._waiting.get(slot)
+            checksum = self._checksums.get(slot)
+        # Only `save` makes a slot wait again, and it is called by this thread.
+        if waiting is not None or checksum is None:
+            return waiting
+        try:
+            content = os.pread(self._file, self._block_bytes, slot * self._block_bytes)
+        except OSError as error:
+            self._complain(error)
+            return None
+        if zlib.crc32(content) != checksum:
+            self._complain(None)
+            return None
+        return content
+
+    def flush(self) -> None:
+        """Waits until all that was saved has been written, or has failed to be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._closed)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._writer.join()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    # --- the writer's thread ---------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                slot, content = next(iter(self._waiting.items()))
+            checksum = self._write(slot, content)
+            with self._changed:
+                if self._waiting[slot] is content:  # else it has been saved anew meanwhile
+                    del self._waiting[slot]
+                    if checksum is not None:
+                        self._checksums[slot] = checksum
+                self._changed.notify_all()
+
+    def _write(self, slot: int, content: bytes) -> int | None:
+        """The checksum of what has been written; None when it has not."""
+        view, offset = memoryview(content), slot * self._block_bytes
+        try:
+            while view:
+                written = os.pwrite(self._file, view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            self._complain(error)
+            return None
+        return zlib.crc32(content)
+
+    def _complain(self, error: OSError | None) -> None:
+        """Once: a full disk would fill the log."""
+        if not self._complained:
+            self._complained = True
+            reason = "the bytes are not those that were written" if error is None else str(error)
+            log.warning("kv_spill_failed", reason=reason, effect="spilled KV blocks are computed again")

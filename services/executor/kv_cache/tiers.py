@@ -1,0 +1,157 @@
+"""Where evicted blocks are kept: who is in which slot of host memory and disk.
+
+The leader alone decides, for all ranks: a slot's number means the same block on each of them, and every
+rank keeps its own bytes of it (`spill.py`). A block that is spilled is written to both tiers, to disk
+behind the step's back: so nothing is ever moved from host memory to disk, and either tier just forgets
+its longest unused slot when it needs one.
+
+    slots    0 ........ num_host | num_host ........ num_host + num_disk
+             host memory           disk
+
+    slot     free ──put──▶ held ──put of another block, when longest unused──▶ held
+               ▲            │ ▲
+               └──forget────┘ └─lock / unlock: a slot that is going to be read is not given away
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from services.executor.kv_cache.prefix_index import BlockKey
+
+
+class SpillTier:
+    """The slots [first, first + size) of one tier.
+
+    Invariant: each slot is free, held and unlocked (in order of use), or locked; a digest is in one slot
+    at most.
+    """
+
+    def __init__(self, first: int, size: int) -> None:
+        self._first = first
+        self._size = size
+        self._free = list(range(first + size - 1, first - 1, -1))
+        self._slots: dict[bytes, int] = {}
+        self._keys: dict[int, BlockKey] = {}
+        self._order: OrderedDict[int, None] = OrderedDict()
+        self._locks: dict[int, int] = {}
+
+    def find(self, key: BlockKey) -> int | None:
+        """The slot that holds `key`. The tokens are compared: a hash alone is not believed."""
+        slot = self._slots.get(key.digest)
+        return slot if slot is not None and self._keys[slot] == key else None
+
+    def put(self, key: BlockKey) -> int | None:
+        """The slot to write `key`'s bytes to; None when it is held already, or no slot can be had."""
+        known = self._slots.get(key.digest)
+        if known is not None:
+            if known not in self._locks:
+                self._order.move_to_end(known)
+            return None
+        if self._free:
+            slot = self._free.pop()
+        elif self._order:
+            slot, _ = self._order.popitem(last=False)
+            del self._slots[self._keys[slot].digest]
+        else:
+            return None
+        self._slots[key.digest] = slot
+        self._keys[slot] = key
+        self._order[slot] = None
+        return slot
+
+    def lock(self, slot: int) -> None:
+        """`slot` is going to be read: it stays as it is until every lock is gone."""
+        self._order.pop(slot, None)
+        self._locks[slot] = self._locks.get(slot, 0) + 1
+
+    def unlock(self, slot: int) -> None:
+        """Takes one lock back."""
+        self._locks[slot] -= 1
+        if self._locks[slot]:
+            return
+        del self._locks[slot]
+        if slot in self._keys:
+            self._order[slot] = None
+        else:
+            self._free.append(slot)
+
+    def forget(self, slot: int, key: BlockKey | None = None) -> None:
+        """The bytes in `slot` are lost. With `key`, only where they are that block's."""
+        held = self._keys.get(slot)
+        if held is None or key not in (None, held):
+            return
+        del self._slots[held.digest], self._keys[slot]
+        if slot not in self._locks:
+            del self._order[slot]
+            self._free.append(slot)
+
+    @property
+    def locks(self) -> Mapping[int, int]:
+        """Locks by slot."""
+        return self._locks
+
+    def check(self) -> None:
+        """Raises AssertionError where the invariant does not hold."""
+        free, order, locked = set(self._free), set(self._order), set(self._locks)
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert not free & order | free & locked | order & locked, "a slot is in two states"
+        assert free | order | locked == set(range(self._first, self._first + self._size)), "a slot is leaked"
+        assert {self._keys[slot].digest: slot for slot in self._keys} == self._slots, (
+            "a slot is filed wrongly"
+        )
+        assert order <= set(self._keys) <= order | locked, "a free slot holds a block, or a held one none"
+
+
+class SpillTiers:
+    """Host memory before disk, as one."""
+
+    def __init__(self, num_host: int, num_disk: int) -> None:
+        self._num_host = num_host
+        self._host = SpillTier(0, num_host)
+        self._disk = SpillTier(num_host, num_disk)
+        self._tiers = [tier for tier, size in ((self._host, num_host), (self._disk, num_disk)) if size]
+
+    @property
+    def count(self) -> int:
+        """Tiers that have any slot."""
+        return len(self._tiers)
+
+    def find(self, key: BlockKey) -> int | None:
+        """The slot to read `key` from."""
+        for tier in self._tiers:
+            slot = tier.find(key)
+            if slot is not None:
+                return slot
+        return None
+
+    def put(self, key: BlockKey) -> list[int]:
+        """The slots to write `key` to: none where it is held already."""
+        return [slot for tier in self._tiers if (slot := tier.put(key)) is not None]
+
+    def lock(self, slot: int) -> None:
+        self._tier(slot).lock(slot)
+
+    def unlock(self, slot: int) -> None:
+        self._tier(slot).unlock(slot)
+
+    def forget(self, slot: int, key: BlockKey | None = None) -> None:
+        """The bytes in `slot` are lost. With `key`, only where they are that block's."""
+        self._tier(slot).forget(slot, key)
+
+    def is_locked(self, slot: int) -> bool:
+        """Whether `slot` is going to be read."""
+        return slot in self._tier(slot).locks
+
+    def on_disk(self, slot: int) -> bool:
+        return slot >= self._num_host
+
+    def check(self, locked: dict[int, int] | None = None) -> None:
+        """Raises AssertionError where an invariant does not hold; `locked`: locks that there must be."""
+        self._host.check()
+        self._disk.check()
+        if locked is not None:
+            held = {**self._host.locks, **self._disk.locks}
+            assert held == locked, f"locks {held} are held, {locked} are owed"
+
+    def _tier(self, slot: int) -> SpillTier:
+        return self._disk if slot >= self._num_host else self._host
