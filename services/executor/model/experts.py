@@ -21,7 +21,9 @@ from services.executor.model.layers import TensorSlice, hold, leave_out
 from services.executor.model.sharding import ShardLayout, Span
 from shared.errors import ModelLoadError
 
-_PARAMETERS = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
+_PARAMETERS = frozenset(
+    {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
+)
 
 
 def split_experts(experts: Any, name: str, layout: ShardLayout, collectives: Collectives) -> None:

@@ -106,7 +106,10 @@ def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention_to_build_with(config), trust_remote_code=False
+                config,
+                dtype=dtype,
+                attn_implementation=attention_to_build_with(config),
+                trust_remote_code=False,
             )
         model.tie_weights()
     except Exception as error:

@@ -1,7 +1,7 @@
 """Norms of queries and keys that span several heads, of which a rank holds its own.
 
-    wide norm     over all heads' values at once: the ranks add up the squares of theirs
-    head norms    within each head, with weights of its own: a rank keeps those of its heads
+wide norm     over all heads' values at once: the ranks add up the squares of theirs
+head norms    within each head, with weights of its own: a rank keeps those of its heads
 """
 
 import torch

@@ -20,7 +20,14 @@ EXPERTS = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
-SHARED_EXPERTS = {**EXPERTS, "n_routed_experts": 6, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+SHARED_EXPERTS = {
+    **EXPERTS,
+    "n_routed_experts": 6,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 LONGROPE = {
     "original_max_position_embeddings": 40,
@@ -73,7 +80,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "falcon/alibi": {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
     "flex_olmo": EXPERTS,
     "gemma": ONE_KV_HEAD,
-    "gemma2": {**WINDOWS, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 9},
+    "gemma2": {
+        **WINDOWS,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 9,
+    },
     "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 9},
     "glm": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
@@ -89,11 +101,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoe": {**EXPERTS, "attention_multiplier": 0.3},
     "granitemoeshared": {**EXPERTS, "shared_intermediate_size": 44},
     "helium": {},
-    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+    },
     "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2},
     "jais2": {},
     "llama": FIVE_HEADS,
-    "llama/one_kv_head": {**ONE_KV_HEAD, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "llama/one_kv_head": {
+        **ONE_KV_HEAD,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
     "llama/llama3_rope": {
         "rope_parameters": {
             "rope_type": "llama3",
@@ -125,7 +144,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phimoe": {**EXPERTS, "sliding_window": 7, "lm_head_bias": True, "attention_bias": True},
     "phimoe/longrope": {**EXPERTS, **ONE_KV_HEAD, **LONGROPE},
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 44, "decoder_sparse_step": 1},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 44, "mlp_only_layers": [0]},
     "qwen3": {"attention_bias": True, **ONE_KV_HEAD},
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [0]},
     "seed_oss": {"attention_bias": True},

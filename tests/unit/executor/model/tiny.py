@@ -82,7 +82,9 @@ def save(model: Any, directory: Path) -> None:
     tensors: dict[int, str] = {}
     for name, tensor in model.state_dict().items():
         tensors.setdefault(tensor.data_ptr(), name)
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in tensors.values()}
+    state = {
+        name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in tensors.values()
+    }
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -90,4 +92,3 @@ def logits_of(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
     """The model's own logits for each whole sequence: float32 [tokens, vocab] each."""
     with torch.inference_mode():
         return [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
-
