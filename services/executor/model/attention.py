@@ -64,7 +64,7 @@ def paged_attention(
     out = torch.empty(grouped.shape, dtype=query.dtype, device=query.device)
     sinks = None if s_aux is None else s_aux.view(kv_heads, heads // kv_heads)
     rule = ScoreRule(width**-0.5 if scaling is None else scaling, softcap, sinks, key_bias)
-    window = getattr(module, WINDOW_ATTRIBUTE, None) if sliding_window is None else sliding_window
+    window = module.__dict__.get(WINDOW_ATTRIBUTE) if sliding_window is None else sliding_window
     if step.num_decodes:
         decodes = step.decodes(window)
         _attend_decodes(step, layer, decodes, grouped[: step.num_decodes], rule, out)

@@ -257,21 +257,20 @@ def document() -> str:
     lines = [
         "# Models",
         "",
-        "<!-- Made by `python -m services.executor.model.catalogue > docs/models.md`; edit catalogue.py instead. -->",
+        "<!-- Printed by `python -m services.executor.model.catalogue > docs/models.md` -->",
         "",
-        f"{len(SERVED)} architectures are served, over any number of ranks up to the number of attention heads. Each is",
-        "proven by `tests/unit/executor/model/test_architectures.py`: a small model with random weights, built in the",
-        "test, runs a prefill in chunks and 16 decode steps of two sequences over the paged cache, and its logits are",
-        "compared with transformers' own forward of the whole text, in fp32. Heads, widths and vocabulary do not divide",
-        "by the ranks. A second run in bf16 shows that the type people serve in works.",
+        f"{len(SERVED)} architectures are served, over any number of ranks up to the number of attention heads.",
+        "Each is proven by `tests/unit/executor/model/test_architectures.py`: a small model with random weights,",
+        "built in the test, runs a prefill in chunks and 16 decode steps over the paged cache, beside other",
+        "sequences, and the logits of every token are compared with transformers' own forward of the whole text, in",
+        "fp32. Heads, widths and vocabulary do not divide by the ranks. A run in bf16 shows that the type people",
+        "serve in works as well.",
         "",
         "| architecture | `model_type` | for example | shown | ranks | largest error |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {row.title} | `{name}` | {row.examples} | {row.shown} | {ranks} | < {PROVEN_ERROR:.0e} |".replace(
-            "e-0", "e-"
-        )
+        f"| {row.title} | `{name}` | {row.examples} | {row.shown} | {ranks} | < {PROVEN_ERROR} |"
         for name, row in sorted(SERVED.items(), key=lambda item: item[1].title.lower())
     ]
     lines += [

@@ -180,9 +180,13 @@ class RowParallelConv1D(ShardedLayer):
 
 
 class VocabParallelEmbedding(ShardedLayer):
-    """`span` of the vocabulary's embeddings. int64 [...] -> [..., hidden], whole on every rank."""
+    """`span` of the vocabulary's embeddings. int64 [...] -> [..., hidden], whole on every rank.
+
+    An embedding with a buffer `embed_scale` (Gemma's) is multiplied by it.
+    """
 
     weight: nn.Parameter
+    embed_scale: Tensor | None
 
     def __init__(self, embedding: nn.Embedding, span: Span, collectives: Collectives):
         super().__init__()
@@ -190,7 +194,13 @@ class VocabParallelEmbedding(ShardedLayer):
         self.span = span
         hold(self, "weight", embedding.weight, TensorSlice(0, (span,), embedding.num_embeddings))
 
+        self.register_buffer("embed_scale", getattr(embedding, "embed_scale", None), persistent=False)
+
     def forward(self, token_ids: Tensor) -> Tensor:
+        rows = self._look_up(token_ids)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._collectives.world_size == 1:
             return functional.embedding(token_ids, self.weight)
         local = token_ids - self.span.start

@@ -37,6 +37,9 @@ _LINEAR_KINDS = frozenset({"Linear", "FalconLinear"})
 _CONV1D = "Conv1D"
 """GPT-2's linear layer, whose weight is [in, out]."""
 
+_SCALED_EMBEDDING = "TextScaledWordEmbedding"
+"""Gemma's embedding, which multiplies by its `embed_scale`."""
+
 _ATTENTION = frozenset({Style.QUERY, Style.KEY_VALUE, Style.OUTPUT, Style.QKV_BLOCKS, Style.QKV_BY_GROUP})
 _FUSED = frozenset({Style.QKV_BLOCKS, Style.QKV_BY_GROUP})
 _ROWS = frozenset({Style.ROW, Style.OUTPUT})
@@ -118,7 +121,7 @@ class _Splitter:
 
     def _wide_norm(self, norm: nn.Module, name: str, queries: bool) -> nn.Module:
         heads, total = self._heads(queries)
-        width = norm.weight.shape[0]  # type: ignore[union-attr,index]
+        width = norm.weight.shape[0]  # type: ignore[index]
         _check_width(name, int(width), total * self._layout.head_dim)
         span = heads.scaled(self._layout.head_dim)
         return WideNorm(norm, span, queries or self._layout.counts_kv, self._collectives)
@@ -228,8 +231,8 @@ def _split_vocabulary(model: Any, layout: ShardLayout, collectives: Collectives,
         )
     head = VocabParallelHead(output, layout.rank, layout.world_size)
     embedding = model.get_input_embeddings()
-    # An embedding that does more than look up (a scaled one) keeps all rows on every rank.
-    if type(embedding) is nn.Embedding:
+    # An embedding that does more than look up and scale keeps all rows on every rank.
+    if type(embedding) is nn.Embedding or type(embedding).__name__.endswith(_SCALED_EMBEDDING):
         split = VocabParallelEmbedding(embedding, layout.dimension(embedding.num_embeddings), collectives)
         _replace(model, _name_of(model, embedding), split)
         if tied:

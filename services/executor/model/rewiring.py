@@ -48,7 +48,7 @@ def rewire_attention(
         if make_forward is None:
             attention.register_forward_pre_hook(_cache_as_step, with_kwargs=True)
         else:
-            attention.forward = make_forward(attention, config, layout)  # type: ignore[method-assign]
+            attention.forward = make_forward(attention, config, layout)
     for module in model.modules():
         if hasattr(module, "slow_but_exact"):
             module.slow_but_exact = False  # it reads weights past their layers; its sum is the same
@@ -86,8 +86,8 @@ def _falcon(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
     bias = None
     if config.alibi:
         # Rounded to bfloat16 as the model was trained.
-        slopes = _slopes(layout).bfloat16()
-        bias = partial(_falcon_bias, slopes, layout.head_dim**-0.5)
+        _hold_slopes(attention, layout, torch.bfloat16)
+        bias = partial(_falcon_bias, attention, layout.head_dim**-0.5)
 
     def forward(
         hidden: Tensor,
@@ -106,7 +106,8 @@ def _falcon(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
 
 
 def _bloom(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
-    bias = partial(_bloom_bias, _slopes(layout))
+    _hold_slopes(attention, layout, torch.float32)
+    bias = partial(_bloom_bias, attention)
 
     def forward(
         hidden: Tensor, residual: Tensor, *, layer_past: _StepAsCache, **others: Any
@@ -162,8 +163,8 @@ def _by_group(projected: Tensor, layout: ShardLayout) -> tuple[Tensor, Tensor, T
     return query.transpose(1, 2), groups[..., -2, :].transpose(1, 2), groups[..., -1, :].transpose(1, 2)
 
 
-def _slopes(layout: ShardLayout) -> Tensor:
-    """float32 [kv heads, group]: the slope of each of this rank's query heads.
+def _hold_slopes(attention: nn.Module, layout: ShardLayout, dtype: torch.dtype) -> None:
+    """Keeps in `attention` the slope of each of this rank's query heads: [kv heads, group].
 
     Source: Press et al., "ALiBi", https://arxiv.org/abs/2108.12409, section 3 and its published code for
     head counts that are no power of two.
@@ -173,12 +174,15 @@ def _slopes(layout: ShardLayout) -> Tensor:
     slopes = [2 ** (-8 * (index + 1) / power) for index in range(power)]
     slopes += [2 ** (-4 * (2 * index + 1) / power) for index in range(heads - power)]
     local = slopes[layout.q_heads.start : layout.q_heads.stop]
-    return torch.tensor(local, dtype=torch.float32).view(layout.kv_heads.size, layout.q_per_kv)
+    held = torch.tensor(local, dtype=dtype).view(layout.kv_heads.size, layout.q_per_kv, 1)
+    attention.register_buffer("alibi_slopes", held, persistent=False)
 
 
-def _bloom_bias(slopes: Tensor, positions: Tensor) -> Tensor:
-    return slopes.to(positions.device)[..., None] * positions
+def _bloom_bias(attention: Any, positions: Tensor) -> Tensor:
+    biases: Tensor = attention.alibi_slopes * positions
+    return biases
 
 
-def _falcon_bias(slopes: Tensor, scale: float, positions: Tensor) -> Tensor:
-    return (slopes.to(positions.device)[..., None] * positions).float() * scale
+def _falcon_bias(attention: Any, scale: float, positions: Tensor) -> Tensor:
+    biases: Tensor = attention.alibi_slopes * positions
+    return biases.float() * scale

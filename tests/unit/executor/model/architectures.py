@@ -144,7 +144,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phimoe": {**EXPERTS, "sliding_window": 7, "lm_head_bias": True, "attention_bias": True},
     "phimoe/longrope": {**EXPERTS, **ONE_KV_HEAD, **LONGROPE},
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 44, "decoder_sparse_step": 1},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 44, "mlp_only_layers": [0]},
     "qwen3": {"attention_bias": True, **ONE_KV_HEAD},
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [0]},
     "seed_oss": {"attention_bias": True},

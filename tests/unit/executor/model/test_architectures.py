@@ -1,5 +1,6 @@
 """Every architecture that is served, against transformers' own forward: same weights, same tokens, same logits."""
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,9 +11,15 @@ import torch
 
 from services.executor.model.catalogue import PROVEN_ERROR, PROVEN_RANKS, SERVED, document
 from services.executor.model.collectives import Collectives
+from services.executor.model.layers import piece_of
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 from tests.unit.executor.model.ring import decode_script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of, save
+
+REPLICATED = re.compile(
+    r"\.(router|gate|shared_expert_gate|wpe|embed_positions|project_in|project_out|experts\.down_proj_bias)\b"
+)
+"""A bias of the experts' outputs is whole where it is held, on rank 0."""
 
 Logits = dict[tuple[int, int], torch.Tensor]
 """By (sequence, position)."""
@@ -72,6 +79,22 @@ def test_bfloat16_stays_close_to_transformers(proof: Proof) -> None:
     ]
     # A router may choose another expert for a token whose scores nearly tie, and its text is then another.
     assert sum(close) >= 0.9 * len(close)
+
+
+def test_only_routers_and_position_embeddings_are_whole_on_every_rank(proof: Proof) -> None:
+    """What is replicated by mistake computes the same, only slower."""
+
+    def whole(collectives: Collectives) -> list[str]:
+        model = make_runner(proof.directory, collectives)._model
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.dim() > 1
+            and piece_of(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) is None
+        ]
+
+    for names in on_ring(2, whole):
+        assert [name for name in names if not REPLICATED.search(name)] == []
 
 
 def test_every_architecture_that_is_served_is_proven() -> None:

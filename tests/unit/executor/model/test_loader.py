@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from services.executor.model.collectives import SingleRank
@@ -156,57 +155,6 @@ def test_weights_of_another_shape(copy: Path) -> None:
 def test_weights_the_model_has_no_place_for(copy: Path) -> None:
     edit_weights(copy, lambda tensors: tensors.update({"model.layers.0.extra": torch.zeros(2)}))
     refused(copy, "a tensor model.layers.0.extra that the architecture does not use")
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
-        ({"kv_lora_rank": 8}, "latent attention"),
-        ({"alibi": True}, "ALiBi"),
-        ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),
-    ],
-)
-def test_configurations_that_would_compute_something_else(
-    copy: Path, changes: dict[str, object], reason: str
-) -> None:
-    edit_config(copy, **changes)
-    refused(copy, reason)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "world_size", "reason"),
-    [
-        ("qwen3_moe", 1, "mixture of experts"),
-        ("gemma2", 1, "attn_logit_softcapping"),
-        ("gpt2", 1, "no parallel plan"),
-        ("phi3", 2, "serve it with --tp 1"),
-        ("olmo2", 2, "serve it with --tp 1"),
-        ("cohere", 2, "spans several heads"),
-    ],
-)
-def test_architectures_that_are_not_served(
-    tmp_path: Path, model_type: str, world_size: int, reason: str
-) -> None:
-    changes: dict[str, Any] = {"use_qk_norm": True} if model_type == "cohere" else {}
-    make_model(tmp_path, model_type, num_attention_heads=4, num_key_value_heads=2, **changes)
-    refused(tmp_path, reason, world_size)
-
-
-def test_unknown_parallel_style_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type(load_config(copy))
-    plan = {**kind.base_model_tp_plan, "layers.*.mlp.up_proj": "diagonal"}
-    monkeypatch.setattr(kind, "base_model_tp_plan", plan)
-    refused(copy, "style 'diagonal' for layers.0.mlp.up_proj")
-
-
-def test_old_names_of_parallel_styles(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type(load_config(copy))
-    plan = {**kind.base_model_tp_plan, "layers.*.mlp.up_proj": "colwise_rep"}
-    monkeypatch.setattr(kind, "base_model_tp_plan", plan)
-    assert isinstance(load(copy).model.layers[0].mlp.up_proj, nn.Linear)
-    refused(copy, "serve it with --tp 1", world_size=2)
 
 
 def test_context_length(copy: Path) -> None:

@@ -65,8 +65,7 @@ def test_a_first_chunk_needs_neither_gather_nor_mask() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"softcap": 50.0}, "softcap"),
-        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"head_gates": torch.zeros(4)}, "head_gates"),
         ({"is_causal": False}, "is_causal"),
         ({"position_bias": torch.zeros(4)}, "position_bias"),
     ],

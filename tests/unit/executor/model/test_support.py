@@ -1,0 +1,168 @@
+"""What is refused, and at which point: by its configuration, or by a plan that cannot be followed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from services.executor.model.catalogue import REFUSED, SERVED, refusal_of
+from services.executor.model.collectives import SingleRank
+from services.executor.model.loader import context_length, load_config, load_model
+from services.executor.model.plans import PLANS, Style, plan_for
+from services.executor.model.sharding import HeadCounts, ShardLayout
+from services.executor.model.support import check_supported
+from shared.errors import ModelLoadError
+from tests.unit.executor.model.architectures import ARCHITECTURES, LONGROPE, settings_of
+from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
+from tests.unit.executor.model.tiny import build, make_model, save
+
+LLAMA_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "copy"))
+
+
+def refused(directory: Path, reason: str, world_size: int = 1) -> None:
+    layout = ShardLayout.of(HeadCounts(9, 3, 16), world_size, 0)
+    ring = SingleRank() if world_size == 1 else ThreadMember(ThreadRing(world_size), 0)
+    with pytest.raises(ModelLoadError, match=reason) as raised:
+        load_model(directory, torch.float32, layout, ring, CPU, lambda done, total: None)
+    message = str(raised.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights"),
+        ({"kv_lora_rank": 8}, "latent attention"),
+        ({"layer_types": ["linear_attention"] * 3}, "layers of type linear_attention"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layers of type chunked_attention"),
+        ({"is_encoder_decoder": True}, "has an encoder"),
+        ({"add_cross_attention": True}, "attends to an encoder"),
+        ({"use_bidirectional_attention": True}, "looks ahead"),
+    ],
+)
+def test_configurations_that_would_compute_something_else(
+    copy: Path, changes: dict[str, object], reason: str
+) -> None:
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    refused(copy, reason)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("deepseek_v3", "latent attention"),
+        ("rwkv", "running state"),
+        ("qwen3_next", "linear_attention"),
+        ("t5", "has an encoder"),
+        ("bert", "both directions"),
+        ("gemma3n_text", "shares keys and values"),
+        ("mpt", "not paged"),
+        ("bitnet", "not among those proven"),
+    ],
+)
+def test_architectures_that_are_not_served(model_type: str, reason: str) -> None:
+    with pytest.raises(ModelLoadError, match=reason):
+        check_supported(CONFIG_MAPPING[model_type]())
+
+
+def test_each_refused_architecture_exists_and_is_refused() -> None:
+    for refusal in REFUSED:
+        for model_type in refusal.model_types:
+            assert model_type in CONFIG_MAPPING
+            assert refusal_of(model_type) == refusal.because
+    assert all(refusal_of(model_type) is None for model_type in SERVED)
+
+
+def test_every_plan_of_our_own_names_what_its_model_has(tmp_path: Path) -> None:
+    """A line that matches nothing is a layer that is replicated by mistake."""
+    for model_type, plan in PLANS.items():
+        held: set[str] = set()
+        for name in (name for name in ARCHITECTURES if name.partition("/")[0] == model_type):
+            model = build(name, settings_of(name))
+            held |= {full for full, _ in model.named_modules()} | {
+                full for full, _ in model.named_parameters()
+            }
+        for pattern in plan:
+            assert any(full.endswith(f".{pattern}") for full in held), f"{model_type}: {pattern}"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ({"layers.*.mlp.up_proj": "diagonal"}, "style 'diagonal' for layers.*.mlp.up_proj"),
+        ({"layers.*.mlp.gate_up_proj": "colwise_gather_output"}, "style 'colwise_gather_output'"),
+        ({"layers.*.self_attn.qkv_proj": "colwise"}, "style 'colwise' for layers.*.self_attn.qkv_proj"),
+        ({"layers.*.self_attn.dt_proj": "rowwise"}, "for layers.*.self_attn.dt_proj"),
+    ],
+)
+def test_plans_of_transformers_that_are_not_understood(line: dict[str, str], reason: str) -> None:
+    config = AutoConfig.for_model("llama")
+    config.base_model_tp_plan = {**LLAMA_PLAN, **line}
+    with pytest.raises(ModelLoadError) as raised:
+        plan_for(config)
+    assert reason in str(raised.value)
+
+
+def test_plans_of_transformers_under_old_and_new_names() -> None:
+    config = AutoConfig.for_model("llama")
+    for gathered, split in (("colwise_gather_output", "rowwise_split_input"), ("colwise_rep", "rowwise_rep")):
+        config.base_model_tp_plan = {
+            **LLAMA_PLAN,
+            "layers.*.self_attn.q_proj": gathered,
+            "layers.*.self_attn.o_proj": split,
+            "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+            "embed_tokens": "embedding_rowwise",
+        }
+        plan = plan_for(config)
+        assert plan["self_attn.q_proj"] is Style.QUERY
+        assert plan["self_attn.o_proj"] is Style.OUTPUT
+        assert plan["self_attn.q_norm"] is Style.WHOLE
+        assert "embed_tokens" not in plan
+    config.base_model_tp_plan = None
+    with pytest.raises(ModelLoadError, match="no parallel plan"):
+        plan_for(config)
+
+
+def test_norms_over_all_heads_need_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
+    save(build("olmo2", {**settings_of("olmo2"), **heads}), tmp_path)
+    monkeypatch.setattr("services.executor.model.parallel.plan_for", lambda config: PLANS["hunyuan_v1_dense"])
+    refused(tmp_path, "spans several heads", world_size=2)
+
+
+def test_longrope_is_served_up_to_where_its_frequencies_change(tmp_path: Path) -> None:
+    for model_type in ("phi3", "phimoe"):
+        settings = settings_of(f"{model_type}/longrope")
+        assert settings["max_position_embeddings"] > LONGROPE["original_max_position_embeddings"]
+        CONFIG_MAPPING[model_type](**settings).save_pretrained(str(tmp_path))
+        assert context_length(load_config(tmp_path)) == LONGROPE["original_max_position_embeddings"]
+
+
+def test_context_length_of_models_without_position_embeddings() -> None:
+    assert context_length(CONFIG_MAPPING["bloom"](seq_length=77)) == 77
+    with pytest.raises(ModelLoadError, match="max_position_embeddings"):
+        context_length(CONFIG_MAPPING["bloom"]())
