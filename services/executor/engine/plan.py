@@ -42,6 +42,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """int32 [sum of ceil(context_len / block size)]: the sequences' block tables, end to end."""
     sample_rows: bytes
     """int32 [R]: rows of the flat batch whose logits the sampler needs, in ascending order."""
+    candidates: bytes = b""
+    """int32 [R]: how much of each of these rows it needs (see `model/candidates.py`); empty: all of all."""
 
 
 _encoder = msgspec.msgpack.Encoder()

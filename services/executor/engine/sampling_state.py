@@ -102,6 +102,31 @@ class SamplingState:
         """Whether penalties or biases change the logits."""
         return self.counts is not None or bool(self.params.logit_bias)
 
+    @property
+    def candidates(self) -> int:
+        """How many of the largest logits decide the token and its log probabilities, for sure; 0: all.
+        Negative where the log-sum-exp of all is needed too.
+
+        A token whose logit an edit lowers gives up its place to the next one, so one more is needed for
+        each of them. What raises a logit may lift any token to the top; top-p and min-p without top-k, and
+        plain temperature, weigh tokens against the sum of all.
+        """
+        params = self.params
+        needed = 1 if self.greedy else params.top_k
+        lowered = self._lowered()
+        if not needed or lowered is None:
+            return 0
+        needed = max(needed + lowered, params.logprobs)
+        return -needed if params.logprobs >= 0 else needed
+
+    def _lowered(self) -> int | None:
+        """Tokens whose logits edits may lower; None when some may be raised."""
+        params = self.params
+        penalties = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
+        if penalties < 0 or any(bias > 0 for bias in params.logit_bias.values()):
+            return None
+        return len(params.logit_bias) + (0 if self.counts is None else len(self.counts.ids))
+
     def uniform(self) -> float:
         """The random number of the next token, in [0, 1)."""
         return uniform(self.params.seed, self.position)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from services.executor.engine.plan import StepPlan, as_int32, to_bytes
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.candidates import RowLogits, collect
 from services.executor.model.collectives import Collectives
 from services.executor.model.layers import VocabParallelHead
 from services.executor.model.step_context import StepContext
@@ -40,11 +41,14 @@ class ModelRunner:
         return sum(self._widths)
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan, on_layer: Callable[[], None] = _no_progress) -> Tensor | None:
+    def forward(
+        self, plan: StepPlan, on_layer: Callable[[], None] = _no_progress
+    ) -> Tensor | RowLogits | None:
         """Computes one step; `on_layer` is called once per layer, as a sign of progress.
 
-        Returns the logits of `plan.sample_rows`, float32 [R, vocab], on rank 0 and None on the others.
-        R may be 0. Raises `shared.errors.RingLost` when another rank is gone.
+        Returns the logits of `plan.sample_rows` on rank 0 and None on the others: as much of them as
+        `plan.candidates` asks for, or without it float32 [R, vocab]. R may be 0.
+        Raises `shared.errors.RingLost` when another rank is gone.
         """
         step = StepContext(plan, self._store, on_layer)
         rows = self._int64(plan.sample_rows)
@@ -58,6 +62,8 @@ class ModelRunner:
         ).logits[0]
         if rows.shape[0] == 0:
             return local.new_empty((0, self.vocab_size), dtype=torch.float32) if self._is_leader else None
+        if plan.candidates:
+            return collect(local, as_int32(plan.candidates), self._collectives, self._widths)
         parts = self._collectives.gather_to_leader(local, self._widths)
         if parts is None:
             return None
@@ -86,7 +92,7 @@ class ModelRunner:
                 sample_rows=to_bytes([tokens - 1]),
             )
         )
-        if logits is not None and not bool(logits.isfinite().all()):
+        if isinstance(logits, Tensor) and not bool(logits.isfinite().all()):
             raise ModelLoadError(
                 "The model's weights compute values that are no numbers (NaN or infinite); the weights file is "
                 "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
