@@ -43,7 +43,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     sample_rows: bytes
     """int32 [R]: rows of the flat batch whose logits the sampler needs, in ascending order."""
     candidates: bytes = b""
-    """int32 [R]: how much of each of these rows it needs (see `model/candidates.py`); empty: all of all."""
+    """`WANT` of `model/candidates.py` [R]: how much of each of these rows it needs; empty: all of all."""
 
 
 _encoder = msgspec.msgpack.Encoder()

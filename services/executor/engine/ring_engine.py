@@ -13,9 +13,9 @@ from msgspec import structs
 
 from services.executor.board import RankBoard, RingBoard
 from services.executor.engine import meeting
-from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
-from services.executor.engine.sampling import Sampler, candidates_of
+from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.kv_cache.store import (
     DEFAULT_SEQUENCES,
@@ -75,7 +75,8 @@ class RingEngine:
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         assert self._member is not None, "the engine has not been loaded"
         self._board.begin(plan.step)
-        plan = structs.replace(plan, candidates=to_bytes(candidates_of(samples)))
+        wants = wants_of(samples, self._member.engine_spec.vocab_size)
+        plan = structs.replace(plan, candidates=wants.tobytes())
         try:
             self._sender.send(plan)
             logits = self._member.runner.forward(plan, self._board.tick)

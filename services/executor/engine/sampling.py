@@ -16,7 +16,6 @@ OpenAI's API and vLLM.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 from services.executor.engine.filters import keep_min_p, keep_top_k, keep_top_p
 from services.executor.engine.protocol import BadLogits, SampledToken
 from services.executor.engine.sampling_state import SamplingState
-from services.executor.model.candidates import MOST_CANDIDATES, RowLogits, collect
+from services.executor.model.candidates import MOST_CANDIDATES, WANT, RowLogits, RowTable, Wants, collect
 from services.executor.model.collectives import SingleRank
 from shared.errors import InternalError
 from shared.messages import TokenLogprobs
@@ -34,18 +33,24 @@ from shared.messages import TokenLogprobs
 Int64Array = NDArray[np.int64]
 
 
-def candidates_of(states: Sequence[SamplingState]) -> NDArray[np.int32]:
-    """What `collect` is to bring for each row: int32 [R]."""
-    wanted = np.array([state.candidates for state in states], np.int32)
-    wanted[np.abs(wanted) > MOST_CANDIDATES] = 0
-    return wanted
+def wants_of(states: Sequence[SamplingState], vocab_size: int) -> Wants:
+    """What `collect` is to bring for each row: [R] of `WANT`."""
+    wants = np.zeros(len(states), WANT)
+    for row, state in enumerate(states):
+        count = state.candidates
+        if abs(count) <= MOST_CANDIDATES:
+            wants[row]["count"] = count
+        if not count:
+            wants[row]["temperature"] = state.params.temperature
+            wants[row]["margin"] = state.margin(vocab_size)
+    return wants
 
 
 class Sampler:
     """Chooses one token per row. Keeps nothing between calls: all state is in the `SamplingState`s."""
 
     def sample(self, logits: Tensor | RowLogits, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """One token per row of `logits`: what `collect` brought for `candidates_of(states)`, or the whole
+        """One token per row of `logits`: what `collect` brought for `wants_of(states)`, or the whole
         logits (floating, [R, vocabulary], on any device).
 
         Does not change `logits` or `states`: the caller advances a state with the token it accepts.
@@ -58,7 +63,7 @@ class Sampler:
         if not states:
             return []
         if isinstance(logits, Tensor):
-            found = collect(logits, candidates_of(states), SingleRank(), [logits.shape[1]])
+            found = collect(logits, wants_of(states, logits.shape[1]), SingleRank(), [logits.shape[1]])
             assert found is not None, "this is rank 0"
             logits = found
         bad = np.flatnonzero(~np.isfinite(logits.largest)).tolist()
@@ -66,33 +71,25 @@ class Sampler:
             raise BadLogits(bad)
         tokens: list[int] = logits.tokens.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
-        for table in _tables(logits):
+        for table in map(_Table, logits.tables):
             _sample_table(table, states, tokens)
-            logprobs |= _logprobs(table, tokens, states)
+            logprobs |= _logprobs(table, logits.log_sums, tokens, states)
         return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
 
-@dataclass(frozen=True)
 class _Table:
-    """Logits of some rows: of the whole vocabulary, or of candidates."""
+    """A `RowTable` with its tokens."""
 
-    rows: list[int]
-    scores: Tensor
-    """[n, C]: column by column in the order of the tokens' ids."""
-    ids: Int64Array | None
-    """int64 [n, C]: the columns' tokens; None: column c is token c."""
-    log_sums: Tensor | None
-    """float32 [n, 1]: log-sum-exp of the whole vocabulary; None: the scores are all there is."""
+    def __init__(self, table: RowTable) -> None:
+        self.rows, self.scores, self.ids, self.totals = table.rows, table.scores, table.ids, table.totals
 
     def take(self, chosen: list[int]) -> "_Table":
         """A copy of the rows at these indices, in float32."""
         where = torch.tensor(chosen, device=self.scores.device)
-        return _Table(
-            [self.rows[at] for at in chosen],
-            self.scores.index_select(0, where).float(),
-            None if self.ids is None else self.ids[chosen],
-            None if self.log_sums is None else self.log_sums.index_select(0, where),
-        )
+        rows = [self.rows[at] for at in chosen]
+        ids = None if self.ids is None else self.ids[chosen]
+        totals = None if self.totals is None else self.totals[chosen]
+        return _Table(RowTable(rows, self.scores.index_select(0, where).float(), ids, totals))
 
     def token(self, at: int, column: int) -> int:
         return column if self.ids is None else int(self.ids[at, column])
@@ -105,16 +102,6 @@ class _Table:
         return columns, self.ids[at, columns] == tokens
 
 
-def _tables(logits: RowLogits) -> list[_Table]:
-    tables = []
-    if logits.few_rows:
-        log_sums = torch.from_numpy(logits.log_sums[logits.few_rows])[:, None]
-        tables.append(_Table(logits.few_rows, logits.few, logits.few_ids, log_sums))
-    if logits.whole_rows:
-        tables.append(_Table(logits.whole_rows, logits.whole, None, None))
-    return tables
-
-
 def _sample_table(table: _Table, states: Sequence[SamplingState], tokens: list[int]) -> None:
     """Puts the tokens of the rows that are drawn, or whose logits are edited, into `tokens`."""
     special = [at for at, row in enumerate(table.rows) if states[row].edits_logits or not states[row].greedy]
@@ -124,20 +111,19 @@ def _sample_table(table: _Table, states: Sequence[SamplingState], tokens: list[i
     of_rows = [states[row] for row in edited.rows]
     _apply_penalties(edited, of_rows)
     _apply_biases(edited, of_rows)
-    columns = _choose(edited.scores, of_rows)
+    columns = _choose(edited, of_rows)
     for at, (row, column) in enumerate(zip(edited.rows, columns, strict=True)):
         tokens[row] = edited.token(at, column)
 
 
-def _choose(scores: Tensor, states: list[SamplingState]) -> list[int]:
+def _choose(table: _Table, states: list[SamplingState]) -> list[int]:
     """The column of each row's token."""
     drawn = [at for at, state in enumerate(states) if not state.greedy]
     if len(drawn) == len(states):
-        return _draw(scores, states)
-    columns: list[int] = scores.argmax(dim=-1).tolist()
+        return _draw(table, states)
+    columns: list[int] = table.scores.argmax(dim=-1).tolist()
     if drawn:
-        where = torch.tensor(drawn, device=scores.device)
-        draws = _draw(scores.index_select(0, where), [states[at] for at in drawn])
+        draws = _draw(table.take(drawn), [states[at] for at in drawn])
         for at, column in zip(drawn, draws, strict=True):
             columns[at] = column
     return columns
@@ -185,15 +171,15 @@ def _apply_biases(table: _Table, states: list[SamplingState]) -> None:
     scores[places[0], places[1]] += torch.tensor([bias[2] for bias in biases], device=scores.device)
 
 
-def _draw(scores: Tensor, states: list[SamplingState]) -> list[int]:
-    """One column per row of `scores` [n, C], by the inverse of its distribution."""
-    device = scores.device
+def _draw(table: _Table, states: list[SamplingState]) -> list[int]:
+    """One column per row, by the inverse of its distribution."""
+    scores, device = table.scores, table.scores.device
     temperature = torch.tensor([[state.params.temperature] for state in states], device=device)
     # The largest logit is taken off first: the quotient cannot overflow, however small the temperature.
     # Nothing below asks for a sum of 1, and without it a candidate's weight does not depend on the others.
     probs = ((scores - scores.amax(dim=-1, keepdim=True)) / temperature).exp_()
     keep_top_k(probs, [state.params.top_k for state in states])
-    keep_top_p(probs, [state.params.top_p for state in states])
+    keep_top_p(probs, [state.params.top_p for state in states], table.totals)
     keep_min_p(probs, [state.params.min_p for state in states])
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     uniform = torch.tensor([[state.uniform()] for state in states], dtype=torch.float64, device=device)
@@ -204,13 +190,18 @@ def _draw(scores: Tensor, states: list[SamplingState]) -> list[int]:
     return drawn
 
 
-def _logprobs(table: _Table, tokens: list[int], states: Sequence[SamplingState]) -> dict[int, TokenLogprobs]:
+def _logprobs(
+    table: _Table, of_all: NDArray[np.float32], tokens: list[int], states: Sequence[SamplingState]
+) -> dict[int, TokenLogprobs]:
     """By row, for the rows that ask: the chosen token's log probability and the most likely ones."""
     asking = [at for at, row in enumerate(table.rows) if states[row].params.logprobs >= 0]
     if not asking:
         return {}
     asked = table.take(asking)
-    log_sums = asked.scores.logsumexp(dim=-1, keepdim=True) if asked.log_sums is None else asked.log_sums
+    if asked.ids is None:
+        log_sums = asked.scores.logsumexp(dim=-1, keepdim=True)
+    else:
+        log_sums = torch.from_numpy(of_all[asked.rows])[:, None]
     logprobs = asked.scores - log_sums
     wanted = [states[row].params.logprobs for row in asked.rows]
     chosen = [asked.columns(at, np.array([tokens[row]]))[0].tolist() for at, row in enumerate(asked.rows)]

@@ -6,6 +6,7 @@ generation draws what anybody else would have drawn. It is the `position`-th out
 the mixed seed, so that neighbouring seeds give unrelated streams.
 """
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import chain
@@ -108,8 +109,7 @@ class SamplingState:
         Negative where the log-sum-exp of all is needed too.
 
         A token whose logit an edit lowers gives up its place to the next one, so one more is needed for
-        each of them. What raises a logit may lift any token to the top; top-p and min-p without top-k, and
-        plain temperature, weigh tokens against the sum of all.
+        each of them. What raises a logit may lift any token to the top. Without top-k see `margin`.
         """
         params = self.params
         needed = 1 if self.greedy else params.top_k
@@ -118,6 +118,19 @@ class SamplingState:
             return 0
         needed = max(needed + lowered, params.logprobs)
         return -needed if params.logprobs >= 0 else needed
+
+    def margin(self, vocab_size: int) -> float:
+        """How far below the largest logit a token may be drawn from, top-k aside; 0: any token may.
+
+        With weights relative to the most likely token's: min-p drops those below min_p. All tokens below
+        w = (1 - p) / vocabulary weigh less than 1 - p together, and the sum of all is at least 1, so those
+        from w on hold a share p: the nucleus is among them. Half of either, for what rounding may do.
+        """
+        params = self.params
+        if self.greedy or self.edits_logits or params.logprobs >= 0:
+            return 0.0
+        least = max(params.min_p, (1 - params.top_p) / vocab_size)
+        return params.temperature * math.log(2 / least) if least > 0 else 0.0
 
     def _lowered(self) -> int | None:
         """Tokens whose logits edits may lower; None when some may be raised."""

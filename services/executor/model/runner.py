@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from services.executor.engine.plan import StepPlan, as_int32, to_bytes
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.candidates import RowLogits, collect
+from services.executor.model.candidates import WANT, RowLogits, collect
 from services.executor.model.collectives import Collectives
 from services.executor.model.layers import VocabParallelHead
 from services.executor.model.step_context import StepContext
@@ -63,7 +63,7 @@ class ModelRunner:
         if rows.shape[0] == 0:
             return local.new_empty((0, self.vocab_size), dtype=torch.float32) if self._is_leader else None
         if plan.candidates:
-            return collect(local, as_int32(plan.candidates), self._collectives, self._widths)
+            return collect(local, np.frombuffer(plan.candidates, WANT), self._collectives, self._widths)
         parts = self._collectives.gather_to_leader(local, self._widths)
         if parts is None:
             return None

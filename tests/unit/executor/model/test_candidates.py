@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.executor.engine.protocol import BadLogits, SampledToken
-from services.executor.engine.sampling import Sampler, candidates_of
+from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
-from services.executor.model.candidates import MOST_CANDIDATES, RowLogits, collect
+from services.executor.model.candidates import MOST_CANDIDATES, WANT, RowLogits, RowTable, Wants, collect
 from services.executor.model.collectives import Collectives
 from shared.messages import SamplingParams
 from tests.unit.executor.model.ring import on_ring
@@ -25,19 +25,25 @@ def logits_of(seed: int, rows: int, dtype: torch.dtype, vocab: int = VOCAB) -> t
     return ((torch.randn(rows, vocab, generator=generator) * 8).round() / 4).to(dtype)
 
 
-def on_shards(logits: torch.Tensor, wanted: np.ndarray, widths: list[int]) -> RowLogits:  # type: ignore[type-arg]
+def on_shards(logits: torch.Tensor, wants: Wants, widths: list[int]) -> RowLogits:
     """What rank 0 gets when each rank has its span of `logits`."""
     bounds = np.cumsum([0, *widths])
     spans = list(pairwise(bounds.tolist()))
 
     def work(collectives: Collectives) -> RowLogits | None:
         start, stop = spans[collectives.rank]
-        return collect(logits[:, start:stop].contiguous(), wanted, collectives, widths)
+        return collect(logits[:, start:stop].contiguous(), wants, collectives, widths)
 
     first, *others = on_ring(len(widths), work)
     assert others == [None] * (len(widths) - 1)
     assert first is not None
     return first
+
+
+def counts(*wanted: int) -> Wants:
+    wants = np.zeros(len(wanted), WANT)
+    wants["count"] = wanted
+    return wants
 
 
 def spans_of(world_size: int) -> list[int]:
@@ -83,10 +89,10 @@ def test_any_number_of_ranks_samples_as_from_all_logits(
 ) -> None:
     logits = logits_of(seed, len(sequences), dtype)
     states = [SamplingState(SamplingParams(**params), *known) for *known, params in sequences]  # type: ignore[arg-type]
-    everything = on_shards(logits, np.zeros(len(states), np.int32), [VOCAB])
+    everything = on_shards(logits, np.zeros(len(states), WANT), [VOCAB])
     expected = Sampler().sample(everything, states)
     for world_size in (1, 2, 3):
-        found = on_shards(logits, candidates_of(states), spans_of(world_size))
+        found = on_shards(logits, wants_of(states, VOCAB), spans_of(world_size))
         assert_same(Sampler().sample(found, states), expected)
 
 
@@ -94,9 +100,9 @@ def test_any_number_of_ranks_samples_as_from_all_logits(
 def test_candidates_are_the_largest_and_their_ties(seed: int, wanted: list[int]) -> None:
     logits = logits_of(seed, len(wanted), torch.bfloat16)
     for world_size in (1, 2, 3):
-        found = on_shards(logits, np.array(wanted, np.int32), spans_of(world_size))
-        assert found.whole_rows == []
-        assert found.few_rows == [row for row, count in enumerate(wanted) if count != 1]
+        found = on_shards(logits, counts(*wanted), spans_of(world_size))
+        few = found.tables[0] if found.tables else RowTable([], torch.empty(0))
+        assert few.rows == [row for row, count in enumerate(wanted) if count != 1]
         for row, count in enumerate(wanted):
             values = logits[row].float().tolist()
             assert found.largest[row] == max(values)
@@ -105,7 +111,8 @@ def test_candidates_are_the_largest_and_their_ties(seed: int, wanted: list[int])
                 continue
             threshold = sorted(values, reverse=True)[min(abs(count), VOCAB) - 1]
             kept = [token for token, value in enumerate(values) if value >= threshold]
-            ids = found.few_ids[found.few_rows.index(row)].tolist()
+            assert few.ids is not None
+            ids = few.ids[few.rows.index(row)].tolist()
             assert ids[: len(kept)] == kept
             assert set(ids[len(kept) :]) <= {VOCAB}
             if count < 0:
@@ -115,14 +122,20 @@ def test_candidates_are_the_largest_and_their_ties(seed: int, wanted: list[int])
 
 
 def test_only_rows_that_need_it_come_whole() -> None:
-    params = [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {}, {"top_k": MOST_CANDIDATES + 1}]
+    params = [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9, "temperature": 0.25}, {}]
+    params.append({"top_k": MOST_CANDIDATES + 1})
     states = [SamplingState(SamplingParams(**values), [1], []) for values in params]  # type: ignore[arg-type]
-    assert candidates_of(states).tolist() == [1, 5, 0, 0, 0]
+    wants = wants_of(states, VOCAB)
+    assert wants["count"].tolist() == [1, 5, 0, 0, 0]
     logits = logits_of(3, 5, torch.bfloat16)
-    found = on_shards(logits, candidates_of(states), spans_of(3))
-    assert found.whole_rows == [2, 3, 4]
-    assert torch.equal(found.whole, logits[2:])
-    assert found.few_rows == [1]
+    top_k, top_p, whole = on_shards(logits, wants, spans_of(3)).tables
+    assert (top_k.rows, top_p.rows, whole.rows) == ([1], [2], [3, 4])
+    assert whole.ids is None
+    assert torch.equal(whole.scores, logits[3:])
+    assert top_p.totals is not None
+    weights = ((logits[2].double() - logits[2].max()) / 0.25).exp()
+    assert float(top_p.totals[0, 0]) == pytest.approx(float(weights.sum()), rel=1e-6)
+    assert top_p.scores.shape[1] < VOCAB / 2
 
 
 def test_what_edits_need() -> None:
@@ -148,7 +161,7 @@ def test_values_that_are_no_numbers_are_found_on_any_rank(bad: float, dtype: tor
         logits = logits_of(1, 3, dtype)
         logits[1, token] = bad
         with pytest.raises(BadLogits, match=r"rows \[1\]"):
-            Sampler().sample(on_shards(logits, candidates_of(states), spans_of(3)), states)
+            Sampler().sample(on_shards(logits, wants_of(states, VOCAB), spans_of(3)), states)
 
 
 def test_rows_without_a_positive_logit() -> None:
@@ -156,5 +169,5 @@ def test_rows_without_a_positive_logit() -> None:
         logits = -logits_of(5, 4, dtype).abs() - 1
         logits[3] = 0
         logits[3, :7] = -0.0
-        found = on_shards(logits, np.ones(4, np.int32), spans_of(2))
+        found = on_shards(logits, counts(1, 1, 1, 1), spans_of(2))
         assert found.tokens.tolist() == logits.float().argmax(-1).tolist()
