@@ -57,6 +57,10 @@ class Rendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):
     store_port: int = 0
     model_directory: str = ""
     """Resolved once, by rank 0: a download or conversion happens once per ring."""
+    shared_memory: str = ""
+    """What the ranks map to share memory; empty: they meet in torch's process group, at `store_port`."""
+    backend: str = ""
+    """Of that process group."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

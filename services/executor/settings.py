@@ -60,6 +60,9 @@ class ExecutorSettings(CommonSettings):
     """Executor groups that share this host's memory, which each then takes its part of for the KV cache."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of each rank; 0: the cores shared out among the ranks."""
+    collectives: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    """How the ranks of a ring add up tensors; `auto`: NCCL on GPUs, shared memory on CPUs. `gloo` uses
+    sockets: slower, for hosts where processes may not share memory or where there is no C compiler."""
     ring_host: str = "127.0.0.1"
     """Address on which the ranks of the ring meet."""
     hung_after: float = Field(default=3.0, ge=1.0)

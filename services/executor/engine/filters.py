@@ -24,15 +24,20 @@ def keep_top_k(probs: Tensor, top_k: list[int]) -> None:
     _keep_at_least(probs, chosen, threshold)
 
 
-def keep_top_p(probs: Tensor, top_p: list[float]) -> None:
+def keep_top_p(probs: Tensor, top_p: list[float], totals: Tensor | None = None) -> None:
     """Keeps each row's smallest set of most likely tokens whose share of the whole is at least p
-    (nucleus sampling, arXiv:1904.09751). The most likely token always stays; 1 keeps all."""
+    (nucleus sampling, arXiv:1904.09751). The most likely token always stays; 1 keeps all.
+
+    `totals` (float64 [rows, 1]): what the whole is where `probs` are part of it; where they do not reach
+    the share, all of them stay."""
     rows = [row for row, p in enumerate(top_p) if p < 1.0]
     if not rows:
         return
     chosen = torch.tensor(rows, device=probs.device)
     shares = torch.tensor([[top_p[row]] for row in rows], dtype=torch.float64, device=probs.device)
-    _keep_at_least(probs, chosen, _nucleus_threshold(probs[chosen], shares))
+    kept = probs[chosen]
+    whole = kept.sum(dim=-1, keepdim=True, dtype=torch.float64) if totals is None else totals[rows]
+    _keep_at_least(probs, chosen, _nucleus_threshold(kept, shares * whole))
 
 
 def keep_min_p(probs: Tensor, min_p: list[float]) -> None:
@@ -45,9 +50,8 @@ def keep_min_p(probs: Tensor, min_p: list[float]) -> None:
     _keep_at_least(probs, chosen, shares * probs[chosen].amax(dim=-1, keepdim=True))
 
 
-def _nucleus_threshold(probs: Tensor, shares: Tensor) -> Tensor:
-    """Probability [n, 1] of the least likely token in each row's nucleus."""
-    targets = shares * probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
+def _nucleus_threshold(probs: Tensor, targets: Tensor) -> Tensor:
+    """Probability [n, 1] of the least likely token in each row's nucleus, whose sum reaches the target [n, 1]."""
     largest = probs.topk(min(_NUCLEUS, probs.shape[1]), dim=-1).values
     threshold, reached = _last_needed(largest, targets)
     wide = (~reached).nonzero()[:, 0]

@@ -49,6 +49,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """int32 [n, 2]: (hot block id, cold block id), copied after the saves."""
     restores: bytes = b""
     """int32 [n, 2]: (spill slot, block id), copied after the compressions and before the forward pass."""
+    candidates: bytes = b""
+    """`WANT` of `model/candidates.py` [R]: how much of each of these rows it needs; empty: all of all."""
 
 
 _encoder = msgspec.msgpack.Encoder()

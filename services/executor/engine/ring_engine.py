@@ -5,19 +5,17 @@ leader   plan ──▶ plan channel ──▶ followers
          logits ──▶ sampler ──▶ tokens
 """
 
-import socket
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed re-exports them without saying so
+from msgspec import structs
 
 from services.executor.board import RankBoard, RingBoard
+from services.executor.engine import meeting
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
-from services.executor.engine.sampling import Sampler
+from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.kv_cache.codecs import codecs_of
 from services.executor.kv_cache.dtypes import layer_dtypes, parse_layers
@@ -35,18 +33,16 @@ from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import make_runner
 from services.executor.model.checkpoints import resolve_model
-from services.executor.model.collectives import Collectives, SingleRank, TorchDistributed
+from services.executor.model.collectives import Collectives
 from services.executor.model.loader import context_length, load_config, load_model
 from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.model_card import read_card
-from services.executor.plan_channel import PlanListener, PlanReceiver, PlanSender
+from services.executor.plan_channel import PlanSender
 from services.executor.ring import RankSpec, Rendezvous, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard
-
-JOIN_TIMEOUT = 120.0
 
 
 class RingEngine:
@@ -72,32 +68,13 @@ class RingEngine:
         device = choose_device(self._settings, self._spec.rank)
         torch.set_num_threads(thread_count(self._settings))
         self._directory = model_directory(self._settings)
-        collectives = self._meet(device)
+        self._sender, collectives = meeting.lead(
+            self._settings, self._spec, device, self._directory, self._announce
+        )
         self._member = RingMember.load(
             self._settings, self._spec, self._board, self._directory, device, collectives, progress
         )
         return self._member.engine_spec
-
-    def _meet(self, device: torch.device) -> Collectives:
-        """Waits for the other ranks. A ring of one has nobody to meet."""
-        world = self._spec.world_size
-        if world == 1:
-            return SingleRank()
-        host = self._settings.ring_host
-        listener = PlanListener(host)
-        # Our own socket, since the store would listen on every address of the host.
-        socket_of_store = socket.create_server((host, 0))
-        store = TCPStore(
-            host,
-            socket_of_store.getsockname()[1],
-            world,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=socket_of_store.detach(),
-        )
-        self._announce(Rendezvous(host, listener.port, listener.secret, store.port, str(self._directory)))
-        self._sender = listener.accept(world - 1, JOIN_TIMEOUT)
-        return join(store, self._spec, device)
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
         assert self._member is not None, "the engine has not been loaded"
@@ -106,6 +83,8 @@ class RingEngine:
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         assert self._member is not None, "the engine has not been loaded"
         self._board.begin(plan.step)
+        wants = wants_of(samples, self._member.engine_spec.vocab_size)
+        plan = structs.replace(plan, candidates=wants.tobytes())
         try:
             self._sender.send(plan)
             logits = self._member.runner.forward(plan, self._board.tick)
@@ -127,9 +106,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     mine = board.rank(spec.rank)
     device = choose_device(settings, spec.rank)
     torch.set_num_threads(thread_count(settings))
-    store = TCPStore(rendezvous.host, rendezvous.store_port, spec.world_size, is_master=False)
-    receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, rendezvous.secret, JOIN_TIMEOUT)
-    collectives = join(store, spec, device)
+    receiver, collectives = meeting.follow(settings, spec, rendezvous)
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
     while (plan := receiver.receive()) is not None:
@@ -282,16 +259,3 @@ def cpu_has_bf16() -> bool:
     except OSError:
         return False
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def join(store: Store, spec: RankSpec, device: torch.device) -> Collectives:
-    """Joins the process group: NCCL on GPUs, gloo on CPUs."""
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=spec.rank,
-        world_size=spec.world_size,
-        timeout=timedelta(days=1),  # a hang is seen by the orchestrator, and idle is no hang
-    )
-    assert dist.group.WORLD is not None
-    return TorchDistributed(dist.group.WORLD)

@@ -2,13 +2,14 @@
 
 Per row, in this order; each stage is skipped where its parameter is off:
 
-    logits ─▶ repetition, presence, frequency penalties ─▶ logit bias ─▶ temperature ─▶ softmax
+    logits ─▶ repetition, presence, frequency penalties ─▶ logit bias ─▶ temperature ─▶ exponentials
            ─▶ top-k ─▶ top-p (of what top-k left) ─▶ min-p
            ─▶ inverse of the cumulative distribution at uniform(seed, position)
 
 Top-k, top-p and min-p each keep the tokens at or above a threshold probability, so tokens that tie
 at the threshold are all kept; the draw walks the kept tokens in the order of their ids. So a row's
-token is a function of its own logits and parameters, and never of the batch around it.
+token is a function of its own logits and parameters, and never of the batch around it, nor of how
+many ranks the logits come from (see `model/candidates.py`).
 
 Log probabilities are those of the model: log-softmax of the logits before any of the above, as in
 OpenAI's API and vLLM.
@@ -18,138 +19,198 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.engine.filters import keep_min_p, keep_top_k, keep_top_p
 from services.executor.engine.protocol import BadLogits, SampledToken
 from services.executor.engine.sampling_state import SamplingState
+from services.executor.model.candidates import MOST_CANDIDATES, WANT, RowLogits, RowTable, Wants, collect
+from services.executor.model.collectives import SingleRank
 from shared.errors import InternalError
 from shared.messages import TokenLogprobs
+
+Int64Array = NDArray[np.int64]
+
+
+def wants_of(states: Sequence[SamplingState], vocab_size: int) -> Wants:
+    """What `collect` is to bring for each row: [R] of `WANT`."""
+    wants = np.zeros(len(states), WANT)
+    for row, state in enumerate(states):
+        count = state.candidates
+        if abs(count) <= MOST_CANDIDATES:
+            wants[row]["count"] = count
+        if not count:
+            wants[row]["temperature"] = state.params.temperature
+            wants[row]["margin"] = state.margin(vocab_size)
+    return wants
 
 
 class Sampler:
     """Chooses one token per row. Keeps nothing between calls: all state is in the `SamplingState`s."""
 
-    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """One token per row of `logits` (floating, [R, vocabulary], on any device).
+    def sample(self, logits: Tensor | RowLogits, states: Sequence[SamplingState]) -> list[SampledToken]:
+        """One token per row of `logits`: what `collect` brought for `wants_of(states)`, or the whole
+        logits (floating, [R, vocabulary], on any device).
 
         Does not change `logits` or `states`: the caller advances a state with the token it accepts.
         Raises `BadLogits` (an `InternalError`) when a row's largest logit is NaN or infinite, and
         `InternalError` when rows and states do not agree in number.
         """
-        if logits.shape[0] != len(states):
-            raise InternalError(
-                f"The step gave {logits.shape[0]} rows of logits for {len(states)} sequences."
-            )
+        rows = logits.shape[0] if isinstance(logits, Tensor) else logits.count
+        if rows != len(states):
+            raise InternalError(f"The step gave {rows} rows of logits for {len(states)} sequences.")
         if not states:
             return []
-        logits = logits.float()
-        tokens = _most_likely(logits)
-        special = [row for row, state in enumerate(states) if state.edits_logits or not state.greedy]
-        if special:
-            chosen = _sample_special(_rows(logits, special), [states[row] for row in special])
-            for row, token in zip(special, chosen, strict=True):
-                tokens[row] = token
-        logprobs = _logprobs(logits, tokens, states)
+        if isinstance(logits, Tensor):
+            found = collect(logits, wants_of(states, logits.shape[1]), SingleRank(), [logits.shape[1]])
+            assert found is not None, "this is rank 0"
+            logits = found
+        bad = np.flatnonzero(~np.isfinite(logits.largest)).tolist()
+        if bad:
+            raise BadLogits(bad)
+        tokens: list[int] = logits.tokens.tolist()
+        logprobs: dict[int, TokenLogprobs] = {}
+        for table in map(_Table, logits.tables):
+            _sample_table(table, states, tokens)
+            logprobs |= _logprobs(table, logits.log_sums, tokens, states)
         return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
 
-def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
-    """A copy of some rows of `tensor`."""
-    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+class _Table:
+    """A `RowTable` with its tokens."""
+
+    def __init__(self, table: RowTable) -> None:
+        self.rows, self.scores, self.ids, self.totals = table.rows, table.scores, table.ids, table.totals
+
+    def take(self, chosen: list[int]) -> "_Table":
+        """A copy of the rows at these indices, in float32."""
+        where = torch.tensor(chosen, device=self.scores.device)
+        rows = [self.rows[at] for at in chosen]
+        ids = None if self.ids is None else self.ids[chosen]
+        totals = None if self.totals is None else self.totals[chosen]
+        return _Table(RowTable(rows, self.scores.index_select(0, where).float(), ids, totals))
+
+    def token(self, at: int, column: int) -> int:
+        return column if self.ids is None else int(self.ids[at, column])
+
+    def columns(self, at: int, tokens: Int64Array) -> tuple[Int64Array, NDArray[np.bool_]]:
+        """Where `tokens` are in row `at`, and which of them are there at all."""
+        if self.ids is None:
+            return tokens, np.ones(len(tokens), np.bool_)
+        columns = np.searchsorted(self.ids[at], tokens).clip(max=self.ids.shape[1] - 1)
+        return columns, self.ids[at, columns] == tokens
 
 
-def _most_likely(logits: Tensor) -> list[int]:
-    """The most likely token of each row; NaN is larger than everything in `max`, so it shows here."""
-    values, tokens = logits.max(dim=-1)
-    # Token ids are exact in float64, and one tensor is one transfer from the device.
-    packed: list[list[float]] = torch.stack((tokens.double(), values.double())).tolist()
-    bad = [row for row, value in enumerate(packed[1]) if not np.isfinite(value)]
-    if bad:
-        raise BadLogits(bad)
-    return [int(token) for token in packed[0]]
+def _sample_table(table: _Table, states: Sequence[SamplingState], tokens: list[int]) -> None:
+    """Puts the tokens of the rows that are drawn, or whose logits are edited, into `tokens`."""
+    special = [at for at, row in enumerate(table.rows) if states[row].edits_logits or not states[row].greedy]
+    if not special:
+        return
+    edited = table.take(special)
+    of_rows = [states[row] for row in edited.rows]
+    _apply_penalties(edited, of_rows)
+    _apply_biases(edited, of_rows)
+    columns = _choose(edited, of_rows)
+    for at, (row, column) in enumerate(zip(edited.rows, columns, strict=True)):
+        tokens[row] = edited.token(at, column)
 
 
-def _sample_special(scores: Tensor, states: list[SamplingState]) -> list[int]:
-    """Tokens of the rows that are drawn, or whose logits are edited. Overwrites `scores`."""
-    _apply_penalties(scores, states)
-    _apply_biases(scores, states)
-    drawn = [row for row, state in enumerate(states) if not state.greedy]
+def _choose(table: _Table, states: list[SamplingState]) -> list[int]:
+    """The column of each row's token."""
+    drawn = [at for at, state in enumerate(states) if not state.greedy]
     if len(drawn) == len(states):
-        return _draw(scores, states)
-    tokens: list[int] = scores.argmax(dim=-1).tolist()
+        return _draw(table, states)
+    columns: list[int] = table.scores.argmax(dim=-1).tolist()
     if drawn:
-        draws = _draw(_rows(scores, drawn), [states[row] for row in drawn])
-        for row, token in zip(drawn, draws, strict=True):
-            tokens[row] = token
-    return tokens
+        draws = _draw(table.take(drawn), [states[at] for at in drawn])
+        for at, column in zip(drawn, draws, strict=True):
+            columns[at] = column
+    return columns
 
 
-def _apply_penalties(scores: Tensor, states: list[SamplingState]) -> None:
+def _apply_penalties(table: _Table, states: list[SamplingState]) -> None:
     """Repetition penalty r (CTRL, arXiv:1909.05858): a positive logit is divided by r, a negative
     one multiplied, for tokens of prompt and output. Then presence and frequency penalties (OpenAI's
     API): minus presence for tokens of the output, minus frequency times their count."""
-    rows, ids, factors, offsets = [], [], [], []
-    for row, state in enumerate(states):
+    rows, columns, factors, offsets = [], [], [], []
+    for at, state in enumerate(states):
         if state.counts is None:
             continue
-        counts, params = state.counts.counts, state.params
-        rows.append(np.full(len(counts), row))
-        ids.append(state.counts.ids)
+        where, there = table.columns(at, state.counts.ids)
+        counts, params = state.counts.counts[there], state.params
+        rows.append(np.full(len(counts), at))
+        columns.append(where[there])
         factors.append(np.full(len(counts), params.repetition_penalty))
         offsets.append(params.presence_penalty * (counts > 0) + params.frequency_penalty * counts)
     if not rows:
         return
-    where = torch.from_numpy(np.stack((np.concatenate(rows), np.concatenate(ids)))).to(scores.device)
+    scores = table.scores
+    places = torch.from_numpy(np.stack((np.concatenate(rows), np.concatenate(columns)))).to(scores.device)
     amounts = torch.from_numpy(np.stack((np.concatenate(factors), np.concatenate(offsets))))
     factor, offset = amounts.float().to(scores.device)
-    values = scores[where[0], where[1]]
-    scores[where[0], where[1]] = torch.where(values > 0, values / factor, values * factor) - offset
+    values = scores[places[0], places[1]]
+    scores[places[0], places[1]] = torch.where(values > 0, values / factor, values * factor) - offset
 
 
-def _apply_biases(scores: Tensor, states: list[SamplingState]) -> None:
-    biases = [
-        (row, token, bias)
-        for row, state in enumerate(states)
-        for token, bias in state.params.logit_bias.items()
-    ]
+def _apply_biases(table: _Table, states: list[SamplingState]) -> None:
+    biases = []
+    for at, state in enumerate(states):
+        tokens = np.fromiter(state.params.logit_bias.keys(), np.int64)
+        columns, there = table.columns(at, tokens)
+        amounts = state.params.logit_bias.values()
+        biases += [
+            (at, column, bias)
+            for column, found, bias in zip(columns.tolist(), there.tolist(), amounts, strict=True)
+            if found
+        ]
     if not biases:
         return
-    where = torch.tensor([bias[:2] for bias in biases], device=scores.device).T
-    scores[where[0], where[1]] += torch.tensor([bias[2] for bias in biases], device=scores.device)
+    scores = table.scores
+    places = torch.tensor([bias[:2] for bias in biases], device=scores.device).T
+    scores[places[0], places[1]] += torch.tensor([bias[2] for bias in biases], device=scores.device)
 
 
-def _draw(scores: Tensor, states: list[SamplingState]) -> list[int]:
-    """One token per row of `scores` [n, vocabulary], by the inverse of its distribution."""
-    device = scores.device
+def _draw(table: _Table, states: list[SamplingState]) -> list[int]:
+    """One column per row, by the inverse of its distribution."""
+    scores, device = table.scores, table.scores.device
     temperature = torch.tensor([[state.params.temperature] for state in states], device=device)
     # The largest logit is taken off first: the quotient cannot overflow, however small the temperature.
-    probs = ((scores - scores.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    # Nothing below asks for a sum of 1, and without it a candidate's weight does not depend on the others.
+    probs = ((scores - scores.amax(dim=-1, keepdim=True)) / temperature).exp_()
     keep_top_k(probs, [state.params.top_k for state in states])
-    keep_top_p(probs, [state.params.top_p for state in states])
+    keep_top_p(probs, [state.params.top_p for state in states], table.totals)
     keep_min_p(probs, [state.params.min_p for state in states])
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     uniform = torch.tensor([[state.uniform()] for state in states], dtype=torch.float64, device=device)
     # The first token whose cumulative probability exceeds the target: one that was filtered out adds
     # nothing and is never the first, and the target is always below the total.
-    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    drawn: list[int] = tokens.squeeze(1).tolist()
+    columns = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    drawn: list[int] = columns.squeeze(1).tolist()
     return drawn
 
 
-def _logprobs(logits: Tensor, tokens: list[int], states: Sequence[SamplingState]) -> dict[int, TokenLogprobs]:
+def _logprobs(
+    table: _Table, of_all: NDArray[np.float32], tokens: list[int], states: Sequence[SamplingState]
+) -> dict[int, TokenLogprobs]:
     """By row, for the rows that ask: the chosen token's log probability and the most likely ones."""
-    rows = [row for row, state in enumerate(states) if state.params.logprobs >= 0]
-    if not rows:
+    asking = [at for at, row in enumerate(table.rows) if states[row].params.logprobs >= 0]
+    if not asking:
         return {}
-    wanted = [states[row].params.logprobs for row in rows]
-    logprobs = _rows(logits, rows).log_softmax(dim=-1)
-    chosen = torch.tensor([[tokens[row]] for row in rows], device=logits.device)
-    own: list[float] = logprobs.gather(1, chosen).squeeze(1).tolist()
+    asked = table.take(asking)
+    if asked.ids is None:
+        log_sums = asked.scores.logsumexp(dim=-1, keepdim=True)
+    else:
+        log_sums = torch.from_numpy(of_all[asked.rows])[:, None]
+    logprobs = asked.scores - log_sums
+    wanted = [states[row].params.logprobs for row in asked.rows]
+    chosen = [asked.columns(at, np.array([tokens[row]]))[0].tolist() for at, row in enumerate(asked.rows)]
+    own: list[float] = logprobs.gather(1, torch.tensor(chosen, device=logprobs.device)).squeeze(1).tolist()
     top = logprobs.topk(min(max(wanted), logprobs.shape[1]), dim=-1)
     values: list[list[float]] = top.values.tolist()
-    ids: list[list[int]] = top.indices.tolist()
-    return {
-        row: TokenLogprobs(own[i], list(zip(ids[i][:k], values[i][:k], strict=True)))
-        for i, (row, k) in enumerate(zip(rows, wanted, strict=True))
-    }
+    columns: list[list[int]] = top.indices.tolist()
+    found = {}
+    for at, (row, count) in enumerate(zip(asked.rows, wanted, strict=True)):
+        ids = [asked.token(at, column) for column in columns[at][:count]]
+        found[row] = TokenLogprobs(own[at], list(zip(ids, values[at][:count], strict=True)))
+    return found

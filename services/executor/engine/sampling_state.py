@@ -6,6 +6,7 @@ generation draws what anybody else would have drawn. It is the `position`-th out
 the mixed seed, so that neighbouring seeds give unrelated streams.
 """
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import chain
@@ -101,6 +102,43 @@ class SamplingState:
     def edits_logits(self) -> bool:
         """Whether penalties or biases change the logits."""
         return self.counts is not None or bool(self.params.logit_bias)
+
+    @property
+    def candidates(self) -> int:
+        """How many of the largest logits decide the token and its log probabilities, for sure; 0: all.
+        Negative where the log-sum-exp of all is needed too.
+
+        A token whose logit an edit lowers gives up its place to the next one, so one more is needed for
+        each of them. What raises a logit may lift any token to the top. Without top-k see `margin`.
+        """
+        params = self.params
+        needed = 1 if self.greedy else params.top_k
+        lowered = self._lowered()
+        if not needed or lowered is None:
+            return 0
+        needed = max(needed + lowered, params.logprobs)
+        return -needed if params.logprobs >= 0 else needed
+
+    def margin(self, vocab_size: int) -> float:
+        """How far below the largest logit a token may be drawn from, top-k aside; 0: any token may.
+
+        With weights relative to the most likely token's: min-p drops those below min_p. All tokens below
+        w = (1 - p) / vocabulary weigh less than 1 - p together, and the sum of all is at least 1, so those
+        from w on hold a share p: the nucleus is among them. Half of either, for what rounding may do.
+        """
+        params = self.params
+        if self.greedy or self.edits_logits or params.logprobs >= 0:
+            return 0.0
+        least = max(params.min_p, (1 - params.top_p) / vocab_size)
+        return params.temperature * math.log(2 / least) if least > 0 else 0.0
+
+    def _lowered(self) -> int | None:
+        """Tokens whose logits edits may lower; None when some may be raised."""
+        params = self.params
+        penalties = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
+        if penalties < 0 or any(bias > 0 for bias in params.logit_bias.values()):
+            return None
+        return len(params.logit_bias) + (0 if self.counts is None else len(self.counts.ids))
 
     def uniform(self) -> float:
         """The random number of the next token, in [0, 1)."""

@@ -8,6 +8,7 @@ import torch
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.collectives import Collectives
+from services.executor.model.collectives_shm import SharedMemory
 from services.executor.model.loader import pack_linears
 from services.executor.model.runner import ModelRunner
 from services.executor.native.decoder import NativeDecoder, NativeRing
@@ -44,7 +45,7 @@ def _native_decoder(
         library = load_library()
         if library is None:
             raise CannotLower(why_not())
-        ring = _native_ring(collectives)
+        ring = _native_ring(collectives, threads)
         lowered = lower(model, store.shape.dtype)
     except CannotLower as reason:
         log.info("computing_with_pytorch", reason=str(reason))
@@ -53,10 +54,9 @@ def _native_decoder(
     return NativeDecoder(library, lowered, store, q_heads, threads, ring)
 
 
-def _native_ring(collectives: Collectives) -> NativeRing | None:
+def _native_ring(collectives: Collectives, threads: int) -> NativeRing | None:
     if collectives.world_size == 1:
         return None
-    ring: NativeRing | None = getattr(collectives, "native", None)
-    if ring is None:
+    if not isinstance(collectives, SharedMemory) or collectives.lanes < threads:
         raise CannotLower("the ranks do not share memory")
-    return ring
+    return NativeRing(collectives.handle, collectives.timeout_ns)

@@ -12,6 +12,7 @@ from services.executor.engine.protocol import RestoreFailed
 from services.executor.kv_cache.copier import BlockCopier
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.candidates import WANT, RowLogits, collect
 from services.executor.model.collectives import Collectives
 from services.executor.model.layers import VocabParallelHead
 from services.executor.model.step_context import StepContext
@@ -60,13 +61,16 @@ class ModelRunner:
         return self._decoder is not None
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan, on_layer: Callable[[], None] = _no_progress) -> Tensor | None:
+    def forward(
+        self, plan: StepPlan, on_layer: Callable[[], None] = _no_progress
+    ) -> Tensor | RowLogits | None:
         """Copies what the plan copies, then computes the step; `on_layer` is called once per layer, as a sign
         of progress.
 
-        Returns the logits of `plan.sample_rows`, float32 [R, vocab], on rank 0 and None on the others.
-        R may be 0. Raises `shared.errors.RingLost` when another rank is gone. Where some rank cannot
-        restore a block no rank computes the step, and rank 0 raises `RestoreFailed`.
+        Returns the logits of `plan.sample_rows` on rank 0 and None on the others: as much of them as
+        `plan.candidates` asks for, or without it float32 [R, vocab]. R may be 0.
+        Raises `shared.errors.RingLost` when another rank is gone. Where some rank cannot restore a block no
+        rank computes the step, and rank 0 raises `RestoreFailed`.
         """
         failed = self._copier.run(plan)
         if failed and self._is_leader:
@@ -76,6 +80,8 @@ class ModelRunner:
         local = self._compute(plan, on_layer)
         if not plan.sample_rows:
             return self._no_logits() if self._is_leader else None
+        if plan.candidates:
+            return collect(local, np.frombuffer(plan.candidates, WANT), self._collectives, self._widths)
         parts = self._collectives.gather_to_leader(local, self._widths)
         if parts is None:
             return None
@@ -118,7 +124,7 @@ class ModelRunner:
                 sample_rows=to_bytes([tokens - 1]),
             )
         )
-        if logits is not None and not bool(logits.isfinite().all()):
+        if isinstance(logits, Tensor) and not bool(logits.isfinite().all()):
             raise ModelLoadError(
                 "The model's weights compute values that are no numbers (NaN or infinite); the weights file is "
                 "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."

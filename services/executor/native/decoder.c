@@ -412,7 +412,8 @@ static int sum_over_ranks(rz_decoder *decoder, int thread, float *values)
     if (!model->ring)
         return 1;
     size_t count = (size_t)decoder->step->tokens * (size_t)model->hidden;
-    if (model->sum_over_ranks(model->ring, values, count, thread, rz_threads_count(decoder->threads)))
+    const int threads = rz_threads_count(decoder->threads);
+    if (rz_ring_sum_f32_part(model->ring, values, count, thread, threads, model->ring_timeout_ns))
         atomic_store(&decoder->failed, 1);
     rz_stage(decoder->threads, thread, 0, NULL, NULL);
     return !atomic_load(&decoder->failed);

@@ -15,6 +15,8 @@
 
 #include <stdint.h>
 
+#include "shared_memory.h"
+
 typedef struct {
     const void *packed; /* bf16, see gemm.h */
     const float *bias;  /* [outputs] or NULL */
@@ -43,10 +45,6 @@ enum { RZ_SILU = 0, RZ_GELU_TANH = 1 };
 
 enum { RZ_ROTARIES = 2 };
 
-/* Sums `values` over the ranks of the ring, in place; called by all `threads` threads of the rank alike.
- * Not 0: a rank is gone. */
-typedef int (*rz_sum_over_ranks)(void *ring, float *values, size_t count, int thread, int threads);
-
 typedef struct {
     int32_t layers, hidden, intermediate, q_heads, kv_heads, head_dim, block_size;
     int32_t activation;
@@ -62,8 +60,8 @@ typedef struct {
     const float *final_norm;
     const void *embedding; /* packed like a linear layer: one output per token */
     rz_linear head;
-    void *ring;            /* NULL: a ring of one */
-    rz_sum_over_ranks sum_over_ranks;
+    rz_ring *ring;           /* with a lane for every thread; NULL: a ring of one */
+    int64_t ring_timeout_ns; /* that one wait may take */
 } rz_model;
 
 /* Arrays as in a StepPlan (engine/plan.py). */

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,7 @@ class NativeDecoder:
             model.frequencies[index] = frequencies.data_ptr()
             model.rotary_scale[index] = scale
         if ring is not None:
-            model.ring, model.sum_over_ranks = ring.handle, ring.function
+            model.ring, model.ring_timeout_ns = ring.handle, ring.timeout_ns
         return model
 
     def _pack(self, pieces: list[Any]) -> Linear:
@@ -163,12 +164,13 @@ class NativeDecoder:
 _ARRAYS = ("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables", "sample_rows")
 
 
+@dataclass(frozen=True)
 class NativeRing:
-    """What sums over the ranks: the address of a function and of what it is given, see `decoder.h`."""
+    """What sums over the ranks: see `shared_memory.h`."""
 
-    def __init__(self, handle: int, function: int) -> None:
-        self.handle = handle
-        self.function = function
+    handle: int
+    """Address of the `rz_ring`, with a lane for each thread of the decoder."""
+    timeout_ns: int
 
 
 def _address(payload: bytes) -> int | None:

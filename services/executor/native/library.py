@@ -60,9 +60,26 @@ class Model(ctypes.Structure):
         ("embedding", c_void_p),
         ("head", Linear),
         ("ring", c_void_p),
-        ("sum_over_ranks", c_void_p),
+        ("ring_timeout_ns", c_int64),
     ]
 
+
+_RING_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "rz_ring_area_bytes": (c_size_t, [c_int, c_int, c_size_t]),
+    "rz_ring_open": (c_void_p, [c_void_p, c_int, c_int, c_int, c_size_t]),
+    "rz_ring_watch": (None, [c_void_p, c_void_p, c_int]),
+    "rz_ring_close": (None, [c_void_p]),
+    "rz_ring_abort": (None, [c_void_p]),
+    "rz_ring_sum_f32": (c_int, [c_void_p, c_void_p, c_size_t, c_int64]),
+    "rz_ring_sum_bf16": (c_int, [c_void_p, c_void_p, c_size_t, c_int64]),
+    "rz_ring_sum_f32_part": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int64]),
+    "rz_ring_part": (c_size_t, [c_size_t, c_int, c_int]),
+    "rz_ring_gather": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64]),
+    "rz_ring_barrier": (c_int, [c_void_p, c_int64]),
+    "rz_ring_busy_ns": (c_int64, [c_void_p, c_int]),
+    "rz_ring_waited_ns": (c_int64, [c_void_p, c_int]),
+}
+"""The functions of `shared_memory.h`."""
 
 LayerCallback = ctypes.CFUNCTYPE(None)
 """Called by the calling thread, once per layer: about a microsecond."""
@@ -86,7 +103,7 @@ class Step(ctypes.Structure):
 @cache
 def load_library() -> Any | None:
     """The library, or None where it cannot be used: `why_not` says why."""
-    return None if why_not() else _open()
+    return None if why_not() else compiled()
 
 
 @cache
@@ -94,14 +111,15 @@ def why_not() -> str:
     """Why the kernels cannot be used here; empty where they can."""
     if os.environ.get(DISABLE) == "0":
         return f"{DISABLE} is 0"
-    library = _open()
+    library = compiled()
     if library is None:
         return "they were not compiled: installing found no C compiler"
     return "" if library.rz_supported() else "this processor lacks AVX512-BF16"
 
 
 @cache
-def _open() -> Any | None:
+def compiled() -> Any | None:
+    """The library whatever the processor: shared memory asks nothing of it. None where it was not compiled."""
     spec = importlib.util.find_spec(MODULE)
     if spec is None or spec.origin is None:
         return None
@@ -115,4 +133,7 @@ def _open() -> Any | None:
     library.rz_decoder_forward.restype = c_int
     library.rz_decoder_compress.argtypes = [c_void_p, c_void_p, c_int]
     library.rz_decoder_compress.restype = None
+    for name, (result, arguments) in _RING_FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library

@@ -266,7 +266,7 @@ def test_plain_greedy_rows_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> N
     original = filters.keep_top_p
     monkeypatch.setattr(
         "services.executor.engine.sampling.keep_top_p",
-        lambda probs, top_p: (seen.append(len(top_p)), original(probs, top_p)),
+        lambda probs, top_p, totals: (seen.append(len(top_p)), original(probs, top_p, totals)),
     )
     logits = logits_of(1, rows=3)
     Sampler().sample(logits, [state(temperature=0)] * 3)

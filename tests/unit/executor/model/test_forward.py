@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from services.executor.model.collectives import Collectives, SingleRank, TorchDistributed
+from services.executor.model.collectives import Collectives, SingleRank
+from services.executor.model.collectives_torch import TorchDistributed
 from services.executor.model.runner import ModelRunner
 from shared.errors import ModelLoadError, RingLost
 from tests.unit.executor.model.ring import Script, make_runner, mixed_script, on_ring

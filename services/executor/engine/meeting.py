@@ -1,0 +1,100 @@
+"""How the ranks of a ring find each other: the plan channel, and the collectives under them.
+
+    leader     listens ──▶ announces where ──▶ waits for all ──┬─▶ (plan sender, collectives)
+    follower                 is told where ──▶ connects      ──┴─▶ (plan receiver, collectives)
+
+The leader chooses the collectives; its announcement tells the others. On CPU the ranks share memory and
+torch's process group is not started at all. All ranks of a ring are processes of one orchestrator, hence of
+one host.
+"""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from services.executor.model.collectives import Collectives, SingleRank
+from services.executor.model.collectives_shm import SharedMemory, can_share_memory, make_area
+from services.executor.model.shared_area import SharedArea
+from services.executor.plan_channel import PlanListener, PlanReceiver, PlanSender
+from services.executor.ring import RankSpec, Rendezvous, thread_count
+from services.executor.settings import ExecutorSettings
+from shared.errors import ConfigurationError
+
+JOIN_TIMEOUT = 120.0
+Announce = Callable[[Rendezvous], None]
+
+
+def choose_backend(setting: str, device_type: str, can_share: Callable[[], bool]) -> str:
+    """ "shm", "gloo" or "nccl". Raises `ConfigurationError` for what the device cannot do."""
+    needed = {"nccl": "cuda", "shm": "cpu"}.get(setting, device_type)
+    if needed != device_type:
+        raise ConfigurationError(
+            f"--collectives {setting} works on {needed} only and the ring computes on {device_type}; "
+            "use --collectives auto."
+        )
+    if setting != "auto":
+        return setting
+    if device_type == "cuda":
+        return "nccl"
+    return "shm" if can_share() else "gloo"
+
+
+def lead(
+    settings: ExecutorSettings, spec: RankSpec, device: torch.device, directory: Path, announce: Announce
+) -> tuple[PlanSender, Collectives]:
+    """Rank 0: announces the ring and waits for the other ranks. A ring of one has nobody to meet.
+
+    Raises `RingLost` when they do not come.
+    """
+    if spec.world_size == 1:
+        return PlanSender([]), SingleRank()
+    backend = choose_backend(settings.collectives, device.type, can_share_memory)
+    listener = PlanListener(settings.ring_host)
+    place = (settings.ring_host, listener.port, listener.secret)
+    others = spec.world_size - 1
+    if backend == "shm":
+        lanes = thread_count(settings)
+        area = make_area(spec.world_size, lanes)
+        announce(Rendezvous(*place, model_directory=str(directory), shared_memory=area.path))
+        sender = listener.accept(others, JOIN_TIMEOUT)
+        return sender, _share(area, spec, lanes)
+    from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it without saying so
+
+    from services.executor.model.collectives_torch import TorchDistributed
+
+    # Our own socket, since the store would listen on every address of the host.
+    own = socket.create_server((settings.ring_host, 0))
+    store = TCPStore(
+        settings.ring_host,
+        own.getsockname()[1],
+        spec.world_size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=own.detach(),
+    )
+    announce(Rendezvous(*place, store_port=store.port, model_directory=str(directory), backend=backend))
+    sender = listener.accept(others, JOIN_TIMEOUT)
+    return sender, TorchDistributed.join(backend, store, spec.rank, spec.world_size)
+
+
+def follow(
+    settings: ExecutorSettings, spec: RankSpec, rendezvous: Rendezvous
+) -> tuple[PlanReceiver, Collectives]:
+    """Every other rank: goes where the leader said. Raises `RingLost`."""
+    receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, rendezvous.secret, JOIN_TIMEOUT)
+    if rendezvous.shared_memory:
+        return receiver, _share(SharedArea.open(rendezvous.shared_memory), spec, thread_count(settings))
+    from torch._C._distributed_c10d import TCPStore
+
+    from services.executor.model.collectives_torch import TorchDistributed
+
+    store = TCPStore(rendezvous.host, rendezvous.store_port, spec.world_size, is_master=False)
+    return receiver, TorchDistributed.join(rendezvous.backend, store, spec.rank, spec.world_size)
+
+
+def _share(area: SharedArea, spec: RankSpec, lanes: int) -> SharedMemory:
+    collectives = SharedMemory(area, spec.rank, spec.world_size, lanes)
+    collectives.meet(JOIN_TIMEOUT)
+    return collectives
