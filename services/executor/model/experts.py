@@ -10,6 +10,7 @@ module itself:
 The router is whole on every rank, so all ranks choose the same experts. What they compute is summed once.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ _PARAMETERS = frozenset(
     {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
 )
 
+_GROUPED_MULTIPLE = 8
+"""torch's grouped product takes rows of a multiple of 16 bytes; narrower experts are multiplied one by one."""
+
 
 def split_experts(experts: Any, name: str, layout: ShardLayout, collectives: Collectives) -> None:
     """Makes the module `experts` (called `name`) hold this rank's span, in place.
@@ -37,12 +41,15 @@ def split_experts(experts: Any, name: str, layout: ShardLayout, collectives: Col
             f"The experts {name} hold {', '.join(sorted(held)) or 'nothing'}, a form that is not served; "
             "choose a model of another architecture."
         )
-    if layout.world_size == 1:
-        return
     transposed = bool(experts.is_transposed)
     inner_dim = 1 if transposed else 2
     inner = experts.down_proj.shape[inner_dim]
     span = layout.dimension(inner)
+    if span.size % _GROUPED_MULTIPLE:
+        experts.config = copy.copy(experts.config)
+        experts.config._experts_implementation = "eager"  # noqa: SLF001  # no public name
+    if layout.world_size == 1:
+        return
     _hold_inputs(experts, span, inner, transposed)
     hold(experts, "down_proj", experts.down_proj, TensorSlice(inner_dim, (span,), inner))
     if "down_proj_bias" in held and layout.rank > 0:
