@@ -121,7 +121,7 @@ def main(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the prompts. Default: random.")] = None,
-    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to start.")] = 600.0,
+    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to start.")] = 300.0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take in all.")] = 600.0,
     prepare_only: Annotated[bool, typer.Option(help="Install the peers and measure nothing.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write everything, each round too, to this file.")] = None,

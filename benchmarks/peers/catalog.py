@@ -116,8 +116,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 
 def _vllm(place: Place) -> Launch:
-    command = (str(_venv(place) / "bin" / "vllm"), "serve", str(place.model), "--dtype", "bfloat16")
-    limits = ("--max-model-len", "2048", "--max-num-seqs", str(place.slots))
+    # Its command `vllm serve` looks for a package of the name vllm, which the one for CPUs has not.
+    command = (place.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(place.model))
+    limits = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", str(place.slots))
     cores = sorted(os.sched_getaffinity(0))[: place.threads]
     variables = {
         # By itself vLLM keeps one core for its other processes and computes on the rest.
@@ -143,9 +144,13 @@ def _llama_cpp(place: Place) -> Launch:
 
 def _transformers(place: Place) -> Launch:
     command = (str(_venv(place) / "bin" / "transformers"), "serve", str(place.model))
-    flags = ("--continuous-batching", "--dtype", "bfloat16", "--device", "cpu")
+    # By itself it takes 60% of the free memory for its KV cache; a fifth is many times what is needed.
+    cache = ("--continuous-batching", "--cb-max-memory-percent", "0.2")
+    flags = (*cache, "--dtype", "bfloat16", "--device", "cpu")
     address = ("--host", "127.0.0.1", "--port", str(place.port))
-    return Launch((*command, *flags, *address), {"HF_HOME": str(place.state), **openmp(place.threads)})
+    # It lists the models of this folder, which must exist; the one it serves is named by its path.
+    variables = {"HF_HUB_CACHE": str(place.state), **openmp(place.threads)}
+    return Launch((*command, *flags, *address), variables)
 
 
 def _openvino(place: Place) -> Launch:
