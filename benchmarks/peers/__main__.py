@@ -131,7 +131,9 @@ def main(
 
     Exits with 1 if a peer could not be measured or a request failed.
     """
-    # An end by SIGTERM is one by Ctrl-C: no server may be left.
+    # An end by SIGTERM is one by Ctrl-C, in the background too, where shells have SIGINT ignored: no server may
+    # be left.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     try:
         directory = _check_model(model)
