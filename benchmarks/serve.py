@@ -43,8 +43,8 @@ _REQUESTS = 64
 class Plan:
     """What to run against which server.
 
-    `vocabulary`: how to build prompts, where that is known already; None asks the server. `needs_done`: see
-    `benchmarks.sse.Client`.
+    `vocabulary`: how to build prompts, where that is known already; None asks the server. `needs_done`
+    and `keep_alive`: see `benchmarks.sse.Client`.
     """
 
     url: str
@@ -59,6 +59,7 @@ class Plan:
     command: str
     vocabulary: Vocabulary | None = None
     needs_done: bool = True
+    keep_alive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,13 @@ def named_workloads(wanted: Sequence[str]) -> list[Workload]:
 
 async def run(plan: Plan, progress: Progress) -> Report:
     """Run all rounds of all workloads, interleaved. Raises BenchError if the server cannot be measured."""
-    client = Client(plan.url, api_key=plan.api_key, timeout=plan.timeout, needs_done=plan.needs_done)
+    client = Client(
+        plan.url,
+        api_key=plan.api_key,
+        timeout=plan.timeout,
+        needs_done=plan.needs_done,
+        keep_alive=plan.keep_alive,
+    )
     try:
         target = Target(client, await choose_model(client, plan.model), plan.extra)
         vocabulary = plan.vocabulary or await _calibrate(plan, target, progress)

@@ -266,11 +266,18 @@ class Client:
     """Sends requests to one server over a pool of kept-alive connections.
 
     `url` is the server's root; a trailing `/v1` is taken off. `needs_done`: without [DONE] a stream is
-    broken off; False for servers that never send it. Raises BenchError for an unusable URL.
+    broken off; False for servers that never send it. `keep_alive`: False makes a connection for every request,
+    for servers that close them without saying so. Raises BenchError for an unusable URL.
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, timeout: float = 600.0, needs_done: bool = True
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        needs_done: bool = True,
+        keep_alive: bool = True,
     ) -> None:
         parts = urlsplit(url)
         try:
@@ -287,6 +294,9 @@ class Client:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = timeout
         self._needs_done = needs_done
+        self._keep_alive = keep_alive
+        if not keep_alive:
+            self._headers["Connection"] = "close"
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
 
@@ -341,6 +351,8 @@ class Client:
         try:
             await connection.exchange(self._request(method, path, body, headers), answer, self._timeout)
         finally:
+            if not self._keep_alive:
+                connection.abort()
             if connection.reusable:
                 self._idle.append(connection)
             else:

@@ -93,6 +93,8 @@ class Peer:
     """Fields of every request that this server needs to do the same as the others; None takes one out."""
     named_by_path: bool = False
     """Whether requests name the model by its directory."""
+    keeps_connections: bool = True
+    """Whether a connection can take another request once a stream has ended."""
     sends_done: bool = True
     """Whether its streams end with [DONE], as OpenAI's protocol has it."""
 
@@ -246,6 +248,7 @@ PEERS: dict[str, Peer] = {
             launch=_llama_cpp,
             weights="bf16",
             slots=(16, 64),
+            keeps_connections=False,
             pace=Pace(1, 117, 450),
         ),
         Peer(
@@ -257,6 +260,7 @@ PEERS: dict[str, Peer] = {
             launch=_llama_cpp,
             weights="q4_0",
             slots=(16, 64),
+            keeps_connections=False,
             pace=Pace(1, 194, 450),
         ),
         Peer(

@@ -183,6 +183,7 @@ class Run:
             command="",
             vocabulary=contest.vocabulary,
             needs_done=step.peer.sends_done,
+            keep_alive=step.peer.keeps_connections,
         )
         before = set(self.progress.task_ids)
         try:
