@@ -57,7 +57,8 @@ class Target:
 
 
 async def choose_model(client: Client, wanted: str | None) -> str:
-    """`wanted` if the server has it, by default the server's first. Raises BenchError otherwise."""
+    """`wanted` if the server lists it or lists none, by default the server's first. Raises BenchError
+    otherwise."""
     answer = await client.get("/v1/models")
     if answer.status != 200:
         if wanted is not None and answer.status in (404, 405, 501):
@@ -68,6 +69,8 @@ async def choose_model(client: Client, wanted: str | None) -> str:
     except msgspec.MsgspecError as error:
         raise BenchError(f"{client.url}/v1/models did not answer with a list of models: {error}.") from None
     if not names:
+        if wanted is not None:
+            return wanted  # a server that loads what it is asked for
         raise BenchError(f"{client.url} serves no model yet: load one, or wait until it is ready.")
     if wanted is not None and wanted not in names:
         raise BenchError(f"{client.url} does not serve {wanted!r}; it serves {', '.join(names)}.")
@@ -78,7 +81,7 @@ def server_measure(target: Target) -> Measure:
     """Counts a conversation's tokens by the usage field of a one-token answer."""
 
     async def measure(contents: Sequence[str]) -> int:
-        body = target.body(_conversation(contents), 1)
+        body = target.body(conversation(contents), 1)
         del body["stream"]
         body.pop("stream_options", None)
         answer = await target.client.post("/v1/chat/completions", body)
@@ -96,13 +99,14 @@ def _http_fault(answer: Answer) -> str:
     return f"HTTP {answer.status}: {error_message(bytes(answer.body)).rstrip('.')}"
 
 
-def _conversation(contents: Sequence[str]) -> list[dict[str, str]]:
+def conversation(contents: Sequence[str]) -> list[dict[str, str]]:
+    """Messages of the user and the assistant in turn, the user's first."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
 async def warm_up(target: Target, message: str, output_tokens: int) -> None:
     """One request that is not measured. Raises BenchError if it fails: so would all others."""
-    answer = await target.client.stream(target.body(_conversation([message]), output_tokens), {})
+    answer = await target.client.stream(target.body(conversation([message]), output_tokens), {})
     if fault := answer.fault():
         raise BenchError(f"The warm-up request failed: {fault.rstrip('.')}.")
 
@@ -164,7 +168,7 @@ class _Player:
         contents: list[str] = []
         for turn, message in enumerate(session.messages):
             contents.append(message)
-            body = self.target.body(_conversation(contents), self._output_tokens)
+            body = self.target.body(conversation(contents), self._output_tokens)
             late = time.perf_counter() - planned if planned is not None else 0.0
             answer = await self.target.client.stream(body, headers, started=planned)
             planned = None

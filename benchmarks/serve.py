@@ -35,10 +35,17 @@ from benchmarks.workloads import WORKLOADS, Workload, sessions
 _PIPED_WIDTH = 140
 """Columns of the table where there is no terminal to fit it to: none of its cells is folded."""
 
+_REQUESTS = 64
+"""Of an open or closed loop without --requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run against which server."""
+    """What to run against which server.
+
+    `vocabulary`: how to build prompts, where that is known already; None asks the server. `needs_done`
+    and `keep_alive`: see `benchmarks.sse.Client`.
+    """
 
     url: str
     model: str | None
@@ -50,6 +57,9 @@ class Plan:
     seed: int
     timeout: float
     command: str
+    vocabulary: Vocabulary | None = None
+    needs_done: bool = True
+    keep_alive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +84,27 @@ class FreeForm:
         )
 
 
-def choose_workloads(names: Iterable[str], free_form: FreeForm) -> list[Workload]:
-    """The workloads that the options ask for; without any, all. Raises BenchError if they contradict."""
+def choose_workloads(
+    names: Iterable[str], free_form: FreeForm, *, requests: int | None = None, clients: int | None = None
+) -> list[Workload]:
+    """The workloads that the options ask for; without any, all. `requests` and `clients` replace those of
+    named workloads. Raises BenchError if the options contradict."""
     wanted = list(names)
     if free_form.rate is not None and free_form.concurrency is not None:
         raise BenchError("--rate is an open loop and --concurrency a closed one: give only one of them.")
     if free_form.rate is not None or free_form.concurrency is not None:
+        if clients is not None:
+            raise BenchError("--clients is for named workloads: with --rate or --concurrency leave it out.")
         if wanted:
             raise BenchError(
                 "--workload has its own load: leave out --rate and --concurrency, or --workload."
             )
         return [free_form.workload()]
+    return [each.resized(requests=requests, clients=clients) for each in named_workloads(wanted)]
+
+
+def named_workloads(wanted: Sequence[str]) -> list[Workload]:
+    """The workloads of these names, in their order; all for none or `all`. Raises BenchError."""
     if not wanted or "all" in (name.lower() for name in wanted):
         return list(WORKLOADS.values())
     known = {name.lower(): workload for name, workload in WORKLOADS.items()}
@@ -95,10 +115,16 @@ def choose_workloads(names: Iterable[str], free_form: FreeForm) -> list[Workload
 
 async def run(plan: Plan, progress: Progress) -> Report:
     """Run all rounds of all workloads, interleaved. Raises BenchError if the server cannot be measured."""
-    client = Client(plan.url, api_key=plan.api_key, timeout=plan.timeout)
+    client = Client(
+        plan.url,
+        api_key=plan.api_key,
+        timeout=plan.timeout,
+        needs_done=plan.needs_done,
+        keep_alive=plan.keep_alive,
+    )
     try:
         target = Target(client, await choose_model(client, plan.model), plan.extra)
-        vocabulary = await _calibrate(plan, target, progress)
+        vocabulary = plan.vocabulary or await _calibrate(plan, target, progress)
         rounds = await _run_rounds(plan, target, PromptSource(vocabulary, plan.seed), progress)
     finally:
         client.close()
@@ -204,13 +230,14 @@ def _progress() -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal, refresh_per_second=2)
 
 
-def _run_to_end(plan: Plan) -> Report:
+def run_to_end(plan: Plan, progress: Progress) -> Report:
+    """`run` on an event loop of its own, uvloop's where it is installed."""
     try:
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None
         loop_factory = importlib.import_module("uvloop").new_event_loop
     except ImportError:
         loop_factory = None
-    with _progress() as progress, asyncio.Runner(loop_factory=loop_factory) as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(run(plan, progress))
 
 
@@ -228,7 +255,15 @@ def main(
         float | None, typer.Option(min=1e-3, help="Open loop: requests per second, Poisson arrivals.")
     ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Closed loop: clients at once.")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of an open or closed loop.")] = 64,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="Clients at once, instead of those of the named workloads.")
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Requests of each workload. Default: its own; of a loop of your own {_REQUESTS}."
+        ),
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt size, chat template included.")] = 256,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Repeat everything and report medians.")] = 1,
@@ -258,20 +293,21 @@ def main(
     Without --rate or --concurrency the named workloads are run. Exits with 1 if any request failed.
     """
     try:
-        free_form = FreeForm(rate, concurrency, requests, prompt_tokens, output_tokens)
+        free_form = FreeForm(rate, concurrency, requests or _REQUESTS, prompt_tokens, output_tokens)
         plan = Plan(
             url=url,
             model=model,
             api_key=api_key,
             tokenizer=tokenizer,
             extra=_parse_extra(extra),
-            workloads=choose_workloads(workload or (), free_form),
+            workloads=choose_workloads(workload or (), free_form, requests=requests, clients=clients),
             rounds=rounds,
             seed=secrets.randbits(32) if seed is None else seed,
             timeout=timeout,
             command=_command_line(sys.argv[1:], api_key),
         )
-        report = _run_to_end(plan)
+        with _progress() as progress:
+            report = run_to_end(plan, progress)
         if json is not None:
             _write(json, to_json(report))
     except BenchError as error:

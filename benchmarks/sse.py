@@ -83,6 +83,8 @@ class Answer:
     usage: Usage | None = None
     finish_reason: str | None = None
     done: bool = False
+    """Whether [DONE] has come, which ends a stream of OpenAI's protocol."""
+    needs_done: bool = True
     error: str | None = None
 
     def take_event(self, data: bytes, now: float) -> None:
@@ -127,7 +129,7 @@ class Answer:
         if not self.content_type.startswith("text/event-stream"):
             return f"the answer is {self.content_type or 'of no type'} instead of text/event-stream"
         lacks = {
-            "[DONE]": self.done,
+            "[DONE]": self.done or not self.needs_done,
             "a finish_reason": self.finish_reason,
             "a usage count": self.usage and self.usage.completion_tokens,
             "any text": self.arrivals,
@@ -263,10 +265,20 @@ class _Connection(asyncio.Protocol):
 class Client:
     """Sends requests to one server over a pool of kept-alive connections.
 
-    `url` is the server's root; a trailing `/v1` is taken off. Raises BenchError for an unusable URL.
+    `url` is the server's root; a trailing `/v1` is taken off. `needs_done`: without [DONE] a stream is
+    broken off; False for servers that never send it. `keep_alive`: False makes a connection for every request,
+    for servers that close them without saying so. Raises BenchError for an unusable URL.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        needs_done: bool = True,
+        keep_alive: bool = True,
+    ) -> None:
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -281,6 +293,10 @@ class Client:
         self._root = urlsplit(self.url).path
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = timeout
+        self._needs_done = needs_done
+        self._keep_alive = keep_alive
+        if not keep_alive:
+            self._headers["Connection"] = "close"
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
 
@@ -300,7 +316,7 @@ class Client:
         Times count from `started`, so that an open loop counts a late start; by default from the moment
         the request is written, with the connection already made.
         """
-        answer = Answer(started=started or 0.0)
+        answer = Answer(started=started or 0.0, needs_done=self._needs_done)
         encoded = msgspec.json.encode(body)
         try:
             await self._exchange("POST", "/v1/chat/completions", encoded, headers, answer)
@@ -335,6 +351,8 @@ class Client:
         try:
             await connection.exchange(self._request(method, path, body, headers), answer, self._timeout)
         finally:
+            if not self._keep_alive:
+                connection.abort()
             if connection.reusable:
                 self._idle.append(connection)
             else:

@@ -14,7 +14,7 @@ in tokens of the rendered chat template. Everything here is pure: the same seed 
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.prompts import PromptSource
 
@@ -37,6 +37,11 @@ class Workload:
     @property
     def sessions(self) -> int:
         return self.requests // self.turns
+
+    def resized(self, *, requests: int | None = None, clients: int | None = None) -> "Workload":
+        """The same kind of load with other numbers; requests are rounded up to whole sessions."""
+        sessions = self.sessions if requests is None else -(-requests // self.turns)
+        return replace(self, requests=sessions * self.turns, clients=clients or self.clients)
 
 
 @dataclass(frozen=True, slots=True)

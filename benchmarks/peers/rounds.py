@@ -1,0 +1,215 @@
+"""Runs the schedule: one server at a time, the load client on it, and what was found."""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.progress import Progress, TaskID
+
+from benchmarks.errors import BenchError
+from benchmarks.peers import environments
+from benchmarks.peers.catalog import Peer, Place
+from benchmarks.peers.gguf_writer import gguf_path, write_gguf
+from benchmarks.peers.results import PeerResult
+from benchmarks.peers.schedule import Step, duration, expected_seconds, prompt_seed, schedule
+from benchmarks.peers.servers import Server, free_port, wait_ready
+from benchmarks.prompts import Vocabulary
+from benchmarks.serve import Plan, run_to_end
+from benchmarks.sse import Client
+from benchmarks.stats import Summary
+from benchmarks.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """What is to be compared, and how."""
+
+    model: Path
+    peers: Sequence[Peer]
+    workloads: Sequence[Workload]
+    rounds: int
+    threads: int
+    seed: int
+    work: Path
+    """Environments, GGUF files and logs are kept here."""
+    vocabulary: Vocabulary
+    ready_timeout: float
+    request_timeout: float
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What a peer's servers are started from."""
+
+    venv: Path | None
+    weights: Path | None
+    preload: tuple[Path, ...]
+
+
+@dataclass(slots=True)
+class Run:
+    """The state of a run; `results` can be read at any time."""
+
+    contest: Contest
+    progress: Progress
+    say: Callable[[str], None]
+    results: dict[str, PeerResult] = field(default_factory=dict)
+    _prepared: dict[str, Prepared] = field(default_factory=dict)
+    _measured: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def prepare(self) -> None:
+        """Install what is missing. A peer that cannot be prepared is noted and left out."""
+        for peer in self.contest.peers:
+            result = self.results[peer.name] = PeerResult(name=peer.name, title=peer.title, dtype=peer.dtype)
+            task = self.progress.add_task(f"{peer.name}: preparing", total=None)
+            try:
+                self._prepared[peer.name] = self._prepare(peer, task)
+                result.versions = self._versions(peer)
+            except BenchError as error:
+                self._give_up(peer, f"not prepared: {error}")
+            finally:
+                self.progress.remove_task(task)
+
+    def _prepare(self, peer: Peer, task: TaskID) -> Prepared:
+        work = self.contest.work
+
+        def report(line: str) -> None:
+            self.progress.update(task, description=f"{peer.name}: {line[:60]}")
+
+        venv = environments.ensure(peer.environment, work, report) if peer.environment else None
+        weights = None
+        if peer.weights:
+            report("writing the GGUF file")
+            weights = gguf_path(work / "gguf", self.contest.model, peer.weights)
+            weights.parent.mkdir(parents=True, exist_ok=True)
+            if not weights.exists():
+                write_gguf(self.contest.model, weights, peer.weights)
+        preload = environments.preloads(work, venv, report) if peer.preloads and venv else ()
+        if peer.preloads:
+            loaded = ", ".join(path.name for path in preload) or "nothing: none was found"
+            self.results[peer.name].remarks.append(f"Preloaded: {loaded}.")
+        return Prepared(venv, weights, preload)
+
+    def _versions(self, peer: Peer) -> dict[str, str]:
+        place = self._place(peer, slots=1, state=self.contest.work, port=0)
+        found = environments.versions(place.python)
+        return {name: found[name] for name in ("python", *peer.packages) if name in found}
+
+    def run(self) -> None:
+        """All rounds. A peer whose server fails is noted and left out from then on."""
+        contest = self.contest
+        steps = schedule(
+            [peer for peer in contest.peers if peer.name in self._prepared], contest.workloads, contest.rounds
+        )
+        total = sum(expected_seconds(step, {}) for step in steps)
+        self.say(f"{len(steps)} server starts, about {duration(total)} in all.")
+        task = self.progress.add_task("all", total=total)
+        for at, step in enumerate(steps):
+            if step.peer.name not in self._prepared:
+                continue
+            self.say(
+                f"Round {step.round + 1} of {contest.rounds}, {step.peer.name}:"
+                f" {', '.join(workload.name for workload in step.workloads)};"
+                f" about {duration(self._left(steps[at:]))} to go."
+            )
+            began = time.perf_counter()
+            self._run_step(step)
+            self._measured[step.peer.name, step.slots] = time.perf_counter() - began
+            done = sum(expected_seconds(each, self._measured) for each in steps[: at + 1])
+            self.progress.update(task, completed=done, total=done + self._left(steps[at + 1 :]))
+        self.progress.remove_task(task)
+
+    def _left(self, steps: Sequence[Step]) -> float:
+        return sum(
+            expected_seconds(step, self._measured) for step in steps if step.peer.name in self._prepared
+        )
+
+    def _run_step(self, step: Step) -> None:
+        state = self.contest.work / "state" / step.peer.name
+        shutil.rmtree(state, ignore_errors=True)
+        state.mkdir(parents=True)
+        log = self.contest.work / "logs" / f"{step.peer.name}-{step.slots}.log"
+        log.parent.mkdir(exist_ok=True)
+        place = self._place(step.peer, slots=step.slots, state=state, port=free_port())
+        result = self.results[step.peer.name]
+        try:
+            with Server(step.peer.launch(place), log, state) as server:
+                model = self._wait(server, step.peer, place)
+                result.ready_seconds.append(time.perf_counter() - server.started)
+                for workload in step.workloads:
+                    summary = self._measure(step, workload, place, model)
+                    result.rounds.setdefault(workload.name, []).append(summary)
+                    result.memory.append(server.memory())
+                if (end := server.ended()) is not None:
+                    raise BenchError(f"{end[0].upper()}{end[1:]}.")
+        except BenchError as error:
+            self._give_up(step.peer, f"round {step.round + 1}: {error} Its log is {log}.")
+
+    def _wait(self, server: Server, peer: Peer, place: Place) -> str:
+        async def wait() -> str:
+            client = Client(_url(place), timeout=self.contest.ready_timeout)
+            try:
+                return await wait_ready(
+                    server,
+                    client,
+                    model=str(place.model) if peer.named_by_path else None,
+                    extra=peer.extra,
+                    timeout=self.contest.ready_timeout,
+                )
+            finally:
+                client.close()
+
+        task = self.progress.add_task(f"{peer.name}: starting", total=None)
+        try:
+            return asyncio.run(wait())
+        finally:
+            self.progress.remove_task(task)
+
+    def _measure(self, step: Step, workload: Workload, place: Place, model: str) -> Summary:
+        contest = self.contest
+        plan = Plan(
+            url=_url(place),
+            model=model,
+            api_key=None,
+            tokenizer=None,
+            extra=dict(step.peer.extra),
+            workloads=[workload],
+            rounds=1,
+            seed=prompt_seed(contest.seed, step.round, workload.name),
+            timeout=contest.request_timeout,
+            command="",
+            vocabulary=contest.vocabulary,
+            needs_done=step.peer.sends_done,
+            keep_alive=step.peer.keeps_connections,
+        )
+        before = set(self.progress.task_ids)
+        try:
+            return run_to_end(plan, self.progress).rounds[0][0]
+        finally:
+            for task in set(self.progress.task_ids) - before:
+                self.progress.remove_task(task)
+
+    def _place(self, peer: Peer, *, slots: int, state: Path, port: int) -> Place:
+        prepared = self._prepared[peer.name]
+        return Place(
+            model=self.contest.model,
+            weights=prepared.weights,
+            venv=prepared.venv,
+            state=state,
+            port=port,
+            threads=self.contest.threads,
+            slots=slots,
+            preload=prepared.preload,
+        )
+
+    def _give_up(self, peer: Peer, reason: str) -> None:
+        self._prepared.pop(peer.name, None)
+        self.results[peer.name].left_out = reason
+        self.say(f"{peer.name} is left out: {reason}")
+
+
+def _url(place: Place) -> str:
+    return f"http://127.0.0.1:{place.port}"

@@ -1,0 +1,118 @@
+"""Who is measured when, and how each server is started."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.errors import BenchError
+from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, Place, choose_peers
+from benchmarks.peers.schedule import duration, expected_seconds, prompt_seed, schedule
+from benchmarks.workloads import WORKLOADS
+
+PLACE = Place(
+    model=Path("/models/m"),
+    weights=Path("/work/m.gguf"),
+    venv=Path("/work/venv"),
+    state=Path("/work/state"),
+    port=4711,
+    threads=2,
+    slots=64,
+)
+ALL = list(WORKLOADS.values())
+
+
+def test_rounds_are_interleaved() -> None:
+    peers = choose_peers("vllm,openvino")
+    steps = schedule(peers, ALL, 2)
+    assert [(step.round, step.peer.name) for step in steps] == [
+        (0, "vllm"),
+        (0, "openvino"),
+        (1, "vllm"),
+        (1, "openvino"),
+    ]
+    assert all(list(step.workloads) == ALL for step in steps)
+
+
+def test_llama_cpp_is_started_again_for_more_slots() -> None:
+    steps = schedule(choose_peers("llama.cpp"), ALL, 1)
+    assert [(step.slots, [each.name for each in step.workloads]) for step in steps] == [
+        (16, ["W1", "W2", "W4", "W4s"]),
+        (64, ["W3"]),
+    ]
+
+
+@given(
+    names=st.lists(st.sampled_from(sorted(PEERS)), min_size=1, unique=True),
+    workloads=st.lists(st.sampled_from(ALL), min_size=1, unique=True),
+    clients=st.integers(1, 200),
+    rounds=st.integers(1, 4),
+)
+def test_every_peer_plays_every_workload_once_a_round(
+    names: list[str], workloads: list[object], clients: int, rounds: int
+) -> None:
+    load = [replace(each, clients=clients) for each in workloads]  # type: ignore[type-var]
+    steps = schedule(choose_peers(",".join(names)), load, rounds)
+    played = [(step.round, step.peer.name, each.name) for step in steps for each in step.workloads]
+    assert sorted(played) == sorted(
+        (at, n, each.name) for at in range(rounds) for n in names for each in load
+    )
+    assert all(step.slots >= each.clients for step in steps for each in step.workloads)
+
+
+def test_a_step_is_expected_to_take_what_it_took() -> None:
+    [step] = schedule(choose_peers("openvino"), [WORKLOADS["W1"]], 1)
+    assert expected_seconds(step, {}) == pytest.approx(4 + 3 + 5 * 128 / 117)
+    assert expected_seconds(step, {("openvino", 64): 9.0}) == 9.0
+
+
+def test_prompts_differ_by_round_and_workload_and_by_nothing_else() -> None:
+    seeds = {prompt_seed(7, at, name) for at in range(10) for name in WORKLOADS}
+    assert len(seeds) == 10 * len(WORKLOADS)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(40.4, "40 s"), (700, "12 min"), (3900, "1 h 5 min")])
+def test_durations_are_told(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("name", sorted(PEERS))
+def test_every_server_listens_on_loopback_with_the_threads_asked_for(name: str) -> None:
+    launch = PEERS[name].launch(PLACE)
+    words = [*launch.command, *launch.variables.values()]
+    assert "4711" in launch.command
+    assert "2" in words
+    if name != "openvino":  # the shim knows no other address
+        assert launch.command[launch.command.index("--host") + 1] == "127.0.0.1"
+    source = PLACE.weights if PEERS[name].weights else PLACE.model
+    assert str(source) in launch.command
+
+
+def test_vllm_is_started_with_libraries_only_where_there_are_some() -> None:
+    assert "LD_PRELOAD" not in PEERS["vllm"].launch(PLACE).variables
+    place = replace(PLACE, preload=(Path("/lib/a.so"), Path("/lib/b.so")))
+    assert PEERS["vllm"].launch(place).variables["LD_PRELOAD"] == "/lib/a.so:/lib/b.so"
+
+
+def test_ours_runs_in_this_environment() -> None:
+    assert PEERS[OURS].environment is None
+    command = PEERS[OURS].launch(replace(PLACE, venv=None)).command
+    assert command[1:5] == ("-m", "services.cli", "up", "--no-proof")
+
+
+def test_releases_are_pinned() -> None:
+    for peer in PEERS.values():
+        for step in peer.environment.steps if peer.environment else ():
+            if step[:3] == ("-m", "pip", "install"):
+                assert all("==" in word for word in step[3:] if not word.startswith("-"))
+
+
+def test_peers_are_chosen_by_name() -> None:
+    assert [peer.name for peer in choose_peers(",".join(DEFAULT))] == list(DEFAULT)
+    assert [peer.name for peer in choose_peers(" OpenVINO,vllm,openvino ")] == ["openvino", "vllm"]
+    with pytest.raises(BenchError, match="There is no peer 'ollama': choose from"):
+        choose_peers("ollama")
+    with pytest.raises(BenchError, match="names nobody"):
+        choose_peers(" , ")
