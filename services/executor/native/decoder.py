@@ -99,15 +99,17 @@ class NativeDecoder:
         self.close()
 
     def _describe_layer(self, index: int, layer: LoweredLayer, q_heads: int) -> None:
-        shape, attention, feed_forward = self._shape, layer.attention, layer.feed_forward
+        shape = self._shape
+        attention: Any = layer.attention
+        feed_forward: Any = layer.feed_forward
         kv_rows = shape.kv_heads * shape.head_dim
         into = self._layers[index]
         into.qkv = self._pack(qkv_pieces(attention, q_heads * shape.head_dim, kv_rows))
-        into.output = self._pack(one_after_another([(attention.o_proj.weight, attention.o_proj.bias)]))  # type: ignore[union-attr, list-item]
+        into.output = self._pack(one_after_another([(attention.o_proj.weight, attention.o_proj.bias)]))
         into.gate_up = self._pack(gate_up_pieces(feed_forward))
         into.down = self._pack(
             one_after_another([(feed_forward.down_proj.weight, feed_forward.down_proj.bias)])
-        )  # type: ignore[union-attr, list-item]
+        )
         for linear in linears_of(layer):
             _let_go(linear)
         for name, weight in layer.norms.items():

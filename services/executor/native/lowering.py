@@ -111,8 +111,8 @@ def qkv_pieces(attention: Any, q_rows: int, kv_rows: int) -> list[Piece]:
     if hasattr(attention, "qkv_proj"):
         weight, bias = _weights(attention.qkv_proj)
         sizes = [q_rows, kv_rows, kv_rows]
-        biases = [None] * 3 if bias is None else list(bias.split(sizes))
-        return one_after_another(zip(weight.split(sizes), biases, strict=True))
+        biases = [None] * 3 if bias is None else torch.split(bias, sizes)
+        return one_after_another(zip(torch.split(weight, sizes), biases, strict=True))
     return one_after_another(_weights(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
 
 
