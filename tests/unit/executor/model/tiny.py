@@ -76,16 +76,16 @@ def build(name: str, settings: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def save(model: Any, directory: Path) -> None:
-    """Saves `model` in the directory format of the real ones, its tensors under the names they have in memory."""
+def save(model: Any, directory: Path, as_in_memory: bool = False) -> None:
+    """Saves `model` as transformers does, or with its tensors under the names that they have in memory."""
+    if not as_in_memory:
+        model.save_pretrained(str(directory))
+        return
     model.config.save_pretrained(str(directory))
-    tensors: dict[int, str] = {}
-    for name, tensor in model.state_dict().items():
-        tensors.setdefault(tensor.data_ptr(), name)
-    state = {
-        name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in tensors.values()
-    }
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    state = model.state_dict()
+    first = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
+    kept = {name: tensor.contiguous() for name, tensor in state.items() if name in first.values()}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def logits_of(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
