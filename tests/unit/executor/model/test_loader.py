@@ -123,9 +123,9 @@ def test_directories_that_are_no_model(tmp_path: Path, copy: Path) -> None:
     refused(tmp_path / "none", "does not exist")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "has no config.json")
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    refused(copy, "only pytorch_model.bin, where model.safetensors")
-    (copy / "pytorch_model.bin").unlink()
+    (copy / "model.safetensors").rename(copy / "flax_model.msgpack")
+    refused(copy, "only flax_model.msgpack, where model.safetensors")
+    (copy / "flax_model.msgpack").unlink()
     refused(copy, "no weights")
 
 
