@@ -2,10 +2,10 @@
 
 Each parameter is copied straight from the mapped files to its final place, cast on the way. Torch spreads
 a copy over the threads it was given. The pages of the files that have been read are let go as it goes, so
-a rank never holds more than its share and the one tensor being copied.
+a rank never holds more than its share and the one piece being copied.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from services.executor.model.weights import WeightFiles
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) of this rank's share."""
 
+_PIECE = 32 << 20
+"""Bytes copied at once."""
 _REPORTS = 200
 """Progress is told about so many times, however many tensors there are."""
 
@@ -43,13 +45,23 @@ def read_all(
     with torch.no_grad():
         for read, tensor in zip(reads, held, strict=True):
             for part in read.content.parts:
-                stored = part.view(files.tensor(part.source))
-                place = part.place(tensor)
-                place.copy_(stored)
-                files.let_go(part.source, stored)
-                meter.add(place.numel() * read.dtype.itemsize)
+                whole = part.view(files.tensor(part.source))
+                for stored, place in _pieces(whole, part.place(tensor)):
+                    place.copy_(stored)
+                    files.let_go(part.source, stored)
+                    meter.add(place.numel() * read.dtype.itemsize)
     meter.finish()
     return held
+
+
+def _pieces(stored: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """`stored` and its `place` in pieces of rows, so that little of a large tensor is held twice."""
+    if stored.dim() == 0 or stored.nbytes <= _PIECE:
+        yield stored, place
+        return
+    rows = max(1, _PIECE * stored.shape[0] // stored.nbytes)
+    for start in range(0, stored.shape[0], rows):
+        yield stored[start : start + rows], place[start : start + rows]
 
 
 class Meter:
