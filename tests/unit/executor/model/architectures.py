@@ -59,29 +59,6 @@ BASE: dict[str, Any] = {
 _GPT2 = {"hidden_size": 60, "n_head": 5}
 _FALCON = {"num_attention_heads": 6}
 
-STORED_OTHERWISE = frozenset(
-    {
-        "afmoe",
-        "dots1",
-        "ernie4_5_moe",
-        "exaone_moe",
-        "flex_olmo",
-        "glm4_moe",
-        "gpt_neox",
-        "granitemoe",
-        "granitemoeshared",
-        "hunyuan_v1_moe",
-        "minimax_m2",
-        "mixtral",
-        "olmoe",
-        "phimoe",
-        "qwen2_moe",
-        "qwen3_moe",
-        "solar_open",
-    }
-)
-"""Architectures whose checkpoints hold other tensors than their models: one for each expert, other names."""
-
 OWN_NAMES = frozenset({"bloom", "falcon", "gpt2", "gpt_bigcode", "gptj"})
 """Architectures whose configuration does not know the common names of head counts."""
 

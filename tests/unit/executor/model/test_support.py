@@ -17,7 +17,7 @@ from services.executor.model.support import check_supported
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, LONGROPE, settings_of
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
-from tests.unit.executor.model.tiny import build, make_model, save
+from tests.unit.executor.model.tiny import build, make_model
 
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
 """The heads of the models of tiny.py."""
@@ -150,7 +150,7 @@ def test_plans_of_transformers_under_old_and_new_names() -> None:
 
 
 def test_norms_over_all_heads_need_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(build("olmo2", {**settings_of("olmo2"), **NINE_HEADS}), tmp_path)
+    build("olmo2", {**settings_of("olmo2"), **NINE_HEADS}).save_pretrained(str(tmp_path))
     monkeypatch.setattr("services.executor.model.parallel.plan_for", lambda config: PLANS["hunyuan_v1_dense"])
     refused(tmp_path, "spans several heads", world_size=2)
 
@@ -166,7 +166,7 @@ def test_layers_and_experts_of_another_make_are_refused(
     plan = {**PLANS["hunyuan_v1_dense"], "mlp.up_proj": Style.QUERY}
     refused(llama, "is 96 wide where the heads in config.json make 144")
     plan = {**PLANS["hunyuan_v1_dense"], "self_attn.q_norm": Style.QUERY_HEAD_NORM}
-    save(build("olmo2", {**settings_of("olmo2"), **NINE_HEADS}), tmp_path)
+    build("olmo2", {**settings_of("olmo2"), **NINE_HEADS}).save_pretrained(str(tmp_path))
     refused(tmp_path, "which is not one row for each of 9 heads")
     plan = {"mlp.up_proj": Style.COLUMN}
     refused(llama, "0 attention layers that can be served out of 3")

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 BASE = {
@@ -74,18 +73,6 @@ def build(name: str, settings: dict[str, Any]) -> Any:
                 spread = torch.randn(tensor.shape)
                 tensor.copy_(1 + 0.1 * spread if "norm" in key or "ln_" in key else 0.12 * spread)
     return model.eval()
-
-
-def save(model: Any, directory: Path, as_in_memory: bool = False) -> None:
-    """Saves `model` as transformers does, or with its tensors under the names that they have in memory."""
-    if not as_in_memory:
-        model.save_pretrained(str(directory))
-        return
-    model.config.save_pretrained(str(directory))
-    state = model.state_dict()
-    first = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
-    kept = {name: tensor.contiguous() for name, tensor in state.items() if name in first.values()}
-    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def logits_of(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
