@@ -77,6 +77,20 @@ def test_head_counts_come_from_the_configuration() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "kv_heads"),
+    [
+        ({"num_kv_heads": 2}, 2),
+        ({"num_kv_heads": 4, "multi_query": True}, 1),
+        ({"num_kv_heads": 2, "multi_query": True, "new_decoder_architecture": True}, 2),
+        ({"num_kv_heads": 4, "multi_query": False}, 4),
+    ],
+)
+def test_kv_heads_under_the_names_of_falcon(values: dict[str, object], kv_heads: int) -> None:
+    config = Config(num_attention_heads=4, hidden_size=64, **values)
+    assert HeadCounts.from_config(config) == HeadCounts(4, kv_heads, 16)
+
+
+@pytest.mark.parametrize(
     ("values", "reason"),
     [
         ({"hidden_size": 64}, "num_attention_heads = None"),
