@@ -1,6 +1,7 @@
 """Brings one rank's share of a model into memory.
 
-    config.json ─▶ model on the meta device, buffers real ─▶ parallel plan ─▶ slices from safetensors
+    config.json ─▶ model on the meta device, buffers real ─▶ parallel plan ─▶ slices of the files ─▶ packing
+                                     └─▶ sources: which tensors of the files make up each parameter ─┘
 
 Parameters take no memory until their slice is read. Buffers are made for real from the start: they are
 not in the checkpoint, and a buffer that goes through the meta device (rotary frequencies) comes back as
