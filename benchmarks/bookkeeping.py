@@ -112,7 +112,9 @@ def main(
 ) -> None:
     """Microseconds of planning per step."""
     spec = EngineSpec(BLOCK, blocks, 8192, VOCABULARY, num_cold=cold, num_host=spill)
-    table = Table("workload", "at once", "steps", "plan us", "result us", "mean us", "p99 us", "step ms", "share")
+    table = Table(
+        "workload", "at once", "steps", "plan us", "result us", "mean us", "p99 us", "step ms", "share"
+    )
     for case in CASES:
         times = min((run(case, spec, seed) for seed in range(rounds)), key=lambda times: sum(times.total))
         total = sorted(times.total)

@@ -123,9 +123,7 @@ def main() -> None:
     table = Table("W4: 4 turns, 100 + 64 tokens each", "prompt tokens", "reusable", "found", "hit rate")
     for name, (sessions, spec) in CASES.items():
         reuse = Load(WORKLOADS["W4"], sessions, spec).run()
-        table.add_row(
-            name, str(reuse.prompt), str(reuse.reusable), str(reuse.found), f"{reuse.hit_rate:.1%}"
-        )
+        table.add_row(name, str(reuse.prompt), str(reuse.reusable), str(reuse.found), f"{reuse.hit_rate:.1%}")
     Console().print(table)
 
 
