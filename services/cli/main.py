@@ -61,6 +61,14 @@ def up(
     ] = 1,
     replicas: Annotated[int, typer.Option(help="Executor groups.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.", metavar="auto|bf16|fp32")] = "auto",
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="How full KV blocks are kept; bf16: uncompressed.",
+            metavar="auto|bf16|fp8|int8",
+            show_default="auto",
+        ),
+    ] = None,
     port: Annotated[
         int, typer.Option(help="Port of the API; 0: the system chooses.", min=0, max=65535)
     ] = 8000,
@@ -75,6 +83,8 @@ def up(
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
     _check_choice("--dtype", dtype, ("auto", "bf16", "fp32"))
     _check_choice("--engine", engine, ("torch", "stub"))
+    if kv_dtype is not None:
+        _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
     settings = load_settings(StackSettings, data_dir=data_dir)
     options = UpOptions(
         model=model,
@@ -85,6 +95,7 @@ def up(
         tp=tp,
         replicas=replicas,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         engine=engine,
         nats_url=nats_url,
         proof=proof,

@@ -47,6 +47,8 @@ class StackPlan(msgspec.Struct, frozen=True):
     tp: int
     replicas: int
     dtype: str
+    kv_dtype: str | None = None
+    """How full KV blocks are kept; None: as the executors' own settings say."""
     engine: str = "torch"
     gpus: list[str] = []
     """CUDA_VISIBLE_DEVICES of each group; empty: as it stands."""
@@ -164,6 +166,8 @@ class LocalStack:
         plan, settings = self._plan, self._settings
         arguments = ["--group", f"group-{self._mark}{replica}", "--tp", str(plan.tp), "--dtype", plan.dtype]
         arguments += ["--engine", plan.engine, "--served-model-name", plan.served_model_name]
+        if plan.kv_dtype is not None:
+            arguments += ["--kv-dtype", plan.kv_dtype]
         if plan.model:
             arguments += ["--model", plan.model]
         if not settings.threads:

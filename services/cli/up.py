@@ -44,6 +44,7 @@ class UpOptions(msgspec.Struct, frozen=True):
     tp: int
     replicas: int
     dtype: str
+    kv_dtype: str | None
     engine: str
     nats_url: str
     proof: bool
@@ -87,6 +88,7 @@ class Up:
             tp=options.tp,
             replicas=options.replicas,
             dtype=options.dtype,
+            kv_dtype=options.kv_dtype,
             engine=options.engine,
             gpus=gpus,
             nats=nats,

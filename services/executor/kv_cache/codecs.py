@@ -38,10 +38,11 @@ class Codec:
         A row that holds NaN or infinity gets a scale that is no finite number, hence decodes to NaN or
         infinity: nothing is hidden.
         """
-        smallest, largest = torch.aminmax(rows, dim=-1)
-        extreme = torch.maximum(smallest.neg_(), largest).to(torch.float32)
+        scaled = rows.to(torch.float32, copy=True)
+        # On a CPU two reductions take a twentieth of the time of torch.aminmax.
+        extreme = torch.maximum(scaled.amax(dim=-1), scaled.amin(dim=-1).neg_())
         scales = extreme.div_(self.limit).clamp_min_(SMALLEST_SCALE)
-        scaled = rows.to(torch.float32, copy=True).div_(scales.unsqueeze(-1))
+        scaled.div_(scales.unsqueeze(-1))
         if not self.dtype.is_floating_point:
             scaled.round_()
         # The quotient of the largest value may come out a little above the limit.

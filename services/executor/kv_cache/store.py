@@ -148,7 +148,7 @@ class KvStore:
     # --- parts -----------------------------------------------------------------------------------
 
     def _read(self, layer: int, rows: Tensor, out: Tensor) -> None:
-        """Fills `out` [n, block_size * head_dim] with `rows` int64 [n]: (block * 2 + key or value) * kv_heads + head."""
+        """Fills `out` [n, block_size * head_dim] with `rows` int64 [n]: (block * 2 + key/value) * kv_heads + head."""
         hot = self._hot[layer].view(-1, out.shape[1])
         at_hot = (rows < hot.shape[0]).nonzero().squeeze(1) if self.num_cold else rows
         if at_hot.shape[0] == rows.shape[0]:

@@ -121,6 +121,16 @@ def make_stack(tmp_path: Path, nats: CommonSettings | None = None, **plan: objec
     return stack
 
 
+def executors_of(stack: LocalStack) -> list[list[str]]:
+    return [child.arguments for child in stack.children if child.service == "executor"]
+
+
+def test_executors_are_told_how_to_keep_blocks_where_the_command_says_so(tmp_path: Path) -> None:
+    assert not any("--kv-dtype" in arguments for arguments in executors_of(make_stack(tmp_path)))
+    for arguments in executors_of(make_stack(tmp_path, kv_dtype="int8")):
+        assert arguments[arguments.index("--kv-dtype") + 1] == "int8"
+
+
 def groups_of(stack: LocalStack) -> list[str]:
     return [
         one.arguments[one.arguments.index("--group") + 1]

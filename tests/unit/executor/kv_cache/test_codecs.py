@@ -1,0 +1,95 @@
+"""Error bounds of the codecs, over values of any size."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as stn
+
+from services.executor.kv_cache.codecs import FP8, INT8, SMALLEST_SCALE, Codec, codecs_of, e4m3_to_float
+
+CODECS = [INT8, FP8]
+both = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+ROWS = stn.arrays(
+    np.float32,
+    stn.array_shapes(min_dims=1, max_dims=3, max_side=8),
+    elements=st.one_of(
+        st.floats(-(2.0**100), 2.0**100, width=32),
+        st.floats(-8, 8, width=32),
+        st.sampled_from([0.0, -0.0, 1e-45, 1e-38, 448.0, -127.0]),
+    ),
+)
+ROUNDING = 1 + 2.0**-20
+"""What float32's own rounding may add to a bound."""
+
+
+def bound(codec: Codec, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The largest error that each value may have, float64."""
+    scale = scales.double().unsqueeze(-1)
+    if codec is INT8:
+        return (scale / 2).expand(rows.shape) * ROUNDING
+    # Three bits of mantissa: half of an eighth; denormals below 2^-6 are multiples of 2^-9.
+    return torch.maximum(rows.double().abs() / 16, scale * 2.0**-10) * ROUNDING
+
+
+@both
+@given(rows=ROWS)
+def test_errors_stay_within_their_bound(codec: Codec, rows: np.ndarray) -> None:
+    values = torch.from_numpy(rows)
+    codes, scales = codec.encode(values)
+    decoded = codec.decode(codes, scales)
+    assert (codes.dtype, codes.shape) == (codec.dtype, values.shape)
+    assert (scales.dtype, scales.shape) == (torch.float32, values.shape[:-1])
+    assert (decoded.dtype, decoded.shape) == (torch.float32, values.shape)
+    assert decoded.isfinite().all()
+    assert ((values.double() - decoded.double()).abs() <= bound(codec, values, scales)).all()
+    assert (decoded[values == 0] == 0).all()
+
+
+@given(rows=ROWS)
+def test_int8_is_off_by_a_254th_of_the_largest_at_most(rows: np.ndarray) -> None:
+    values = torch.from_numpy(rows)
+    largest = values.double().abs().amax(-1, keepdim=True)
+    error = (values.double() - INT8.decode(*INT8.encode(values)).double()).abs()
+    assert (error <= largest / 254 * ROUNDING + SMALLEST_SCALE / 2).all()
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_value_and_zeros_are_kept(codec: Codec, dtype: torch.dtype) -> None:
+    values = torch.tensor([[0.0, 3.0, -12.0], [0.0, 0.0, 0.0]], dtype=dtype)
+    decoded = codec.decode(*codec.encode(values))
+    assert decoded[0, 2].item() == pytest.approx(-12.0, rel=1e-6)
+    assert not decoded[1].any()
+    assert not decoded[:, 0].any()
+
+
+@both
+def test_encoding_leaves_its_input_alone(codec: Codec) -> None:
+    values = torch.randn(3, 8)
+    before = values.clone()
+    codec.encode(values)
+    assert torch.equal(values, before)
+
+
+@both
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_not_hidden(codec: Codec, bad: float) -> None:
+    decoded = codec.decode(*codec.encode(torch.tensor([[1.0, bad], [1.0, 2.0]])))
+    assert not decoded[0].isfinite().any()
+    assert decoded[1].isfinite().all()
+
+
+def test_every_finite_code_of_e4m3_has_its_value() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    expected = codes.float()
+    finite = expected.isfinite()
+    assert finite.sum() == 254
+    assert torch.equal(e4m3_to_float(codes)[finite], expected[finite])
+
+
+def test_codecs_by_name() -> None:
+    assert codecs_of(["bf16", "fp8", "int8"]) == (None, FP8, INT8)

@@ -1,0 +1,56 @@
+import pytest
+import torch
+
+from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.kv_cache.sizes import (
+    StoreShape,
+    default_budget,
+    free_host_memory,
+    hot_reserve,
+    plan_blocks,
+    plan_num_blocks,
+)
+from shared.errors import ConfigurationError
+
+PLAIN = StoreShape(2, 4, 3, 8, torch.bfloat16)
+MIXED = StoreShape(2, 4, 3, 8, torch.bfloat16, (INT8, None))
+LAYER = 2 * 3 * 4 * 8
+"""Values of a block in one layer."""
+
+
+def test_budget_in_blocks() -> None:
+    assert plan_num_blocks(100, 16, 64, budget_bytes=1999) == 19
+    assert plan_num_blocks(100, 16, 65, budget_bytes=100_000, cap=3) == 15
+    assert plan_num_blocks(100, 16, 65, budget_bytes=700, cap=3) == 7
+    with pytest.raises(ConfigurationError, match="raise the budget to 500 bytes"):
+        plan_num_blocks(100, 16, 65, budget_bytes=499)
+
+
+def test_default_budget_is_a_share_of_what_is_free() -> None:
+    assert 0 < default_budget(torch.device("cpu")) < free_host_memory()
+
+
+def test_bytes_of_blocks() -> None:
+    assert PLAIN.bytes_per_block == PLAIN.bytes_per_cold_block == MIXED.bytes_per_block == 2 * LAYER * 2
+    assert MIXED.bytes_per_cold_block == (LAYER + 6 * 4) + LAYER * 2
+    usual = StoreShape(30, 16, 3, 64, torch.bfloat16, (FP8,) * 30)
+    assert usual.bytes_per_cold_block / usual.bytes_per_block < 0.503
+
+
+def test_a_codec_for_each_layer() -> None:
+    with pytest.raises(ValueError, match="1 codecs were given for 2 layers"):
+        StoreShape(2, 4, 3, 8, torch.bfloat16, (INT8,))
+
+
+def test_hot_blocks_for_the_batch_and_cold_ones_for_the_rest() -> None:
+    assert plan_blocks(PLAIN, 8, 100 * PLAIN.bytes_per_block, reserve=10) == (100, 0)
+    hot, cold = 10 * MIXED.bytes_per_block, MIXED.bytes_per_cold_block
+    assert plan_blocks(MIXED, 8, hot + 50 * cold, reserve=10) == (10, 50)
+    assert plan_blocks(MIXED, 8, hot + 50 * cold, reserve=10, cap=4) == (10, 8)
+    with pytest.raises(ConfigurationError, match=f"raise the budget to {hot + 2 * cold} bytes"):
+        plan_blocks(MIXED, 8, hot + 2 * cold - 1, reserve=10)
+
+
+def test_the_reserve_covers_what_a_step_can_fill() -> None:
+    # 4 sequences that each begin a block in a step of 30 tokens, beside the blocks that they were filling.
+    assert hot_reserve(4, 30, 16) >= 4 + 4 + 2

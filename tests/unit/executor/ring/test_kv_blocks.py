@@ -1,0 +1,51 @@
+"""Every rank of a ring makes a store of as many blocks, compressed alike."""
+
+import pytest
+import torch
+
+from services.executor.engine.ring_engine import _agree_on_blocks, _store_shape
+from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.kv_cache.sizes import BlockCounts, hot_reserve
+from services.executor.model.collectives import Collectives
+from services.executor.model.sharding import HeadCounts, ShardLayout
+from services.executor.settings import ExecutorSettings
+from shared.config import load_settings
+from shared.errors import ConfigurationError
+from tests.unit.executor.model.ring import CPU, on_ring
+
+HEADS = HeadCounts(q_heads=9, kv_heads=3, head_dim=64)
+"""Three KV heads for two ranks: one has twice as many as the other."""
+
+
+def agree(settings: ExecutorSettings, context: int = 1024) -> list[BlockCounts]:
+    def one(collectives: Collectives) -> BlockCounts:
+        layout = ShardLayout.of(HEADS, collectives.world_size, collectives.rank)
+        shape = _store_shape(settings, 4, layout, torch.bfloat16)
+        return _agree_on_blocks(shape, context, settings, CPU, collectives)
+
+    return on_ring(2, one)
+
+
+def test_uncompressed_all_blocks_are_hot() -> None:
+    # The larger share: 4 layers, 2 heads, 16 tokens of 64 values, keys and values, two bytes each.
+    assert agree(load_settings(ExecutorSettings, kv_memory=1000 * 4 * 2 * 16 * 64 * 2 * 2)) == [(1000, 0)] * 2
+
+
+def test_compressed_the_budget_goes_to_cold_blocks() -> None:
+    settings = load_settings(ExecutorSettings, kv_memory=500_000_000, kv_dtype="int8")
+    first, second = agree(settings)
+    assert first == second
+    assert first.hot == hot_reserve(settings.max_sequences, settings.max_batch_tokens, settings.block_size)
+    plain = agree(load_settings(ExecutorSettings, kv_memory=500_000_000))[0]
+    assert sum(first) > 1.9 * plain.hot
+
+
+def test_layers_are_compressed_as_the_settings_say() -> None:
+    settings = load_settings(ExecutorSettings, kv_dtype="int8", kv_dtype_layers="0=bf16,-1=fp8")
+    shape = _store_shape(settings, 4, ShardLayout.of(HEADS, 1, 0), torch.bfloat16)
+    assert shape.codecs == (None, INT8, INT8, FP8)
+    wrong = load_settings(ExecutorSettings, kv_dtype_layers="4=int8")
+    with pytest.raises(
+        ConfigurationError, match="names layer 4, which the model does not have; choose 0 to 3"
+    ):
+        _store_shape(wrong, 4, ShardLayout.of(HEADS, 1, 0), torch.bfloat16)
