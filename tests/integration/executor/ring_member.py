@@ -101,10 +101,13 @@ def go_on(
 
 def known_blocks(batcher: ContinuousBatcher) -> dict[int, list[int]]:
     """Every block in the prefix index whose whole beginning is there too, with all tokens up to its end."""
-    keys = batcher._tables._allocator._index._keys
+    allocator = batcher._tables._allocator
+    keys = allocator._index._keys
     by_digest = {key.digest: key for key in keys.values()}
     blocks = {}
     for block, key in keys.items():
+        if block in allocator._copies._compressions:
+            continue  # the plan that would have brought its content was not needed any more
         chain = [key]
         while chain[-1].parent in by_digest:
             chain.append(by_digest[chain[-1].parent])
