@@ -91,7 +91,7 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
     }
 }
 
-/* The next round's keys and values are asked for while this round's are worked on, a few lines at a time:
+/* The next round's keys and values (at the end: those of the next part) are asked for while this round's are worked on, a few lines at a time:
  * blocks lie anywhere in memory, and what is asked for all at once comes late. */
 typedef struct {
     const char *planes[2 * KEYS]; /* one head of one block: keys or values */
@@ -99,6 +99,20 @@ typedef struct {
     int count, next;
     long at;                      /* in the next plane */
 } upcoming;
+
+/* The first key that any row of the part sees, at the beginning of a block. */
+static int first_of(const rz_attention_shape *shape, const rz_attention_part *part)
+{
+    int oldest = shape->window ? part->position - shape->window + 1 : 0;
+    return oldest > part->first_key ? oldest - oldest % shape->block_size : part->first_key;
+}
+
+/* The end of the keys that some row of the part sees. */
+static int last_of(const rz_attention_part *part)
+{
+    int newest = part->position + part->rows;
+    return part->last_key < newest ? part->last_key : newest;
+}
 
 static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, int first,
                        int last, upcoming *ahead)
@@ -108,6 +122,8 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
     ahead->count = ahead->next = 0;
     ahead->at = 0;
     ahead->bytes = values * (long)sizeof(bf16);
+    if (last > first + KEYS)
+        last = first + KEYS;
     for (int key = first; key < last; key += size - key % size) {
         long block = part->table[key / size], value_bytes = sizeof(bf16);
         const char *base = (const char *)cache->hot;
@@ -205,7 +221,7 @@ static void multiply(int rows, const bf16 *x, long ldx, const bf16 *panel, long 
     int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int done = 0; tiles; tiles--) {
         int here = (rows - done + tiles - 1) / tiles;
-        rz_tile(here, x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add);
+        rz_tile(here, x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add, NULL);
         done += here;
     }
 }
@@ -280,7 +296,8 @@ static void finish(const rz_attention_shape *shape, const rz_attention_part *par
     }
 }
 
-void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, void *memory)
+void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+               const rz_attention_part *next, void *memory)
 {
     scratch_memory *scratch = memory;
     const int d = shape->head_dim, queries = part->rows * shape->group;
@@ -293,19 +310,17 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
         scratch->total[query] = 0.0f;
     }
     memset(scratch->zeros, 0, sizeof scratch->zeros);
-    int first = part->first_key;
-    if (shape->window && part->position - shape->window + 1 > first) {
-        int oldest = part->position - shape->window + 1;
-        first = oldest - oldest % shape->block_size;
-    }
-    int newest = part->position + part->rows; /* keys behind it are seen by no row */
-    int last = part->last_key < newest ? part->last_key : newest;
+    int first = first_of(shape, part);
+    const int last = last_of(part);
     upcoming ahead;
-    look_ahead(shape, cache, part, first, first + KEYS < last ? first + KEYS : last, &ahead);
+    look_ahead(shape, cache, part, first, last, &ahead);
     while (ahead.next < ahead.count)
         pull(&ahead, 16);
     for (; first < last; first += KEYS) {
-        look_ahead(shape, cache, part, first + KEYS, first + 2 * KEYS < last ? first + 2 * KEYS : last, &ahead);
+        if (first + KEYS < last)
+            look_ahead(shape, cache, part, first + KEYS, last, &ahead);
+        else if (next)
+            look_ahead(shape, cache, next, first_of(shape, next), last_of(next), &ahead);
         int count = last - first < KEYS ? last - first : KEYS;
         int panels = (count + PANEL - 1) / PANEL, used = panels * PANEL;
         find_rows(shape, cache, part, first, count, 0, scratch, rows);
