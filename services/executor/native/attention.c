@@ -30,23 +30,35 @@ size_t rz_attention_scratch(int head_dim)
 
 /* --- reading blocks ---------------------------------------------------------------------------------- */
 
-RZ_INLINE void decode_int8(const int8_t *codes, int d, bf16 *row)
+RZ_INLINE void store_both(bf16 *to, __m512 first, __m512 second)
 {
-    for (int i = 0; i < d; i += LANES) {
-        __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
-        store_bf16(row + i, _mm512_cvtepi32_ps(wide));
-    }
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-/* e4m3 is float16 with three exponent bits less: moved into its place, it is the value over 2^8. */
+RZ_INLINE __m512 wide_int8(const int8_t *codes)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+}
+
+RZ_INLINE void decode_int8(const int8_t *codes, int d, bf16 *row)
+{
+    for (int i = 0; i < d; i += 2 * LANES)
+        store_both(row + i, wide_int8(codes + i), wide_int8(codes + i + LANES));
+}
+
+/* e4m3 is float16 with three exponent bits less: moved into its place, it is the value over FP8_UNIT. */
+#define FP8_UNIT 256.0f
+
 RZ_INLINE void decode_fp8(const uint8_t *codes, int d, bf16 *row)
 {
-    for (int i = 0; i < d; i += LANES) {
-        __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(codes + i)));
-        __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-        __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
-        __m512 value = _mm512_cvtph_ps(_mm256_or_si256(sign, rest));
-        store_bf16(row + i, _mm512_mul_ps(value, _mm512_set1_ps(256.0f)));
+    const __m512i sign = _mm512_set1_epi16((short)0x8000), rest = _mm512_set1_epi16(0x3f80);
+    for (int i = 0; i < d; i += 2 * LANES) {
+        __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(codes + i)));
+        wide = _mm512_slli_epi16(wide, 7);
+        /* A sign that was extended has filled a bit of the exponent as well. */
+        __m512i half = _mm512_or_si512(_mm512_and_si512(wide, sign), _mm512_and_si512(wide, rest));
+        store_both(row + i, _mm512_cvtph_ps(_mm512_castsi512_si256(half)),
+                   _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)));
     }
 }
 
@@ -69,7 +81,7 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
             long plane = (block - cache->num_hot) * 2 * shape->kv_heads + head;
             long at = (plane * size + offset) * d;
             if (cache->codec != RZ_CODEC_NONE)
-                scale = cache->scales[plane];
+                scale = cache->scales[plane] * (cache->codec == RZ_CODEC_FP8 ? FP8_UNIT : 1.0f);
             for (int i = 0; i < here; i++) {
                 bf16 *row = scratch->decoded[which][key + i];
                 if (cache->codec == RZ_CODEC_INT8)
