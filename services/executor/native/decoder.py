@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +51,11 @@ class NativeDecoder:
         self._handle: int | None = None
         self._shape = store.shape
         self._layers = (Layer * len(lowered.layers))()
-        for index, layer in enumerate(lowered.layers):
-            self._describe_layer(index, layer, q_heads)
-        self._model = self._describe_model(lowered, q_heads, ring)
+        self._threads = threads
+        with ThreadPoolExecutor(threads, thread_name_prefix="pack") as self._pool:
+            for index, layer in enumerate(lowered.layers):
+                self._describe_layer(index, layer, q_heads)
+            self._model = self._describe_model(lowered, q_heads, ring)
         self.vocab_rows = self._model.head.outputs
         self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads)
         if not self._handle:
@@ -158,7 +161,7 @@ class NativeDecoder:
         return model
 
     def _pack(self, pieces: list[Any]) -> Linear:
-        packed = PackedLinear(self._library, pieces)
+        packed = PackedLinear(self._library, pieces, self._pool, self._threads)
         self._kept.append(packed)
         return packed.describe()
 
