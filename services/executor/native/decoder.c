@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "codec.h"
 #include "gemm.h"
+#include "largest.h"
 #include "threads.h"
 #include "workspace.h"
 
@@ -515,6 +516,35 @@ void rz_decoder_compress(rz_decoder *decoder, const int32_t *pairs, int count)
 {
     compression job = { decoder, pairs, count };
     rz_threads_run(decoder->threads, compress, &job);
+}
+
+typedef struct {
+    rz_threads *threads;
+    const float *logits;
+    int rows, width;
+    float *values;
+    int64_t *indices;
+} search;
+
+static void search_task(void *argument, long row, long next, int thread)
+{
+    (void)next, (void)thread;
+    const search *job = argument;
+    const float *logits = job->logits + row * job->width;
+    job->indices[row] = rz_largest(logits, job->width);
+    job->values[row] = logits[job->indices[row]];
+}
+
+static void search_rows(void *argument, int thread)
+{
+    search *job = argument;
+    rz_stage(job->threads, thread, job->rows, search_task, job);
+}
+
+void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int width, float *values, int64_t *indices)
+{
+    search job = { decoder->threads, logits, rows, width, values, indices };
+    rz_threads_run(decoder->threads, search_rows, &job);
 }
 
 rz_decoder *rz_decoder_new(const rz_model *model, int threads)

@@ -83,6 +83,9 @@ void rz_decoder_free(rz_decoder *decoder);
 /* Computes one step. Returns RZ_OK or what went wrong. One caller at a time. */
 int rz_decoder_forward(rz_decoder *decoder, const rz_step *step);
 
+/* The largest logit of each of `rows` rows, `width` apart, and its index: NaN is larger than all. */
+void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int width, float *values, int64_t *indices);
+
 /* Copies full hot blocks to cold ones in all layers. `pairs`: [count][2], (hot id, cold id). Before the step that
  * may write to the hot ones again. */
 void rz_decoder_compress(rz_decoder *decoder, const int32_t *pairs, int count);

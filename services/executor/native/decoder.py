@@ -88,6 +88,16 @@ class NativeDecoder:
             )
         return logits
 
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(largest value [R], its token int64 [R]) of `logits` float32 [R, V], contiguous. Of those that tie the
+        one with the smallest id; NaN is larger than all."""
+        rows, width = logits.shape
+        values, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        self._library.rz_decoder_largest(
+            self._handle, logits.data_ptr(), rows, width, values.data_ptr(), tokens.data_ptr()
+        )
+        return values, tokens
+
     def compress(self, pairs: NDArray[np.int32]) -> None:
         """What `KvStore.compress` does. `pairs`: [C, 2], (hot id, cold id) each, of ids that are; contiguous."""
         self._library.rz_decoder_compress(self._handle, pairs.ctypes.data, len(pairs))

@@ -131,6 +131,8 @@ def compiled() -> Any | None:
     library.rz_decoder_free.argtypes = [c_void_p]
     library.rz_decoder_forward.argtypes = [c_void_p, POINTER(Step)]
     library.rz_decoder_forward.restype = c_int
+    library.rz_decoder_largest.argtypes = [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]
+    library.rz_decoder_largest.restype = None
     library.rz_decoder_compress.argtypes = [c_void_p, c_void_p, c_int]
     library.rz_decoder_compress.restype = None
     for name, (result, arguments) in _RING_FUNCTIONS.items():
