@@ -61,6 +61,11 @@ class ModelRunner:
         """Whether the native kernels compute, and not PyTorch."""
         return self._decoder is not None
 
+    def spent(self) -> dict[str, float]:
+        """Seconds that the native kernels have spent on each part of the steps so far."""
+        assert self._decoder is not None, "PyTorch computes"
+        return self._decoder.spent()
+
     @torch.inference_mode()
     def forward(
         self, plan: StepPlan, on_layer: Callable[[], None] = _no_progress

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from services.executor.engine.plan import StepPlan
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layers import LinearShard
-from services.executor.native.library import Layer, LayerCallback, Linear, Model, Step
+from services.executor.native.library import PARTS, Layer, LayerCallback, Linear, Model, Step
 from services.executor.native.lowering import (
     Lowered,
     LoweredLayer,
@@ -97,6 +97,12 @@ class NativeDecoder:
             self._handle, logits.data_ptr(), rows, width, values.data_ptr(), tokens.data_ptr()
         )
         return values, tokens
+
+    def spent(self) -> dict[str, float]:
+        """Seconds that the steps so far have spent on each of `PARTS`."""
+        nanoseconds = (ctypes.c_int64 * len(PARTS))()
+        self._library.rz_decoder_spent(self._handle, nanoseconds)
+        return {part: spent / 1e9 for part, spent in zip(PARTS, nanoseconds, strict=True)}
 
     def compress(self, pairs: NDArray[np.int32]) -> None:
         """What `KvStore.compress` does. `pairs`: [C, 2], (hot id, cold id) each, of ids that are; contiguous."""
