@@ -68,7 +68,7 @@ def _lower(
     library = load_library()
     if library is None:
         raise CannotLower(why_not())
-    return library, _native_ring(collectives, threads), lower(model, dtype)
+    return library, _native_ring(collectives, threads), lower(model, dtype, collectives.world_size)
 
 
 def _native_ring(collectives: Collectives, threads: int) -> NativeRing | None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from services.executor.model.layers import LinearShard, VocabParallelEmbedding
-from services.executor.native.packed import Piece, alternating, one_after_another
+from services.executor.model.sharding import split_dimension
+from services.executor.native.packed import GATE_RUN, Piece, alternating, one_after_another
 
 _ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 _BY_LENGTH = frozenset({"dynamic", "longrope"})
@@ -79,8 +80,11 @@ class Lowered:
     activation: int
 
 
-def lower(model: Any, dtype: torch.dtype) -> Lowered:
-    """Describes `model`, loaded and not yet packed. Raises `CannotLower` with the reason."""
+def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
+    """Describes one rank's share of `model`, loaded and not yet packed.
+
+    Raises `CannotLower` with the reason, on all `world_size` ranks or on none.
+    """
     config = model.config
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -90,6 +94,7 @@ def lower(model: Any, dtype: torch.dtype) -> Lowered:
     activation = _ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
     if activation is None:
         raise CannotLower(f"the activation {config.hidden_act} is not known to the native kernels")
+    _check_widths(config, world_size)
     base = model.model
     frequencies = _Frequencies(base.rotary_emb)
     layers = [_layer(layer, config, family, frequencies) for layer in base.layers]
@@ -151,6 +156,15 @@ def _layer(layer: Any, config: Any, family: Family, frequencies: "_Frequencies")
         rotary=frequencies.of(attention, config),
         window=_window(attention, config),
     )
+
+
+def _check_widths(config: Any, world_size: int) -> None:
+    inner = split_dimension(config.intermediate_size, world_size)
+    if config.hidden_size % 2 or any(span.size % GATE_RUN for span in inner):
+        raise CannotLower(
+            f"a hidden size of {config.hidden_size} with an inner width of {config.intermediate_size} does not "
+            "fit the native kernels"
+        )
 
 
 def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], last: str) -> None:

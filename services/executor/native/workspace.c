@@ -27,10 +27,12 @@ int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens
     if (parts > space->parts_room) {
         space->parts_room = parts * 2;
         there &= renew(&space->parts, (size_t)space->parts_room * sizeof *space->parts);
+        space->parts_room *= there;
     }
     if (partial > space->partial_room) {
         space->partial_room = partial * 2;
         there &= renew(&space->partial, (size_t)space->partial_room * sizeof *space->partial);
+        space->partial_room *= there;
     }
     if (tokens > space->tokens) {
         size_t n = (size_t)tokens, d = (size_t)model->head_dim, q = (size_t)model->q_heads * d;

@@ -21,6 +21,7 @@ from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.native.library import why_not
 from services.executor.native.lowering import FAMILIES
+from shared.errors import RingLost
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, mixed_script
 from tests.unit.executor.model.test_compressed import seal
 from tests.unit.executor.model.tiny import make_model
@@ -156,6 +157,18 @@ def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
     assert len(layers) == 3
 
 
+def test_a_rank_that_does_not_come_is_a_lost_ring(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama", head_dim=32)
+    area = make_area(2, 2)
+    ring = SharedMemory(area, 0, 2, lanes=2, timeout=0.05)
+    runner = runner_of(directory, native=True, collectives=ring)
+    for reason in ("first", "every later"):
+        with pytest.raises(RingLost, match="the ring is restarted"):
+            runner.forward(mixed_script()[1][0][0])
+        assert runner.is_native, reason
+    ring.close()
+
+
 codecs = pytest.mark.parametrize("codec", [INT8, FP8], ids=lambda codec: codec.name)
 
 
@@ -227,8 +240,8 @@ def test_rings_that_sum_in_shared_memory(tmp_path: Path, model_type: str, world_
 
 @pytest.mark.parametrize(
     "changes",
-    [{"head_dim": 16}, {"hidden_act": "relu"}, {"rope_parameters": DYNAMIC}],
-    ids=["narrow heads", "unknown activation", "rotation by length"],
+    [{"head_dim": 16}, {"hidden_act": "relu"}, {"rope_parameters": DYNAMIC}, {"intermediate_size": 100}],
+    ids=["narrow heads", "unknown activation", "rotation by length", "odd inner width"],
 )
 def test_what_does_not_fit_runs_through_pytorch(tmp_path: Path, changes: dict[str, Any]) -> None:
     runner = runner_of(make_model(tmp_path, "llama", **{"head_dim": 32, **changes}), native=True)
