@@ -10,6 +10,7 @@ calls, `schedule()` and `update()`; requests may be added and cancelled between 
                   gives up its blocks and is computed again later
                2. what is left of the token budget: prompts in chunks, most urgent first, running or
                   admitted now
+               3. what is left then: drafts of the decodes' next tokens (`drafting.py`)
 
 No hang: each step advances some sequence, or restores spilled blocks of one. The most urgent running
 sequence may take every other's blocks, and one that does not fit the whole cache ends with an error.
@@ -19,13 +20,15 @@ With none running, the first that waits is admitted, since it fits the whole cac
 from bisect import insort
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
+from itertools import islice
 from operator import attrgetter
 
 from services.executor.engine import admission
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
+from services.executor.engine.drafting import Drafter
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.plan_builder import Chunk, build_plan
+from services.executor.engine.plan_builder import Chunk, Row, build_plan, rows_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState, finish_reason
@@ -47,13 +50,16 @@ class ContinuousBatcher:
     blocks until the step is over, since the ranks still write to them.
     """
 
-    def __init__(self, spec: EngineSpec, settings: BatchSettings, namespace: str = "") -> None:
+    def __init__(
+        self, spec: EngineSpec, settings: BatchSettings, namespace: str = "", drafter: Drafter | None = None
+    ) -> None:
         """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'."""
         settings.validate()
         self._spec = spec
         self._settings = settings
         self._root = root_digest(namespace)
         self._tables = BlockTables(spec, settings)
+        self._drafter = drafter or Drafter(spec, settings)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         # Both lists are sorted by urgency.
@@ -61,7 +67,8 @@ class ContinuousBatcher:
         self._ended = RecentlyEnded()
         self._owed: Entries = {}
         self._batch: list[Chunk] = []
-        self._sampling: list[Sequence] = []
+        self._sampling: list[Chunk] = []
+        self._rows: list[Row] = []
         self._under_way = False
         self._arrivals = 0
         self.step = 0
@@ -113,8 +120,8 @@ class ContinuousBatcher:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def schedule(self, now: float = 0.0) -> tuple[StepPlan, list[Sequence]] | None:
-        """The next step, and the sequences that get a token, aligned with the plan's `sample_rows`.
+    def schedule(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
+        """The next step, and what is sampled, aligned with the plan's `sample_rows`.
 
         `now`: seconds of any steady clock. None when there is nothing to compute; entries may be owed
         then (`take_entries`).
@@ -131,37 +138,52 @@ class ContinuousBatcher:
             return None
         for chunk in batch:
             chunk.sequence.in_flight = True
+        self._drafter.extend(batch, self._tables, self._running)
         self.step += 1
         copies = self._tables.take_copies()
         plan, self._sampling = build_plan(self.step, batch, copies, self._spec.block_size)
-        self._batch, self._under_way = batch, True
-        return plan, list(self._sampling)
+        self._batch, self._rows, self._under_way = batch, rows_of(self._sampling), True
+        return plan, list(self._rows)
 
-    def update(self, sampled: Seq[SampledToken]) -> Entries:
-        """Ends the step under way: `sampled` is the engine's answer. Returns all entries owed."""
-        if len(sampled) != len(self._sampling):
-            raise InternalError(f"The step gave {len(sampled)} tokens for {len(self._sampling)} sequences.")
-        sampling, batch = self._sampling, self._close_step()
-        for sequence, length in batch:
-            sequence.num_computed += length
-            self._tables.seal(sequence)
-        for sequence, result in zip(sampling, sampled, strict=True):
-            if sequence.ending is Ending.NONE:
-                self._receive(sequence, result)
+    def update(self, sampled: Seq[SampledToken], seconds: float = 0.0) -> Entries:
+        """Ends the step under way: `sampled` is the engine's answer. Returns all entries owed.
+
+        `seconds` that the step took decide about drafts; 0: nobody knows.
+        """
+        if len(sampled) != len(self._rows):
+            raise InternalError(f"The step gave {len(sampled)} tokens for {len(self._rows)} rows.")
+        self._drafter.timed(self._batch, seconds)
+        for chunk in self._batch:
+            if not chunk.samples:
+                chunk.sequence.num_computed += chunk.length
+        drawn, results = [], iter(sampled)
+        for chunk in self._sampling:
+            of_chunk = list(islice(results, 1 + len(chunk.drafts)))
+            if chunk.sequence.ending is Ending.NONE:
+                drawn.append((chunk.sequence, self._drafter.accept(chunk, of_chunk)))
+            else:
+                chunk.sequence.num_computed += chunk.length
+        for chunk in self._close_step():
+            self._tables.seal(chunk.sequence)
+        for sequence, new in drawn:
+            self._receive(sequence, new)
         self._settle()
         return self.take_entries()
 
     def fail_step(self, error: RyzansteinError, rows: Collection[int] | None = None) -> Entries:
         """Ends the step under way without a result, and its sequences with `error`.
 
-        With `rows` (indices into `sample_rows`) only those sequences end; the others are computed again.
+        With `rows` (indices into `sample_rows`) only those sequences end; the others are computed again, and
+        without drafts where only a row after a draft has failed.
         The ranks have executed the plan's copies: of what may not have been, only `fail_all` is right.
         """
-        sampling, batch = self._sampling, self._close_step()
-        failed = [chunk.sequence for chunk in batch] if rows is None else [sampling[row] for row in rows]
-        for sequence in failed:
-            if sequence.ending is Ending.NONE:
-                self._fail(sequence, [], error)
+        sampled, batch = self._rows, self._close_step()
+        failed = [Row(c.sequence, c.sequence.sampling) for c in batch]
+        for row in failed if rows is None else [sampled[row] for row in sorted(rows)]:
+            if row.ahead:  # without the draft nobody would have seen it
+                row.sequence.speculates = False
+            elif row.sequence.ending is Ending.NONE:
+                self._fail(row.sequence, [], error)
         self._settle()
         return self.take_entries()
 
@@ -198,6 +220,11 @@ class ContinuousBatcher:
     def cached_tokens(self) -> int:
         """Prompt tokens that were found in the cache."""
         return self._tables.cached_tokens
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Drafts that were computed, and those of them that were right."""
+        return self._drafter.drafted, self._drafter.accepted
 
     def load(self) -> GroupLoad:
         """How full the ring is."""
@@ -333,25 +360,28 @@ class ContinuousBatcher:
     # --- results ---------------------------------------------------------------------------------
 
     def _close_step(self, failed_slots: Collection[int] = ()) -> list[Chunk]:
-        batch, self._batch, self._sampling = self._batch, [], []
+        batch, self._batch, self._sampling, self._rows = self._batch, [], [], []
         self._under_way = False
         for chunk in batch:
             chunk.sequence.in_flight = False
+            self._tables.trim(chunk.sequence)
         for sequence in self._tables.close(failed_slots):
             self._preempt(sequence)
         return batch
 
-    def _receive(self, sequence: Sequence, result: SampledToken) -> None:
-        sequence.append(result.token)
-        logprobs = None if result.logprobs is None else [result.logprobs]
+    def _receive(self, sequence: Sequence, new: list[SampledToken]) -> None:
+        """Tells the consumer of `new` tokens, which the sequence has already."""
         finish = sequence.finish_reason(self._spec.context_length)
         too_long = admission.kv_exhausted(len(sequence.tokens), self._spec)
+        if too_long is not None and not finish:
+            self._fail(sequence, new, too_long)
+            return
+        logprobs = [result.logprobs for result in new if result.logprobs is not None]
+        entry = sequence.entry([result.token for result in new], finish, logprobs or None)
         if finish:
-            self._end(sequence, sequence.entry([result.token], finish, logprobs))
-        elif too_long is not None:
-            self._fail(sequence, [result], too_long)
+            self._end(sequence, entry)
         else:
-            self._owe(sequence.request.consumer, sequence.entry([result.token], "", logprobs))
+            self._owe(sequence.request.consumer, entry)
 
     def _settle(self) -> None:
         """Ends the sequences that were cancelled or replaced while the step was under way."""

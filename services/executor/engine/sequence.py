@@ -14,6 +14,7 @@ import msgspec
 
 from services.executor.engine.protocol import SampledToken
 from services.executor.engine.sampling_state import SamplingState
+from services.executor.engine.speculation import Guesser
 from services.executor.kv_cache.prefix_index import BlockChain
 from shared.errors import NoGroupAvailable, RyzansteinError
 from shared.messages import LANES, FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
@@ -79,6 +80,10 @@ class Sequence:
         """Prompt tokens found in the cache before the sequence was first preempted."""
         self.preempted = False
         """Whether it has ever been: what it finds in the cache then may be its own."""
+        self.guesser: Guesser | None = None
+        """Of the next tokens, where drafts are allowed and have been thought of."""
+        self.speculates = True
+        """Whether it may carry drafts."""
         self._announced = False
 
     @property

@@ -1,0 +1,91 @@
+"""Drafts in the batch: which of its decodes carry some, and what a step with drafts has given.
+
+    tokens   [ ................ t ]            t: the last token, whose logits give the next one
+    step                      [ t | d1 d2 d3 ]  drafts: rows of the batch, slots in blocks of their own
+    drawn                       r0  r1 r2 r3    r0 = d1, r1 = d2, r2 ≠ d3: r0 r1 r2 are put out, and the
+                                                cache holds t, d1 and d2; the slot of d3 is written again
+
+Drafts take what is left of the step's token budget and blocks that nobody needs, after everything else.
+Tokens are put out as if they had come one by one: an end in the middle cuts what follows.
+"""
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+
+from services.executor.engine.admission import BatchSettings, kv_capacity
+from services.executor.engine.block_tables import BlockTables
+from services.executor.engine.plan_builder import Chunk
+from services.executor.engine.protocol import EngineSpec, SampledToken
+from services.executor.engine.sequence import Sequence
+from services.executor.engine.speculation import Speculation
+
+
+class Drafter:
+    """Adds drafts to the decodes of a batch. No clock, no I/O."""
+
+    def __init__(self, spec: EngineSpec, settings: BatchSettings) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._speculation = Speculation(settings.max_drafts)
+        self.drafted = 0
+        """Drafts that were computed."""
+        self.accepted = 0
+        """Drafts that were put out."""
+
+    def extend(self, batch: list[Chunk], tables: BlockTables, running: Collection[Sequence]) -> None:
+        """Gives chunks of `batch` drafts, where they are likely to pay."""
+        if not self._settings.max_drafts:
+            return
+        places = [at for at, chunk in enumerate(batch) if chunk.length == 1 and chunk.samples]
+        sequences = [batch[at].sequence for at in places]
+        budget = self._settings.max_batch_tokens - sum(chunk.length for chunk in batch)
+        if not sequences or budget <= 0:
+            return
+        limits = [self._limit(sequence) for sequence in sequences]
+        for at, drafts in zip(places, self.propose(sequences, limits, budget), strict=True):
+            if drafts:
+                count = tables.cover_drafts(batch[at].sequence, len(drafts), running)
+                batch[at] = batch[at]._replace(drafts=tuple(drafts[:count]))
+
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int) -> list[list[int]]:
+        """Drafts for each sequence: `limits` of each at most, `budget` in all."""
+        guessers = []
+        for sequence in sequences:
+            if sequence.guesser is None:
+                sequence.guesser = self._speculation.guesser(sequence.tokens)
+            guessers.append(sequence.guesser)
+        return self._speculation.choose(guessers, limits, budget)
+
+    def accept(self, chunk: Chunk, results: Seq[SampledToken]) -> list[SampledToken]:
+        """Appends to the sequence what the step has given it: `results` are drawn after its last token and
+        after each draft. Returns the new tokens; the last one may end the sequence."""
+        sequence, length, drafts = chunk
+        new: list[SampledToken] = []
+        for result, draft in zip(results, (*drafts, None), strict=True):
+            sequence.append(result.token)
+            new.append(result)
+            if result.token != draft or self._ends(sequence):
+                break
+        sequence.num_computed += length + len(new) - 1
+        self.drafted += len(drafts)
+        self.accepted += len(new) - 1
+        if sequence.guesser is not None:
+            sequence.guesser.learn([result.token for result in new])
+        return new
+
+    def timed(self, batch: list[Chunk], seconds: float) -> None:
+        """The step of `batch` took `seconds`; 0: nobody knows."""
+        if all(chunk.length == 1 and chunk.samples for chunk in batch):
+            self._speculation.cost.observe(sum(chunk.width for chunk in batch), seconds)
+
+    def _limit(self, sequence: Sequence) -> int:
+        """Drafts after which the sequence may still put out one more token."""
+        if not sequence.speculates:
+            return 0
+        output = sequence.request.max_tokens - sequence.output_tokens
+        room = min(self._spec.context_length, kv_capacity(self._spec)) - len(sequence.tokens)
+        return max(0, min(output, room, self._settings.max_drafts + 1) - 1)
+
+    def _ends(self, sequence: Sequence) -> bool:
+        too_long = len(sequence.tokens) > kv_capacity(self._spec)
+        return too_long or bool(sequence.finish_reason(self._spec.context_length))
