@@ -14,6 +14,8 @@ from services.cli.wheels import Progress
 from shared.errors import ConfigurationError, ModelLoadError
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_WANTED_PYTORCH = [*_WANTED, "pytorch_model*.bin"]
+"""Where a model has no safetensors."""
 _LOOK_INTERVAL = 0.5
 
 
@@ -33,9 +35,9 @@ def fetch(name: str, directory: Path, progress: Progress) -> None:
     """
     progress("downloading", 0, 0)
     try:
-        total = _bytes_of(name)
+        patterns, total = _survey(name)
         with _watched(directory, lambda done: progress("downloading", min(done, total or done), total)):
-            snapshot_download(name, local_dir=directory, allow_patterns=_WANTED)
+            snapshot_download(name, local_dir=directory, allow_patterns=patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
             raise  # this machine's fault: no room, no permission
@@ -51,14 +53,17 @@ def fetch(name: str, directory: Path, progress: Progress) -> None:
     shutil.rmtree(directory / ".cache", ignore_errors=True)
 
 
-def _bytes_of(name: str) -> int:
-    """For the progress bar alone: 0 when the hub does not say, and the download will tell why."""
+def _survey(name: str) -> tuple[list[str], int]:
+    """(patterns of the files to fetch, their bytes for the progress bar). When the hub does not say, the usual
+    ones and 0: the download will tell why."""
     try:
         files = HfApi().model_info(name, files_metadata=True).siblings or []
     except Exception:  # of whichever HTTP library the hub's client is made with
-        return 0
-    wanted = filter_repo_objects(files, allow_patterns=_WANTED, key=lambda file: file.rfilename)
-    return sum(file.size or 0 for file in wanted)
+        return _WANTED, 0
+    plain = any(file.rfilename.endswith(".safetensors") for file in files)
+    patterns = _WANTED if plain or not files else _WANTED_PYTORCH
+    wanted = filter_repo_objects(files, allow_patterns=patterns, key=lambda file: file.rfilename)
+    return patterns, sum(file.size or 0 for file in wanted)
 
 
 @contextlib.contextmanager

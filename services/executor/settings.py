@@ -56,8 +56,8 @@ class ExecutorSettings(CommonSettings):
     kv_disk_memory: int = Field(default=0, ge=0)
     """Bytes on disk per rank for evicted KV blocks of sessions; 0: none."""
     kv_disk_directory: Path | None = None
-    """Where `kv_disk_memory` goes, to files that end with their process; empty: the temporary directory,
-    which must not be in memory."""
+    """Where `kv_disk_memory` goes, to files that end with their process; not set: the directory for temporary
+    files, which is no use where that is in memory."""
     kv_session_ttl: float = Field(default=900.0, ge=0)
     """Seconds after its last turn for which a session's KV blocks are evicted after others'; 0: none."""
     replicas_on_host: int = Field(default=1, ge=1)

@@ -4,6 +4,7 @@ import msgspec
 
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sampling_state import problem_with
+from services.executor.engine.sequence import finish_reason
 from shared.errors import (
     ConfigurationError,
     ContextLengthExceeded,
@@ -11,7 +12,7 @@ from shared.errors import (
     QueueFull,
     RyzansteinError,
 )
-from shared.messages import GenerationRequest, Refusal
+from shared.messages import GenerationRequest, Refusal, TokenEntry
 
 
 class BatchSettings(msgspec.Struct, frozen=True):
@@ -60,6 +61,16 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
             )
     problem = problem_with(request.sampling, spec.vocab_size)
     return InvalidRequest(f"The sampling parameter {problem}.") if problem else None
+
+
+def finished_before(request: GenerationRequest, spec: EngineSpec) -> TokenEntry | None:
+    """The end of a generation that an earlier attempt has finished: it was lost after its last token, and
+    before saying so. None where there is something left to do."""
+    last = request.generated[-1] if request.generated else None
+    finish = finish_reason(request, len(request.generated), last, spec.context_length)
+    if not finish:
+        return None
+    return TokenEntry(request.generation_id, request.attempt, len(request.generated), [], finish=finish)
 
 
 def too_long(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:

@@ -31,7 +31,7 @@ from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Chunk, Row, build_plan, rows_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
-from services.executor.engine.sequence import Ending, Sequence, SequenceState, finish_reason
+from services.executor.engine.sequence import Ending, Sequence, SequenceState
 from services.executor.kv_cache.prefix_index import root_digest
 from shared.errors import InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
@@ -90,7 +90,10 @@ class ContinuousBatcher:
         error = admission.malformed(request, self._spec)
         if error is not None:
             return admission.refusal(request, error)
-        if self._finished_before(request):
+        entry = admission.finished_before(request, self._spec)
+        if entry is not None:
+            self._owe(request.consumer, entry)
+            self._ended.add(request)
             return None
         error = admission.too_long(request, self._spec)
         if error is None and len(self._waiting) >= self._settings.max_waiting:
@@ -250,13 +253,13 @@ class ContinuousBatcher:
 
     def _make_way(self) -> None:
         """Sequences of the batch lane give up their places to a more urgent one that waits."""
-        if not self._waiting or _is_batch(self._waiting[0]):
+        if not self._waiting or self._waiting[0].is_batch:
             return
         head = self._waiting[0]
-        lent = [s for s in self._running if _is_batch(s)]
+        lent = [s for s in self._running if s.is_batch]
         if not self._tables.could_place(head, self._running, lent):
             return
-        while self._running and _is_batch(self._running[-1]) and self._place(head) is None:
+        while self._running and self._running[-1].is_batch and self._place(head) is None:
             self._preempt(self._running[-1])
 
     def _decodes(self) -> list[Chunk]:
@@ -405,18 +408,6 @@ class ContinuousBatcher:
         if not sequence.in_flight:
             self._end(sequence, None)
 
-    def _finished_before(self, request: GenerationRequest) -> bool:
-        """An earlier attempt may have been lost after its last token and before saying so."""
-        last = request.generated[-1] if request.generated else None
-        finish = finish_reason(request, len(request.generated), last, self._spec.context_length)
-        if finish:
-            entry = TokenEntry(
-                request.generation_id, request.attempt, len(request.generated), [], finish=finish
-            )
-            self._owe(request.consumer, entry)
-            self._ended.add(request)
-        return bool(finish)
-
     def _fail(self, sequence: Sequence, last: list[SampledToken], error: RyzansteinError) -> None:
         self._end(sequence, sequence.error_entry(last, error))
 
@@ -435,7 +426,3 @@ class ContinuousBatcher:
 
     def _owe(self, consumer: str, entry: TokenEntry) -> None:
         self._owed.setdefault(consumer, []).append(entry)
-
-
-def _is_batch(sequence: Sequence) -> bool:
-    return sequence.request.lane == "batch"

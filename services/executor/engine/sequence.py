@@ -87,6 +87,11 @@ class Sequence:
         self._announced = False
 
     @property
+    def is_batch(self) -> bool:
+        """Whether it makes way for whoever is in a hurry."""
+        return self.request.lane == "batch"
+
+    @property
     def output_tokens(self) -> int:
         """Output tokens over all attempts; the position of the next one."""
         return len(self.tokens) - self.prompt_tokens

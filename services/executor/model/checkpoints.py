@@ -36,6 +36,8 @@ _FETCHED = (
     "merges.txt",
     "vocab.txt",
 )
+_FETCHED_PYTORCH = (*_FETCHED, "pytorch_model*.bin")
+"""Where a model has no safetensors."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
@@ -177,7 +179,10 @@ def _publish(made: Path, target: Path) -> None:
 
 def _fetch(name: str) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_FETCHED)))
+        directory = Path(snapshot_download(name, allow_patterns=list(_FETCHED)))
+        if not any(directory.glob("*.safetensors")):
+            directory = Path(snapshot_download(name, allow_patterns=list(_FETCHED_PYTORCH)))
+        return directory
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ModelLoadError(

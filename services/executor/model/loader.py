@@ -1,6 +1,7 @@
 """Brings one rank's share of a model into memory.
 
-    config.json ─▶ model on the meta device, buffers real ─▶ parallel plan ─▶ slices from safetensors
+    config.json ─▶ model on the meta device, buffers real ─▶ parallel plan ─▶ slices of the files ─▶ packing
+                                     └─▶ sources: which tensors of the files make up each parameter ─┘
 
 Parameters take no memory until their slice is read. Buffers are made for real from the start: they are
 not in the checkpoint, and a buffer that goes through the meta device (rotary frequencies) comes back as
@@ -11,7 +12,6 @@ import inspect
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,13 @@ from services.executor.model.collectives import Collectives
 from services.executor.model.layers import LinearShard, TensorSlice, held_elsewhere, piece_of
 from services.executor.model.packing import can_pack, packed_weight
 from services.executor.model.parallel import apply_plan
+from services.executor.model.reading import Progress, Read, read_all
 from services.executor.model.rewiring import attention_to_build_with
 from services.executor.model.sharding import ShardLayout
+from services.executor.model.sources import Sources, find_sources
 from services.executor.model.support import check_supported, longest_context
 from services.executor.model.weights import WeightFiles
 from shared.errors import ModelLoadError
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) of this rank's share."""
 
 _LOADING = threading.Lock()
 """Building on the meta device patches torch for the whole process, so threads load one after the other."""
@@ -87,10 +86,15 @@ def load_model(
     check_supported(config)
     with _LOADING, WeightFiles(directory) as files:
         model, ties = _build(config, dtype)
+        sources = find_sources(model, files.shapes)
         apply_plan(model, config, layout, collectives)
-        jobs = _plan_reads(model, ties, files)
-        _check_leftovers(model, jobs, files, directory)
-        _read(jobs, files, dtype, device, progress)
+        parameters = _parameters(model, ties)
+        plan = _plan_reads(parameters, sources)
+        _check_leftovers(model, parameters, sources, directory)
+        tensors = read_all([read for _, read in plan], files, device, progress)
+        for parameter, _ in plan:
+            # Taken off the list, so that packing a weight can free it.
+            _place(parameter, tensors.pop(0))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -129,77 +133,79 @@ def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
 
 
 @dataclass
-class _Read:
-    """One parameter to be read: where it goes and what it is called."""
+class _Parameter:
+    """One parameter or buffer of this rank's model, to be read."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
     piece: TensorSlice | None
+    """What of the checkpoint's tensor this rank holds; None: all."""
+    buffer: bool
     targets: list[tuple[nn.Module, str]] = field(default_factory=list)
     """(module, attribute): more than one where parameters are tied."""
     names: list[str] = field(default_factory=list)
-    """What the checkpoint may call it, the most likely first."""
-    source: str = ""
-    """What the checkpoint does call it."""
-    buffer: bool = False
+    """What the model calls it."""
 
 
-def _plan_reads(model: nn.Module, ties: dict[str, str], files: WeightFiles) -> list[_Read]:
-    reads: dict[int, _Read] = {}
-    for name, tensor, owner in _wanted(model):
-        leaf = name.rpartition(".")[2]
-        read = reads.setdefault(id(tensor), _Read(tuple(tensor.shape), piece_of(owner, leaf)))
-        read.buffer = not isinstance(tensor, nn.Parameter)
-        read.targets.append((owner, leaf))
-        read.names += [name, *([ties[name]] if name in ties else [])]
-        read.names += [tied for tied, to in ties.items() if to == name]
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    available = files.names
-    jobs = []
-    for read in reads.values():
-        candidates = read.names + [name.removeprefix(prefix) for name in read.names]
-        found = next((name for name in candidates if name in available), None)
-        if found is None and read.buffer:
+def _parameters(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
+    """All that the checkpoint may hold: parameters and persistent buffers, tied ones once."""
+    wanted: dict[int, _Parameter] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        piece = piece_of(owner, leaf)
+        buffer = not isinstance(tensor, nn.Parameter)
+        parameter = wanted.setdefault(
+            id(tensor), _Parameter(tuple(tensor.shape), tensor.dtype, piece, buffer)
+        )
+        parameter.targets.append((owner, leaf))
+        parameter.names += [name, *([ties[name]] if name in ties else [])]
+        parameter.names += [tied for tied, to in ties.items() if to == name]
+    return list(wanted.values())
+
+
+def _plan_reads(parameters: list[_Parameter], sources: Sources) -> list[tuple[_Parameter, Read]]:
+    """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with."""
+    plan = []
+    for parameter in parameters:
+        found = next((name for name in parameter.names if name in sources.parameters), None)
+        if found is None and parameter.buffer:
             continue
         if found is None:
             raise ModelLoadError(
-                f"The weights have no tensor {read.names[0]}, which config.json calls for; "
+                f"The weights have no tensor {parameter.names[0]}, which config.json calls for; "
                 "the directory mixes two models or is incomplete, fetch the model again."
             )
-        read.source = found
-        _check_shape(read, files.shape(found))
-        jobs.append(read)
-    return jobs
+        content, piece = sources.parameters[found], parameter.piece
+        _check_shape(found, parameter, content.shape)
+        if piece is not None:
+            content = content.selected(piece.dim, piece.spans)
+        plan.append((parameter, Read(content, parameter.dtype)))
+    return plan
 
 
-def _wanted(model: nn.Module) -> Iterable[tuple[str, torch.Tensor, nn.Module]]:
-    """(name, tensor, owning module) of all that the checkpoint may hold: parameters and persistent buffers."""
-    saved = model.state_dict(keep_vars=True)
-    for name, tensor in saved.items():
-        yield name, tensor, model.get_submodule(name.rpartition(".")[0])
-
-
-def _check_shape(read: _Read, stored: tuple[int, ...]) -> None:
-    expected = list(read.shape)
-    if read.piece is not None:
-        expected[read.piece.dim] = read.piece.full
+def _check_shape(name: str, parameter: _Parameter, stored: tuple[int, ...]) -> None:
+    expected = list(parameter.shape)
+    if parameter.piece is not None:
+        expected[parameter.piece.dim] = parameter.piece.full
     if list(stored) != expected:
         raise ModelLoadError(
-            f"The tensor {read.source} has the shape {list(stored)} where config.json calls for {expected}; "
+            f"The tensor {name} has the shape {list(stored)} where config.json calls for {expected}; "
             "the directory mixes two models, fetch the model again."
         )
 
 
-def _check_leftovers(model: nn.Module, jobs: list[_Read], files: WeightFiles, directory: Path) -> None:
+def _check_leftovers(
+    model: nn.Module, parameters: list[_Parameter], sources: Sources, directory: Path
+) -> None:
     """Raises when the checkpoint holds weights that the model has no place for: it would compute nonsense."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    known = {name for job in jobs for name in (job.source, *job.names)}
+    known = {name for parameter in parameters for name in parameter.names}
     for name, module in model.named_modules():
         known |= {f"{name}.{leaf}" for leaf in held_elsewhere(module)}
-    known |= {name.removeprefix(prefix) for name in known}
     ignored = [
         re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     ]
-    for name in sorted(files.names - known):
+    for name in sorted(sources.unused | (sources.parameters.keys() - known)):
         if _NOT_NEEDED.search(name) or any(pattern.search(name) for pattern in ignored):
             continue
         raise ModelLoadError(
@@ -208,25 +214,10 @@ def _check_leftovers(model: nn.Module, jobs: list[_Read], files: WeightFiles, di
         )
 
 
-def _read(
-    jobs: list[_Read], files: WeightFiles, dtype: torch.dtype, device: torch.device, progress: Progress
-) -> None:
-    total = sum(torch.Size(job.shape).numel() for job in jobs) * dtype.itemsize
-    done = 0
-    progress(done, total)
-    with torch.no_grad():
-        for job in jobs:
-            stored = files.read(job.source, job.piece)
-            # Copied even where the dtype agrees: the mapped file may go, and may lie unaligned.
-            held = torch.empty(
-                job.shape, dtype=dtype if stored.is_floating_point() else stored.dtype, device=device
-            )
-            held.copy_(stored)
-            value = held if job.buffer else nn.Parameter(held, requires_grad=False)
-            for module, attribute in job.targets:
-                setattr(module, attribute, value)
-            done += held.numel() * dtype.itemsize
-            progress(done, total)
+def _place(parameter: _Parameter, held: torch.Tensor) -> None:
+    value = held if parameter.buffer else nn.Parameter(held, requires_grad=False)
+    for module, attribute in parameter.targets:
+        setattr(module, attribute, value)
 
 
 def pack_linears(model: nn.Module) -> None:

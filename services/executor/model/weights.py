@@ -1,44 +1,58 @@
-"""The weight files of a model directory: which tensors there are, and slices of them.
+"""The weight files of a model directory, whatever their format: named tensors over mapped bytes.
 
-safetensors files are mapped, never read whole: a rank touches the bytes of its own slices only.
+Opening them reads headers alone. A rank then touches the bytes of its own slices only.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.executor.model.layers import TensorSlice
+from services.executor.model.mapped_file import MappedFile
+from services.executor.model.pytorch_file import map_pytorch
+from services.executor.model.safetensors_file import map_safetensors
 from shared.errors import ModelLoadError
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
+
+@dataclass(frozen=True)
+class _Format:
+    single: str
+    """The name of weights that are one file."""
+    open: Callable[[Path], MappedFile]
+
+    @property
+    def index(self) -> str:
+        """The name of the file that says which tensor is in which of several files."""
+        return f"{self.single}.index.json"
+
+
+_FORMATS = (
+    _Format("model.safetensors", map_safetensors),
+    _Format("pytorch_model.bin", map_pytorch),
+)
+"""Best first."""
+_OTHER_FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
 
 
 class WeightFiles:
-    """The safetensors files of a directory, open for reading. A context manager."""
+    """The weights of a directory, open for reading. A context manager."""
 
     def __init__(self, directory: Path):
         """Opens them. Raises `ModelLoadError` when a file is missing, damaged or of another format."""
-        self._directory = directory
-        self._handles: dict[Path, Any] = {}
-        self._slices: dict[str, Any] = {}
-        expected = _weight_map(directory)
-        try:
-            for path in _files(directory, expected):
-                self._open(path)
-        except BaseException:
-            self.close()
-            raise
-        missing = sorted(set(expected or ()) - self.names)
+        format_, index = _choose(directory)
+        self._files: dict[str, MappedFile] = {}
+        """Tensor name -> its file."""
+        for file in sorted(set(index.values())) if index is not None else [format_.single]:
+            mapped = _opened(directory / file, format_)
+            # Where two files hold a name, the index says which is meant.
+            meant = (name for name in mapped.tensors if index is None or index.get(name, file) == file)
+            self._files.update(dict.fromkeys(meant, mapped))
+        missing = sorted(name for name in index or () if name not in self._files)
         if missing:
             raise ModelLoadError(
-                f"{_INDEX} in {directory} names {_some(missing)}, which the weight files do not hold; "
+                f"{format_.index} in {directory} names {_some(missing)}, which the weight files do not hold; "
                 "fetch the model again."
             )
 
@@ -49,72 +63,62 @@ class WeightFiles:
         self.close()
 
     @property
-    def names(self) -> set[str]:
-        return set(self._slices)
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor, by name."""
+        return {name: tuple(file.tensors[name].shape) for name, file in self._files.items()}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slices[name].get_shape())
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name` over its mapped bytes, on the CPU, in the file's dtype. Do not write to it."""
+        return self._files[name].tensors[name]
 
-    def read(self, name: str, piece: TensorSlice | None) -> Tensor:
-        """`piece` of tensor `name` (None: all of it), in the file's dtype, on the CPU."""
-        try:
-            tensor: Tensor
-            if piece is None:
-                tensor = self._slices[name][...]
-            else:
-                lead = (slice(None),) * piece.dim
-                stored = self._slices[name]
-                parts = [stored[(*lead, slice(span.start, span.stop))] for span in piece.spans]
-                tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=piece.dim)
-        except (SafetensorError, OSError) as error:
-            raise _damaged(self._directory / name, error) from error
-        return tensor
+    def let_go(self, name: str, view: Tensor) -> None:
+        """Says that `view`, part of the tensor `name`, has been read and need not stay in this process."""
+        self._files[name].let_go(view)
 
     def close(self) -> None:
-        self._slices.clear()
-        handles, self._handles = self._handles, {}
-        for handle in handles.values():
-            handle.__exit__(None, None, None)
-
-    def _open(self, path: Path) -> None:
-        try:
-            handle: Any = safe_open(str(path), framework="pt", device="cpu")
-            self._handles[path] = handle.__enter__()
-            names: list[str] = handle.keys()
-            self._slices.update({name: handle.get_slice(name) for name in names})
-        except FileNotFoundError as error:
-            raise ModelLoadError(
-                f"The weight file {path} is missing, though {_INDEX} names it; fetch the model again."
-            ) from error
-        except (SafetensorError, OSError) as error:
-            raise _damaged(path, error) from error
+        """Lets the files go; tensors handed out keep theirs."""
+        self._files.clear()
 
 
-def _files(directory: Path, expected: Mapping[str, str] | None) -> list[Path]:
-    if expected is not None:
-        return [directory / name for name in sorted(set(expected.values()))]
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
+def _choose(directory: Path) -> tuple[_Format, Mapping[str, str] | None]:
+    """The format to read, and where it is in several files, tensor name -> file name."""
+    for format_ in _FORMATS:
+        if (directory / format_.index).is_file():
+            return format_, _weight_map(directory / format_.index)
+        if (directory / format_.single).is_file():
+            return format_, None
     others = sorted(path.name for path in directory.iterdir() if path.suffix in _OTHER_FORMATS)
     found = f"only {_some(others)}" if others else "no weights"
+    names = " or ".join(name for format_ in _FORMATS for name in (format_.single, format_.index))
     raise ModelLoadError(
-        f"The model directory {directory} holds {found}, where {_SINGLE} or {_INDEX} is needed; "
+        f"The model directory {directory} holds {found}, where {names} is needed; "
         "save the model as safetensors (save_pretrained does), or give a .gguf file by its own path."
     )
 
 
-def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Tensor name -> file name, or None where the weights are one file."""
-    path = directory / _INDEX
-    if not path.is_file():
-        return None
+def _opened(path: Path, format_: _Format) -> MappedFile:
+    try:
+        return format_.open(path)
+    except FileNotFoundError as error:
+        raise ModelLoadError(
+            f"The weight file {path} is missing, though {format_.index} names it; fetch the model again."
+        ) from error
+    except OSError as error:
+        raise ModelLoadError(
+            f"The weight file {path} cannot be read ({error.strerror}); check its rights and its disk."
+        ) from error
+    except ValueError as error:
+        raise _damaged(path, error) from error
+
+
+def _weight_map(path: Path) -> dict[str, str]:
     try:
         names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if not all(isinstance(file, str) and Path(file).name == file for file in names.values()):
             raise ValueError("a file name is not plain")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return dict(names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
-    return dict(names)
 
 
 def _damaged(path: Path, error: Exception) -> ModelLoadError:

@@ -16,6 +16,7 @@ from services.executor.model.layers import LinearShard, VocabParallelEmbedding
 from services.executor.native.packed import Piece, alternating, one_after_another
 
 _ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
+_BY_LENGTH = frozenset({"dynamic", "longrope"})
 _HEAD_DIMS = frozenset(range(32, 257, 32))
 
 
@@ -180,6 +181,10 @@ class _Frequencies:
         names = [
             name for name, _ in rotary.named_buffers() if name.endswith("inv_freq") and "original" not in name
         ]
+        kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
+        for kind in kinds.values():
+            if kind in _BY_LENGTH:
+                raise CannotLower(f"rotary embeddings of type {kind} follow the length of the text")
         if not 1 <= len(names) <= 2:
             raise CannotLower(f"the model has {len(names)} sets of rotary frequencies")
         self._names = names

@@ -63,7 +63,7 @@ def test_what_is_half_there_is_not_listed(tmp_path: Path) -> None:
 @pytest.fixture
 def no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub tells no sizes, and is not asked."""
-    monkeypatch.setattr(hub, "_bytes_of", lambda name: 1)
+    monkeypatch.setattr(hub, "_survey", lambda name: ([], 1))
 
 
 @pytest.mark.usefixtures("no_metadata")
@@ -253,13 +253,16 @@ def test_sizes_are_asked_for_the_bar_alone(monkeypatch: pytest.MonkeyPatch) -> N
             if name == "org/none":
                 raise RuntimeError("no network, in the words of some library")
             files = {"a/model.safetensors": 5, "pytorch_model.bin": 7, "config.json": None}
+            if name == "org/old":
+                del files["a/model.safetensors"]
             return SimpleNamespace(
                 siblings=[SimpleNamespace(rfilename=file, size=size) for file, size in files.items()]
             )
 
     monkeypatch.setattr(hub, "HfApi", Api)
-    assert hub._bytes_of("org/name") == 5, "what is not fetched counts not"
-    assert hub._bytes_of("org/none") == 0
+    assert hub._survey("org/name") == (hub._WANTED, 5), "what is not fetched counts not"
+    assert hub._survey("org/old") == (hub._WANTED_PYTORCH, 7), "weights of another kind are better than none"
+    assert hub._survey("org/none") == (hub._WANTED, 0)
 
 
 def test_a_hub_out_of_reach_is_one_sentence(tmp_path: Path) -> None:

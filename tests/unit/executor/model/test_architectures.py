@@ -14,7 +14,7 @@ from services.executor.model.collectives import Collectives
 from services.executor.model.layers import piece_of
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 from tests.unit.executor.model.ring import decode_script, make_runner, on_ring
-from tests.unit.executor.model.tiny import build, logits_of, save
+from tests.unit.executor.model.tiny import build, logits_of
 
 REPLICATED = re.compile(
     r"\.(router|gate|shared_expert_gate|wpe|embed_positions|project_in|project_out|experts\.down_proj_bias)\b"
@@ -38,7 +38,7 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = tmp_path_factory.mktemp(request.param.replace("/", "-"))
     model = build(request.param, settings_of(request.param))
     expected = logits_of(model, decode_script()[0].sequences)
-    save(model, directory)
+    model.save_pretrained(str(directory))
     return Proof(directory, expected)
 
 

@@ -158,6 +158,24 @@ def test_what_names_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert resolve_model(str(tmp_path), tmp_path / "cache", ignore) == tmp_path
 
 
+@pytest.mark.parametrize(("weights", "fetches"), [("model.safetensors", 1), ("pytorch_model.bin", 2)])
+def test_pickled_weights_are_fetched_where_there_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, fetches: int
+) -> None:
+    asked: list[list[str]] = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        if any(Path(weights).match(pattern) for pattern in allow_patterns):
+            (tmp_path / weights).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(checkpoints, "snapshot_download", fetch)
+    assert resolve_model("owner/name", tmp_path / "cache", ignore) == tmp_path
+    assert len(asked) == fetches
+    assert (tmp_path / weights).is_file()
+
+
 def test_command_reports_stages_and_errors(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

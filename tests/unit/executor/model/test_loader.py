@@ -1,5 +1,6 @@
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,9 @@ def test_directories_that_are_no_model(tmp_path: Path, copy: Path) -> None:
     refused(tmp_path / "none", "does not exist")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "has no config.json")
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    refused(copy, "only pytorch_model.bin, where model.safetensors")
-    (copy / "pytorch_model.bin").unlink()
+    (copy / "model.safetensors").rename(copy / "flax_model.msgpack")
+    refused(copy, "only flax_model.msgpack, where model.safetensors")
+    (copy / "flax_model.msgpack").unlink()
     refused(copy, "no weights")
 
 
@@ -161,3 +162,35 @@ def test_context_length(copy: Path) -> None:
     assert context_length(load_config(copy)) == 128
     with pytest.raises(ModelLoadError, match="max_position_embeddings"):
         context_length(object())
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "60KB"])
+def test_pytorch_weights(tmp_path: Path, llama: Path, max_shard_size: str) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    (tmp_path / "config.json").write_text((llama / "config.json").read_text())
+    if max_shard_size == "5GB":
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    else:
+        index = {name: f"part-{number % 3}.bin" for number, name in enumerate(tensors)}
+        for file in set(index.values()):
+            torch.save({name: tensors[name] for name in index if index[name] == file}, tmp_path / file)
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    for rank in range(2):
+        expected, got = load(llama, 2, rank).state_dict(), load(tmp_path, 2, rank).state_dict()
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_packing_frees_the_plain_weights_as_it_goes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def packed(weight: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(reference() is not None for reference in made))
+        made.append(weakref.ref(weight))
+        return torch.zeros(1)
+
+    monkeypatch.setattr("services.executor.model.loader.can_pack", lambda device, dtype: True)
+    monkeypatch.setattr("services.executor.model.loader.packed_weight", packed)
+    load(llama)
+    assert len(alive) > 10
+    assert max(alive) <= 1

@@ -17,8 +17,10 @@ from services.executor.model.support import check_supported
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, LONGROPE, settings_of
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
-from tests.unit.executor.model.tiny import build, make_model, save
+from tests.unit.executor.model.tiny import build, make_model
 
+NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
+"""The heads of the models of tiny.py."""
 LLAMA_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -97,7 +99,7 @@ def test_each_refused_architecture_exists_and_is_refused() -> None:
     assert all(refusal_of(model_type) is None for model_type in SERVED)
 
 
-def test_every_plan_of_our_own_names_what_its_model_has(tmp_path: Path) -> None:
+def test_every_plan_of_our_own_names_what_its_model_has() -> None:
     """A line that matches nothing is a layer that is replicated by mistake."""
     for model_type, plan in PLANS.items():
         held: set[str] = set()
@@ -148,10 +150,26 @@ def test_plans_of_transformers_under_old_and_new_names() -> None:
 
 
 def test_norms_over_all_heads_need_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
-    save(build("olmo2", {**settings_of("olmo2"), **heads}), tmp_path)
+    build("olmo2", {**settings_of("olmo2"), **NINE_HEADS}).save_pretrained(str(tmp_path))
     monkeypatch.setattr("services.executor.model.parallel.plan_for", lambda config: PLANS["hunyuan_v1_dense"])
     refused(tmp_path, "spans several heads", world_size=2)
+
+
+def test_layers_and_experts_of_another_make_are_refused(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = {**PLANS["hunyuan_v1_dense"], "mlp.act_fn": Style.COLUMN}
+    monkeypatch.setattr("services.executor.model.parallel.plan_for", lambda config: plan)
+    refused(llama, "mlp.act_fn, which is a SiLUActivation and not a plain linear layer")
+    plan = {**PLANS["hunyuan_v1_dense"], "mlp": Style.EXPERTS}
+    refused(llama, "experts layers.0.mlp hold .*, a form that is not served")
+    plan = {**PLANS["hunyuan_v1_dense"], "mlp.up_proj": Style.QUERY}
+    refused(llama, "is 96 wide where the heads in config.json make 144")
+    plan = {**PLANS["hunyuan_v1_dense"], "self_attn.q_norm": Style.QUERY_HEAD_NORM}
+    build("olmo2", {**settings_of("olmo2"), **NINE_HEADS}).save_pretrained(str(tmp_path))
+    refused(tmp_path, "which is not one row for each of 9 heads")
+    plan = {"mlp.up_proj": Style.COLUMN}
+    refused(llama, "0 attention layers that can be served out of 3")
 
 
 def test_longrope_is_served_up_to_where_its_frequencies_change(tmp_path: Path) -> None:

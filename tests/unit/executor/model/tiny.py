@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 BASE = {
@@ -74,18 +73,6 @@ def build(name: str, settings: dict[str, Any]) -> Any:
                 spread = torch.randn(tensor.shape)
                 tensor.copy_(1 + 0.1 * spread if "norm" in key or "ln_" in key else 0.12 * spread)
     return model.eval()
-
-
-def save(model: Any, directory: Path) -> None:
-    """Saves `model` in the directory format of the real ones, its tensors under the names they have in memory."""
-    model.config.save_pretrained(str(directory))
-    tensors: dict[int, str] = {}
-    for name, tensor in model.state_dict().items():
-        tensors.setdefault(tensor.data_ptr(), name)
-    state = {
-        name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in tensors.values()
-    }
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def logits_of(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:

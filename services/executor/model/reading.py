@@ -1,0 +1,87 @@
+"""Copies a rank's share of a checkpoint into memory.
+
+Each parameter is copied straight from the mapped files to its final place, cast on the way. Torch spreads
+a copy over the threads it was given. The pages of the files that have been read are let go as it goes, so
+a rank never holds more than its share and the one piece being copied.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.executor.model.arena import allocate
+from services.executor.model.composition import Composition
+from services.executor.model.weights import WeightFiles
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) of this rank's share."""
+
+_PIECE = 32 << 20
+"""Bytes copied at once."""
+_REPORTS = 200
+"""Progress is told about so many times, however many tensors there are."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """One tensor to be made: this rank's share of a parameter."""
+
+    content: Composition
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.content.shape).numel() * self.dtype.itemsize
+
+
+def read_all(
+    reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
+) -> list[Tensor]:
+    """The tensors that `reads` describe, on `device`, in that order."""
+    held = allocate([(read.content.shape, read.dtype) for read in reads], device)
+    meter = Meter(progress, sum(read.nbytes for read in reads))
+    with torch.no_grad():
+        for read, tensor in zip(reads, held, strict=True):
+            for part in read.content.parts:
+                whole = part.view(files.tensor(part.source))
+                for stored, place in _pieces(whole, part.place(tensor)):
+                    place.copy_(stored)
+                    files.let_go(part.source, stored)
+                    meter.add(place.numel() * read.dtype.itemsize)
+    meter.finish()
+    return held
+
+
+def _pieces(stored: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """`stored` and its `place` in pieces of rows, so that little of a large tensor is held twice."""
+    if stored.dim() == 0 or stored.nbytes <= _PIECE:
+        yield stored, place
+        return
+    rows = max(1, _PIECE * stored.shape[0] // stored.nbytes)
+    for start in range(0, stored.shape[0], rows):
+        yield stored[start : start + rows], place[start : start + rows]
+
+
+class Meter:
+    """Tells `progress` about bytes as they are done, but not about each of thousands of tensors."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        """`total` bytes are to come."""
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._told = 0
+        progress(0, total)
+
+    def add(self, count: int) -> None:
+        """`count` more bytes are done."""
+        self._done += count
+        if self._done < self._total and self._done - self._told >= self._total / _REPORTS:
+            self._told = self._done
+            self._progress(self._done, self._total)
+
+    def finish(self) -> None:
+        """All of it is done."""
+        self._progress(self._total, self._total)

@@ -1,0 +1,142 @@
+"""One rank of a ring without NATS and orchestrator, which shows at its end what its KV blocks hold.
+
+`python -m tests.integration.executor.ring_member RANK DIRECTORY`: the engine, the plan channel and the
+collectives are the production ones; the directory holds the model, the settings and the requests. Standard
+input and output take the orchestrator's part: where the ring meets, and the tokens of each step.
+"""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from services.executor.board import RingBoard
+from services.executor.engine import ring_engine
+from services.executor.engine.admission import BatchSettings
+from services.executor.engine.batching import ContinuousBatcher
+from services.executor.engine.protocol import RestoreFailed
+from services.executor.kv_cache.store import KvStore
+from services.executor.ring import RankSpec, Rendezvous
+from services.executor.settings import ExecutorSettings
+from shared.messages import GenerationRequest, TokenEntry
+
+
+class Turn(msgspec.Struct):
+    """A request, and what its session says after the answer, until it has nothing more to say."""
+
+    request: GenerationRequest
+    later: list[list[int]] = []
+
+
+class Known(msgspec.Struct):
+    """What the leader takes for granted: the tokens up to the end of each full block."""
+
+    blocks: dict[int, list[int]]
+    copies: list[int]
+    """Saves, compressions and restores that the plans carried."""
+
+
+stores: list[KvStore] = []
+
+
+class ShownStore(KvStore):
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        stores.append(self)
+
+
+def say(message: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, directory: Path) -> None:
+    engine = ring_engine.RingEngine(settings, spec, board, say)
+    engine_spec = engine.load(lambda done, total: None)
+    limits = BatchSettings(settings.max_batch_tokens, settings.max_sequences, session_ttl=100.0)
+    batcher = ContinuousBatcher(engine_spec, limits, "m")
+    turns = msgspec.json.decode((directory / "turns.json").read_bytes(), type=list[Turn])
+    load = {turn.request.generation_id: turn for turn in turns}
+    answers = {name: list(turn.request.generated) for name, turn in load.items()}
+    for turn in turns:
+        assert batcher.add(turn.request) is None
+    copies = [0, 0, 0]
+    while batcher.has_work:
+        scheduled = batcher.schedule(float(batcher.step))
+        assert scheduled is not None
+        plan, sequences = scheduled
+        carried = (plan.saves, plan.compressions, plan.restores)
+        copies = [count + len(pairs) // 8 for count, pairs in zip(copies, carried, strict=True)]
+        try:
+            entries = batcher.update(engine.execute(plan, [s.sampling for s in sequences]))
+        except RestoreFailed as error:
+            entries = batcher.fail_restores(error.slots)
+        batcher.check()
+        news = [entry for batch in entries.values() for entry in batch]
+        for entry in news:
+            go_on(batcher, load, answers, entry)
+        say(news)
+    (directory / "known.json").write_bytes(msgspec.json.encode(Known(known_blocks(batcher), copies)))
+    engine.close()
+
+
+def go_on(
+    batcher: ContinuousBatcher, load: dict[str, Turn], answers: dict[str, list[int]], entry: TokenEntry
+) -> None:
+    """The session's next turn, once it has its answer."""
+    answers[entry.generation_id] += entry.tokens
+    turn = load[entry.generation_id]
+    if not entry.finish or not turn.later:
+        return
+    assert entry.finish == "length", entry.error
+    name = f"{entry.generation_id}+"
+    prompt = turn.request.prompt + answers[entry.generation_id] + turn.later[0]
+    request = msgspec.structs.replace(
+        turn.request, generation_id=name, prompt=prompt, generated=[], attempt=0
+    )
+    load[name], answers[name] = Turn(request, turn.later[1:]), []
+    assert batcher.add(request) is None
+
+
+def known_blocks(batcher: ContinuousBatcher) -> dict[int, list[int]]:
+    """Every block in the prefix index whose whole beginning is there too, with all tokens up to its end."""
+    allocator = batcher._tables._allocator
+    keys = allocator._index._keys
+    by_digest = {key.digest: key for key in keys.values()}
+    blocks = {}
+    for block, key in keys.items():
+        if block in allocator._copies._compressions:
+            continue  # the plan that would have brought its content was not needed any more
+        chain = [key]
+        while chain[-1].parent in by_digest:
+            chain.append(by_digest[chain[-1].parent])
+        if chain[-1].parent == batcher._root:
+            tokens = b"".join(link.tokens for link in reversed(chain))
+            blocks[block] = list(memoryview(tokens).cast("i"))
+    return blocks
+
+
+def main() -> None:
+    rank, directory = int(sys.argv[1]), Path(sys.argv[2])
+    settings = ExecutorSettings.model_validate_json((directory / "settings.json").read_bytes())
+    spec = RankSpec(rank, settings.tp, "g", "i", 1, str(directory / "board"), {})
+    board = RingBoard(directory / "board", settings.tp)
+    ring_engine.KvStore = ShownStore  # type: ignore[misc]
+    if rank == 0:
+        lead(settings, spec, board, directory)
+    else:
+        ring_engine.follow_ring(
+            settings, spec, board, msgspec.json.decode(sys.stdin.readline(), type=Rendezvous)
+        )
+    [store] = stores
+    every = torch.arange(store.num_blocks)
+    layers = [
+        tuple(part.clone() for part in store.gather(layer, every, len(every)))
+        for layer in range(store.shape.num_layers)
+    ]
+    torch.save(layers, directory / f"rank-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
