@@ -184,7 +184,7 @@ class Leader:
         load = msgspec.structs.replace(self._batcher.load(), version=self._load_version)
         self._board.set_load(load)
         self._board.set_cache_totals(self._batcher.cached_tokens, self._batcher.preemptions)
-        self._board.set_draft_totals(*self._batcher.drafts)
+        self._board.set_draft_totals(self._batcher.drafter.drafted, self._batcher.drafter.accepted)
         return load
 
     def _refuse_draining(self, request: GenerationRequest) -> Refusal:

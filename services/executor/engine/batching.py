@@ -20,7 +20,6 @@ With none running, the first that waits is admitted, since it fits the whole cac
 from bisect import insort
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from itertools import islice
 from operator import attrgetter
 
 from services.executor.engine import admission
@@ -28,7 +27,7 @@ from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.drafting import Drafter
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.plan_builder import Chunk, Row, build_plan, rows_of
+from services.executor.engine.plan_builder import NO_STEP, Chunk, Row, Step, build_plan, rows_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState
@@ -59,17 +58,14 @@ class ContinuousBatcher:
         self._settings = settings
         self._root = root_digest(namespace)
         self._tables = BlockTables(spec, settings)
-        self._drafter = drafter or Drafter(spec, settings)
+        self.drafter = drafter or Drafter(spec, settings)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         # Both lists are sorted by urgency.
         self._live: dict[str, Sequence] = {}
         self._ended = RecentlyEnded()
         self._owed: Entries = {}
-        self._batch: list[Chunk] = []
-        self._sampling: list[Chunk] = []
-        self._rows: list[Row] = []
-        self._under_way = False
+        self._under_way = NO_STEP
         self._arrivals = 0
         self.step = 0
         """The last step that was scheduled; the first is 1."""
@@ -129,7 +125,7 @@ class ContinuousBatcher:
         `now`: seconds of any steady clock. None when there is nothing to compute; entries may be owed
         then (`take_entries`).
         """
-        if self._under_way:
+        if self._under_way is not NO_STEP:
             raise InternalError("A step was scheduled while another is under way.")
         self._tables.begin(now)
         self._make_way()
@@ -141,32 +137,19 @@ class ContinuousBatcher:
             return None
         for chunk in batch:
             chunk.sequence.in_flight = True
-        self._drafter.extend(batch, self._tables, self._running)
+        self.drafter.extend(batch, self._tables, self._running)
         self.step += 1
-        copies = self._tables.take_copies()
-        plan, self._sampling = build_plan(self.step, batch, copies, self._spec.block_size)
-        self._batch, self._rows, self._under_way = batch, rows_of(self._sampling), True
-        return plan, list(self._rows)
+        plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
+        self._under_way = Step(batch, sampled, rows_of(sampled))
+        return plan, list(self._under_way.rows)
 
     def update(self, sampled: Seq[SampledToken], seconds: float = 0.0) -> Entries:
-        """Ends the step under way: `sampled` is the engine's answer. Returns all entries owed.
-
-        `seconds` that the step took decide about drafts; 0: nobody knows.
-        """
-        if len(sampled) != len(self._rows):
-            raise InternalError(f"The step gave {len(sampled)} tokens for {len(self._rows)} rows.")
-        self._drafter.timed(self._batch, seconds)
-        for chunk in self._batch:
-            if not chunk.samples:
-                chunk.sequence.num_computed += chunk.length
-        drawn, results = [], iter(sampled)
-        for chunk in self._sampling:
-            of_chunk = list(islice(results, 1 + len(chunk.drafts)))
-            if chunk.sequence.ending is Ending.NONE:
-                drawn.append((chunk.sequence, self._drafter.accept(chunk, of_chunk)))
-            else:
-                chunk.sequence.num_computed += chunk.length
-        for chunk in self._close_step():
+        """Ends the step under way with the engine's answer, after `seconds` (0: unknown). Returns all entries
+        owed."""
+        if len(sampled) != len(self._under_way.rows):
+            raise InternalError(f"The step gave {len(sampled)} tokens for {len(self._under_way.rows)} rows.")
+        drawn = self.drafter.take(self._under_way, sampled, seconds)
+        for chunk in self._close_step().batch:
             self._tables.seal(chunk.sequence)
         for sequence, new in drawn:
             self._receive(sequence, new)
@@ -180,13 +163,11 @@ class ContinuousBatcher:
         without drafts where only a row after a draft has failed.
         The ranks have executed the plan's copies: of what may not have been, only `fail_all` is right.
         """
-        sampled, batch = self._rows, self._close_step()
-        failed = [Row(c.sequence, c.sequence.sampling) for c in batch]
-        for row in failed if rows is None else [sampled[row] for row in sorted(rows)]:
+        for row in self._close_step().failed(rows):
             if row.ahead:  # without the draft nobody would have seen it
                 row.sequence.speculates = False
             elif row.sequence.ending is Ending.NONE:
-                self._fail(row.sequence, [], error)
+                self._end(row.sequence, row.sequence.error_entry([], error))
         self._settle()
         return self.take_entries()
 
@@ -204,7 +185,7 @@ class ContinuousBatcher:
         self._close_step()
         self._settle()
         for sequence in list(self._live.values()):
-            self._fail(sequence, [], error)
+            self._end(sequence, sequence.error_entry([], error))
         return self.take_entries()
 
     def take_entries(self) -> Entries:
@@ -223,11 +204,6 @@ class ContinuousBatcher:
     def cached_tokens(self) -> int:
         """Prompt tokens that were found in the cache."""
         return self._tables.cached_tokens
-
-    @property
-    def drafts(self) -> tuple[int, int]:
-        """Drafts that were computed, and those of them that were right."""
-        return self._drafter.drafted, self._drafter.accepted
 
     def load(self) -> GroupLoad:
         """How full the ring is."""
@@ -362,29 +338,25 @@ class ContinuousBatcher:
 
     # --- results ---------------------------------------------------------------------------------
 
-    def _close_step(self, failed_slots: Collection[int] = ()) -> list[Chunk]:
-        batch, self._batch, self._sampling, self._rows = self._batch, [], [], []
-        self._under_way = False
-        for chunk in batch:
+    def _close_step(self, failed_slots: Collection[int] = ()) -> Step:
+        step, self._under_way = self._under_way, NO_STEP
+        for chunk in step.batch:
             chunk.sequence.in_flight = False
             self._tables.trim(chunk.sequence)
         for sequence in self._tables.close(failed_slots):
             self._preempt(sequence)
-        return batch
+        return step
 
     def _receive(self, sequence: Sequence, new: list[SampledToken]) -> None:
         """Tells the consumer of `new` tokens, which the sequence has already."""
         finish = sequence.finish_reason(self._spec.context_length)
         too_long = admission.kv_exhausted(len(sequence.tokens), self._spec)
-        if too_long is not None and not finish:
-            self._fail(sequence, new, too_long)
-            return
-        logprobs = [result.logprobs for result in new if result.logprobs is not None]
-        entry = sequence.entry([result.token for result in new], finish, logprobs or None)
         if finish:
-            self._end(sequence, entry)
+            self._end(sequence, sequence.news(new, finish))
+        elif too_long is not None:
+            self._end(sequence, sequence.error_entry(new, too_long))
         else:
-            self._owe(sequence.request.consumer, entry)
+            self._owe(sequence.request.consumer, sequence.news(new))
 
     def _settle(self) -> None:
         """Ends the sequences that were cancelled or replaced while the step was under way."""
@@ -407,9 +379,6 @@ class ContinuousBatcher:
         sequence.ending = Ending.REPLACED
         if not sequence.in_flight:
             self._end(sequence, None)
-
-    def _fail(self, sequence: Sequence, last: list[SampledToken], error: RyzansteinError) -> None:
-        self._end(sequence, sequence.error_entry(last, error))
 
     def _end(self, sequence: Sequence, entry: TokenEntry | None) -> None:
         """Takes the sequence out of everything; without `entry` nobody is told."""

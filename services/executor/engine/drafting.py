@@ -11,12 +11,13 @@ Tokens are put out as if they had come one by one: an end in the middle cuts wha
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from itertools import islice
 
 from services.executor.engine.admission import BatchSettings, kv_capacity
 from services.executor.engine.block_tables import BlockTables
-from services.executor.engine.plan_builder import Chunk
+from services.executor.engine.plan_builder import Chunk, Step
 from services.executor.engine.protocol import EngineSpec, SampledToken
-from services.executor.engine.sequence import Sequence
+from services.executor.engine.sequence import Ending, Sequence
 from services.executor.engine.speculation import Speculation
 
 
@@ -56,9 +57,30 @@ class Drafter:
             guessers.append(sequence.guesser)
         return self._speculation.choose(guessers, limits, budget)
 
-    def accept(self, chunk: Chunk, results: Seq[SampledToken]) -> list[SampledToken]:
-        """Appends to the sequence what the step has given it: `results` are drawn after its last token and
-        after each draft. Returns the new tokens; the last one may end the sequence."""
+    def take(
+        self, step: Step, results: Seq[SampledToken], seconds: float
+    ) -> list[tuple[Sequence, list[SampledToken]]]:
+        """Moves all sequences of a step on. Returns the new tokens, already appended, of those that go on.
+
+        `results` are aligned with the step's rows. `seconds` that it took; 0: nobody knows.
+        """
+        if all(chunk.length == 1 and chunk.samples for chunk in step.batch):
+            self._speculation.cost.observe(sum(chunk.width for chunk in step.batch), seconds)
+        for chunk in step.batch:
+            if not chunk.samples:
+                chunk.sequence.num_computed += chunk.length
+        drawn, rest = [], iter(results)
+        for chunk in step.sampled:
+            of_chunk = list(islice(rest, 1 + len(chunk.drafts)))
+            if chunk.sequence.ending is Ending.NONE:
+                drawn.append((chunk.sequence, self._accept(chunk, of_chunk)))
+            else:
+                chunk.sequence.num_computed += chunk.length
+        return drawn
+
+    def _accept(self, chunk: Chunk, results: list[SampledToken]) -> list[SampledToken]:
+        """Appends what a chunk has given: `results` are drawn after its last token and after each draft.
+        The last one of the new tokens may end the sequence."""
         sequence, length, drafts = chunk
         new: list[SampledToken] = []
         for result, draft in zip(results, (*drafts, None), strict=True):
@@ -72,11 +94,6 @@ class Drafter:
         if sequence.guesser is not None:
             sequence.guesser.learn([result.token for result in new])
         return new
-
-    def timed(self, batch: list[Chunk], seconds: float) -> None:
-        """The step of `batch` took `seconds`; 0: nobody knows."""
-        if all(chunk.length == 1 and chunk.samples for chunk in batch):
-            self._speculation.cost.observe(sum(chunk.width for chunk in batch), seconds)
 
     def _limit(self, sequence: Sequence) -> int:
         """Drafts after which the sequence may still put out one more token."""

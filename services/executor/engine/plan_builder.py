@@ -1,6 +1,8 @@
 """From the batch, `{sequence: number of tokens}`, to the step plan that the ranks execute."""
 
 from array import array
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +50,25 @@ class Row(NamedTuple):
     @property
     def request(self) -> GenerationRequest:
         return self.sequence.request
+
+
+class Step(NamedTuple):
+    """A step under way."""
+
+    batch: Seq[Chunk]
+    sampled: Seq[Chunk]
+    """Those that give tokens, in the order of their rows."""
+    rows: Seq[Row]
+
+    def failed(self, rows: Collection[int] | None) -> list[Row]:
+        """The rows with these indices, in order; None: one for each chunk."""
+        if rows is None:
+            return [Row(chunk.sequence, chunk.sequence.sampling) for chunk in self.batch]
+        return [self.rows[row] for row in sorted(rows)]
+
+
+NO_STEP = Step((), (), ())
+"""While none is under way."""
 
 
 def build_plan(

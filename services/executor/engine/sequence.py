@@ -130,6 +130,11 @@ class Sequence:
             cached,
         )
 
+    def news(self, new: list[SampledToken], finish: FinishReason = "") -> TokenEntry:
+        """`entry` of `new` tokens, already appended."""
+        logprobs = [token.logprobs for token in new if token.logprobs is not None]
+        return self.entry([token.token for token in new], finish, logprobs or None)
+
     def ending_entry(self) -> TokenEntry | None:
         """What the consumer is told when `ending` takes effect; None: nothing."""
         if self.ending is Ending.REPLACED:
@@ -141,8 +146,6 @@ class Sequence:
 
     def error_entry(self, last: list[SampledToken], error: RyzansteinError) -> TokenEntry:
         """The last entry of a sequence that cannot go on; `last` are tokens that were not told yet."""
-        logprobs = [token.logprobs for token in last if token.logprobs is not None]
-        entry = self.entry([token.token for token in last], "error", logprobs or None)
         return msgspec.structs.replace(
-            entry, error_code=error.code, error=error.message, retryable=error.retryable
+            self.news(last, "error"), error_code=error.code, error=error.message, retryable=error.retryable
         )
