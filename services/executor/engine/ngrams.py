@@ -52,14 +52,19 @@ class NgramIndex:
         """n-grams that end at this position, or before, are in the tables."""
         self._bits = 0
         self._tables: list[array[int]] = []
-        """For n from `LONGEST` down: by hash, the position behind the n-gram; 0: none."""
+        """For n from `SHORTEST` up: by hash, the position behind the n-gram; 0: none."""
+        self._last: tuple[int, list[int]] = (0, [])
+        """(position, slots of the n-grams before it) that `find` has looked at last."""
 
     def find(self) -> Match | None:
         """The newest earlier occurrence of the longest n-gram that the tokens end with."""
         self._grow()
         tokens, end = self._tokens, len(self._tokens)
-        for table, n in zip(self._tables, range(LONGEST, SHORTEST - 1, -1), strict=True):
-            source = table[self._slot(end, n)] if end > n else 0
+        slots = self._slots(end)
+        self._last = (end, slots)
+        for at in range(len(slots) - 1, -1, -1):
+            source = self._tables[at][slots[at]]
+            n = at + SHORTEST
             if source and tokens[source - n : source] == tokens[end - n :]:
                 return Match(source, self._measure(source, end, n))
         return None
@@ -71,12 +76,8 @@ class NgramIndex:
         return (period * (count // len(period) + 1))[:count]
 
     def _measure(self, source: int, end: int, length: int) -> int:
-        tokens = self._tokens
-        while (
-            length < MOST_COMPARED
-            and length < source
-            and tokens[source - length - 1] == tokens[end - length - 1]
-        ):
+        tokens, most = self._tokens, min(MOST_COMPARED, source)
+        while length < most and tokens[source - length - 1] == tokens[end - length - 1]:
             length += 1
         return length
 
@@ -85,35 +86,39 @@ class NgramIndex:
     def _grow(self) -> None:
         """Takes up the n-grams that have been followed by a token since the last call."""
         ready = len(self._tokens) - 1
-        if 2 * len(self._tokens) > 1 << self._bits:
-            self._bits = max(_SMALLEST_BITS, (2 * len(self._tokens)).bit_length())
+        if 2 * ready >= 1 << self._bits:
+            self._bits = max(_SMALLEST_BITS, (4 * ready).bit_length())
             self._tables = [array("i", bytes(4 << self._bits)) for _ in range(SHORTEST, LONGEST + 1)]
-            self._indexed = 0
+            self._indexed, self._last = 0, (0, [])
         if ready - self._indexed >= _FEW:
             self._index_many(ready)
         else:
             for end in range(self._indexed + 1, ready + 1):
-                for table, n in zip(self._tables, range(LONGEST, SHORTEST - 1, -1), strict=True):
-                    if end >= n:
-                        table[self._slot(end, n)] = end
+                slots = self._last[1] if self._last[0] == end else self._slots(end)
+                for table, slot in zip(self._tables, slots, strict=False):
+                    table[slot] = end
         self._indexed = max(ready, 0)
 
-    def _slot(self, end: int, n: int) -> int:
-        """Where the tables have the n-gram before `end`."""
-        total = 0
-        for weight, token in zip(_WEIGHTS, self._tokens[end - n : end], strict=False):
-            total += weight * token
-        return (total * _SPREAD & _MASK) >> (64 - self._bits)
+    def _slots(self, end: int) -> list[int]:
+        """Where the tables have the n-grams before `end`, the shortest first; fewer at the very beginning."""
+        shift, slots, total = 64 - self._bits, [], 0
+        for ahead, token in enumerate(reversed(self._tokens[max(end - LONGEST, 0) : end])):
+            total += _WEIGHTS[ahead] * token
+            if ahead + 1 >= SHORTEST:
+                slots.append((total * _SPREAD & _MASK) >> shift)
+        return slots
 
     def _index_many(self, ready: int) -> None:
         """The same for many n-grams at once."""
-        for table, n in zip(self._tables, range(LONGEST, SHORTEST - 1, -1), strict=True):
-            first = max(self._indexed + 1, n)
-            # A copy: while an array is viewed it cannot grow.
-            tokens = np.array(self._tokens[first - n : ready], np.uint64)
-            ends = np.arange(first, ready + 1, dtype=np.int32)
-            totals: UInt64Array = np.zeros(len(ends), np.uint64)
-            for offset in range(n):
-                totals += np.uint64(_WEIGHTS[offset]) * tokens[offset : offset + len(ends)]
+        first = self._indexed
+        # A copy: while an array is viewed it cannot grow.
+        tokens = np.array(self._tokens[max(first - LONGEST, 0) : ready], np.uint64)
+        for table, n in zip(self._tables, range(SHORTEST, LONGEST + 1), strict=True):
+            count = min(ready - first, len(tokens) - n + 1)
+            totals: UInt64Array = np.zeros(count, np.uint64)
+            for back in range(n):
+                begin = len(tokens) - count - back
+                totals += np.uint64(_WEIGHTS[back]) * tokens[begin : begin + count]
             slots = (totals * np.uint64(_SPREAD)) >> np.uint64(64 - self._bits)
+            ends = np.arange(ready - count + 1, ready + 1, dtype=np.int32)
             np.frombuffer(table, np.int32)[slots] = ends  # of equal slots the last one counts

@@ -120,11 +120,13 @@ class FakeEngine:
         self._check_writers(tables, lengths, contexts)
         row = 0
         for table, length, context in zip(tables, lengths, contexts, strict=True):
-            row += length
             content = self._read(table, context)
-            if row - 1 in rows:
-                state = waiting.pop(0)
-                results.append(SampledToken(next_token(content, state.params.seed, state.position)))
+            for seen in range(context - length + 1, context + 1):
+                if row in rows:
+                    state = waiting.pop(0)
+                    token = next_token(content[:seen], state.params.seed, state.position)
+                    results.append(SampledToken(token))
+                row += 1
         assert not waiting
         assert len(results) == len(rows)
         return results
