@@ -123,13 +123,15 @@ class FakeEngine:
             content = self._read(table, context)
             for seen in range(context - length + 1, context + 1):
                 if row in rows:
-                    state = waiting.pop(0)
-                    token = next_token(content[:seen], state.params.seed, state.position)
-                    results.append(SampledToken(token))
+                    results.append(self.sample(content[:seen], waiting.pop(0)))
                 row += 1
         assert not waiting
         assert len(results) == len(rows)
         return results
+
+    def sample(self, content: list[int], state: SamplingState) -> SampledToken:
+        """The token after `content`."""
+        return SampledToken(next_token(content, state.params.seed, state.position))
 
     def _write(self, plan: StepPlan, table: list[int], rows: range, context: int) -> None:
         tokens, positions, slots = (
