@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from services.executor.engine.draft_limit import MOST_DRAFTS, MOST_EVER, most_drafts
 from services.executor.engine.speculation import Estimates, Guesser, Speculation, StepCost
+from services.executor.settings import ExecutorSettings
+from shared.config import load_settings
+from shared.errors import ConfigurationError
 
 BASE, PER_TOKEN = 0.0067, 0.0003
 """Seconds, as measured for SmolLM2-135M on two cores."""
@@ -177,6 +180,15 @@ def test_limits_hold_and_drafts_pay(
 @pytest.mark.parametrize(("setting", "most"), [("auto", MOST_DRAFTS), ("off", 0), ("0", 0), ("4", 4)])
 def test_the_setting(setting: str, most: int) -> None:
     assert most_drafts(setting) == most
+
+
+def test_executors_take_the_setting() -> None:
+    assert load_settings(ExecutorSettings).max_drafts == MOST_DRAFTS
+    assert load_settings(ExecutorSettings, speculation="off").max_drafts == 0
+    with pytest.raises(
+        ConfigurationError, match=r"RYZANSTEIN_SPECULATION.*'always' is not auto, off or a number"
+    ):
+        load_settings(ExecutorSettings, speculation="always")
 
 
 @pytest.mark.parametrize("setting", ["", "on", "-1", "1.5", str(MOST_EVER + 1), "٣"])
