@@ -12,7 +12,8 @@ never the text. What decides is:
 
 A draft is worth its place when it raises E / C: when p(j) / E > dC/dT / C. The most probable drafts of all
 sequences are taken first. The guesses of a sequence without drafts are compared with what it draws just
-the same: that a text has begun to repeat itself is seen without computing a draft.
+the same: that a text has begun to repeat itself is seen without computing a draft, and a text that does
+not is left alone.
 """
 
 from array import array
@@ -28,6 +29,13 @@ _PRIOR = 2.0
 _FIRST_RATES = {2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5, 6: 0.5, 7: 0.6, 8: 0.7}
 """Before there is any experience, by the length of the match."""
 _FIRST_WEIGHT = 4.0
+
+_MARGIN = 1.2
+"""A draft must promise so much more than it costs: of many estimates the largest are too large."""
+_CROWD = 8
+"""From so many sequences on it counts what looking for guesses costs (4 microseconds each)."""
+_PATIENCE, _PAUSE = 16, 4
+"""There a sequence that has looked in vain so many times in a row looks at every fourth step only."""
 
 
 class Rate:
@@ -78,6 +86,16 @@ class Guesser:
         self._estimates = Estimates(ring)
         self._guess: list[int] = []
         self._length = 0
+        self._in_vain = 0
+        self._steps = 0
+
+    def rests(self) -> bool:
+        """Whether it does not look for guesses in this step, having found none for long."""
+        self._steps += 1
+        if self._in_vain < _PATIENCE or self._steps % _PAUSE == 0:
+            return False
+        self.forget()
+        return True
 
     def guess(self, most: int) -> None:
         """Looks for the next `most` tokens, and one more to learn from."""
@@ -95,6 +113,7 @@ class Guesser:
             if chance <= least:
                 break
             chances.append(chance)
+        self._in_vain = 0 if chances else self._in_vain + 1
         return chances
 
     def drafts(self, count: int) -> list[int]:
@@ -178,7 +197,7 @@ class Speculation:
         seconds = self.cost.of(decodes + drafts)
         if not seconds:
             return 1.0
-        return self.cost.rise * (decodes + expected) / seconds
+        return _MARGIN * self.cost.rise * (decodes + expected) / seconds
 
     def choose(self, guessers: Sequence[Guesser], limits: Sequence[int], budget: int) -> list[list[int]]:
         """The drafts of each sequence: `limits` of each at most, `budget` in all."""
@@ -190,6 +209,8 @@ class Speculation:
         least = self.least_chance(decodes)
         chances = []
         for at, (guesser, limit) in enumerate(zip(guessers, limits, strict=True)):
+            if decodes >= _CROWD and guesser.rests():
+                continue
             most = min(limit, self._most)
             guesser.guess(most)
             chances += [(chance, at) for chance in guesser.chances(most, least)]
