@@ -33,7 +33,6 @@ from services.executor.ring import SPIN_COUNT
 from shared.messages import GenerationRequest, SamplingParams
 
 BLOCK, BLOCKS, CONTEXT = 16, 2048, 2048
-BATCHES = (1, 4, 16)
 OUTPUT = 128
 _TEXT = (
     "The {0} stood at the edge of the {1}, where the road turns north. Every morning the {2} came by with "
@@ -187,6 +186,8 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
     rounds: Annotated[int, typer.Option(help="Rounds with and without, in turn.", min=1)] = 2,
     loads: Annotated[str, typer.Option(help="Which loads.")] = "repeat,edit,words,sampled",
+    at_once: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4,16",
+    turns: Annotated[int, typer.Option(help="Requests for each place, one after the other.", min=1)] = 1,
     drafts: Annotated[int, typer.Option(help="Drafts of one sequence at most.")] = MOST_DRAFTS,
 ) -> None:
     """Tokens per second with and without speculation."""
@@ -196,17 +197,17 @@ def main(
         "load", "at once", "without tok/s", "with tok/s", "gain", "drafts/step", "accepted", "same text"
     )
     for load in loads.split(","):
-        for at_once in BATCHES:
-            requests = source.make(load, max(2, at_once))
+        for places in map(int, at_once.split(",")):
+            requests = source.make(load, max(2, places * turns))
             found: dict[int, list[Run]] = {0: [], drafts: []}
             for _ in range(rounds):
                 for most, runs in found.items():
-                    runs.append(run(execute, spec, requests, at_once, most))
+                    runs.append(run(execute, spec, requests, places, most))
             off, on = (max(runs, key=lambda each: each.rate) for runs in found.values())
             same = sum(off.texts[name] == text for name, text in on.texts.items())
             table.add_row(
                 load,
-                str(at_once),
+                str(places),
                 f"{off.rate:.0f}",
                 f"{on.rate:.0f}",
                 f"{on.rate / off.rate - 1:+.0%}",
