@@ -37,6 +37,7 @@ from services.executor.kv_cache.codecs import codecs_of
 from services.executor.kv_cache.dtypes import BlockDType, layer_dtypes, parse_layers
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.backend import make_runner
 from services.executor.model.collectives import SingleRank
 from services.executor.model.loader import load_config, load_model
 from services.executor.model.runner import ModelRunner
@@ -53,17 +54,24 @@ Tokens = NDArray[np.int64]
 class Model:
     """A model on one rank, and what its store is made from."""
 
-    module: nn.Module
+    directory: Path
     num_layers: int
     layout: ShardLayout
     dtype: torch.dtype
+
+    def runner(self, store: KvStore) -> ModelRunner:
+        """What serves it: the native kernels where they can, which take the weights, hence loaded each time."""
+        module = load_model(
+            self.directory, self.dtype, self.layout, SingleRank(), CPU, lambda done, total: None
+        )
+        threads = torch.get_num_threads()
+        return make_runner(module, store, self.layout.q_heads.size, SingleRank(), CPU, threads)
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype) -> "Model":
         config = load_config(directory)
         layout = ShardLayout.from_config(config, 1, 0)
-        module = load_model(directory, dtype, layout, SingleRank(), CPU, lambda done, total: None)
-        return cls(module, config.num_hidden_layers, layout, dtype)
+        return cls(directory, config.num_hidden_layers, layout, dtype)
 
     def shape(self, codec: str) -> StoreShape:
         """`codec`: a block dtype, and after a space layers that differ from it."""
@@ -83,7 +91,7 @@ class Feed:
         per_sequence = -(-length // BLOCK)
         shape = model.shape(codec)
         self._store = KvStore(shape, sequences * self._fresh, CPU, sequences * per_sequence)
-        self._runner = ModelRunner(model.module, self._store, SingleRank(), CPU)
+        self._runner = model.runner(self._store)
         self._cold = self._store.num_hot + self._sequences * per_sequence + np.arange(per_sequence)
         self._done = 0
 

@@ -13,25 +13,14 @@ from msgspec import structs
 
 from services.executor.board import RankBoard, RingBoard
 from services.executor.engine import meeting
+from services.executor.engine.kv_plan import agree_on_slots, plan_store
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
 from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
-from services.executor.kv_cache.codecs import codecs_of
-from services.executor.kv_cache.dtypes import layer_dtypes, parse_layers
-from services.executor.kv_cache.sizes import (
-    DEFAULT_SEQUENCES,
-    BlockCounts,
-    SpillCounts,
-    StoreShape,
-    default_budget,
-    hot_reserve,
-    plan_blocks,
-    plan_spill,
-)
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.backend import make_runner
+from services.executor.model.backend import computes_natively, make_runner
 from services.executor.model.checkpoints import resolve_model
 from services.executor.model.collectives import Collectives
 from services.executor.model.loader import context_length, load_config, load_model
@@ -151,14 +140,15 @@ class RingMember:
                 f"choose {longest} or less."
             )
         context = settings.context_length or longest
-        shape = _store_shape(settings, config.num_hidden_layers, layout, dtype)
-        blocks = _agree_on_blocks(shape, context, settings, device, collectives)
-        slots = _agree_on_slots(shape, settings, device, collectives)
+        threads = thread_count(settings)
+        native = computes_natively(model, dtype, collectives, device, threads)
+        shape, blocks = plan_store(
+            settings, config.num_hidden_layers, layout, dtype, native, context, device, collectives
+        )
+        slots = agree_on_slots(shape, settings, device, collectives)
         spill = SpillStore(slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         store = KvStore(shape, blocks.hot, device, blocks.cold)
-        runner = make_runner(
-            model, store, layout.q_heads.size, collectives, device, thread_count(settings), spill
-        )
+        runner = make_runner(model, store, layout.q_heads.size, collectives, device, threads, spill)
         runner.warm_up()
         collectives.barrier()
         engine_spec = EngineSpec(
@@ -172,52 +162,6 @@ class RingMember:
             copies_per_step=slots.copies_per_step,
         )
         return cls(runner, collectives, engine_spec)
-
-
-def _store_shape(
-    settings: ExecutorSettings, num_layers: int, layout: ShardLayout, dtype: torch.dtype
-) -> StoreShape:
-    """What one rank stores. Raises `ConfigurationError` when --kv-dtype-layers does not fit the model."""
-    dtypes = layer_dtypes(settings.kv_dtype, parse_layers(settings.kv_dtype_layers), num_layers)
-    return StoreShape(
-        num_layers, settings.block_size, layout.kv_heads.size, layout.head_dim, dtype, codecs_of(dtypes)
-    )
-
-
-def _agree_on_blocks(
-    shape: StoreShape,
-    context: int,
-    settings: ExecutorSettings,
-    device: torch.device,
-    collectives: Collectives,
-) -> BlockCounts:
-    """The smallest numbers of blocks that any rank can hold."""
-    if settings.kv_memory:
-        budget, cap = settings.kv_memory, None
-    else:
-        # Ranks and groups of one host share its memory; each GPU has its own.
-        on_host = collectives.world_size * settings.replicas_on_host
-        ranks_sharing = on_host if device.type == "cpu" else 1
-        budget = default_budget(device) // ranks_sharing
-        cap = DEFAULT_SEQUENCES if device.type == "cpu" else None
-    reserve = hot_reserve(settings.max_sequences, settings.max_batch_tokens, shape.block_size)
-    return BlockCounts(*_smallest(plan_blocks(shape, context, budget, reserve, cap), device, collectives))
-
-
-def _agree_on_slots(
-    shape: StoreShape, settings: ExecutorSettings, device: torch.device, collectives: Collectives
-) -> SpillCounts:
-    """The smallest numbers of spill slots that any rank can hold."""
-    mine = plan_spill(shape, settings.kv_host_memory, settings.kv_disk_memory)
-    return SpillCounts(*_smallest(mine, device, collectives))
-
-
-def _smallest(mine: tuple[int, ...], device: torch.device, collectives: Collectives) -> list[int]:
-    """The smallest of each number over the ranks."""
-    counts = torch.zeros((collectives.world_size, len(mine)), dtype=torch.int64, device=device)
-    counts[collectives.rank] = torch.tensor(mine, device=device)
-    smallest: list[int] = collectives.all_reduce(counts).amin(0).tolist()
-    return smallest
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

@@ -12,7 +12,6 @@ BlockDType = Literal["bf16", "fp8", "int8"]
 """`bf16` means uncompressed: keys and values stay as the model computes them."""
 KvDType = Literal["auto", "bf16", "fp8", "int8"]
 
-_AUTO: BlockDType = "bf16"
 _DTYPES: tuple[BlockDType, ...] = get_args(BlockDType)
 
 
@@ -33,9 +32,11 @@ def parse_layers(text: str) -> dict[int, BlockDType]:
     return layers
 
 
-def layer_dtypes(default: KvDType, overrides: Mapping[int, BlockDType], num_layers: int) -> list[BlockDType]:
+def layer_dtypes(
+    default: BlockDType, overrides: Mapping[int, BlockDType], num_layers: int
+) -> list[BlockDType]:
     """One name per layer. Raises `ConfigurationError` when an override names no layer of the model, or one twice."""
-    dtypes: list[BlockDType] = [_AUTO if default == "auto" else default] * num_layers
+    dtypes: list[BlockDType] = [default] * num_layers
     named = set()
     for layer, dtype in overrides.items():
         if not -num_layers <= layer < num_layers:

@@ -13,7 +13,7 @@ from services.executor.model.loader import pack_linears
 from services.executor.model.runner import ModelRunner
 from services.executor.native.decoder import NativeDecoder, NativeRing
 from services.executor.native.library import load_library, why_not
-from services.executor.native.lowering import CannotLower, lower
+from services.executor.native.lowering import CannotLower, Lowered, lower
 
 log = structlog.get_logger(__name__)
 
@@ -36,22 +36,39 @@ def make_runner(
     return ModelRunner(model, store, collectives, device, spill, decoder)
 
 
+def computes_natively(
+    model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
+) -> bool:
+    """Whether `make_runner` will choose the native kernels; alike on every rank."""
+    try:
+        _lower(model, dtype, collectives, device, threads)
+    except CannotLower:
+        return False
+    return True
+
+
 def _native_decoder(
     model: Any, store: KvStore, q_heads: int, collectives: Collectives, device: torch.device, threads: int
 ) -> NativeDecoder | None:
-    if device.type != "cpu":
-        return None
     try:
-        library = load_library()
-        if library is None:
-            raise CannotLower(why_not())
-        ring = _native_ring(collectives, threads)
-        lowered = lower(model, store.shape.dtype)
+        library, ring, lowered = _lower(model, store.shape.dtype, collectives, device, threads)
     except CannotLower as reason:
         log.info("computing_with_pytorch", reason=str(reason))
         return None
     log.info("computing_with_native_kernels", threads=threads)
     return NativeDecoder(library, lowered, store, q_heads, threads, ring)
+
+
+def _lower(
+    model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
+) -> tuple[Any, NativeRing | None, Lowered]:
+    """All that a native decoder needs. Raises `CannotLower` with the reason."""
+    if device.type != "cpu":
+        raise CannotLower("the native kernels are for CPUs")
+    library = load_library()
+    if library is None:
+        raise CannotLower(why_not())
+    return library, _native_ring(collectives, threads), lower(model, dtype)
 
 
 def _native_ring(collectives: Collectives, threads: int) -> NativeRing | None:

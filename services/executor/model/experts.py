@@ -44,7 +44,7 @@ def split_experts(experts: Any, name: str, layout: ShardLayout, collectives: Col
     transposed = bool(experts.is_transposed)
     inner_dim = 1 if transposed else 2
     inner = experts.down_proj.shape[inner_dim]
-    span = layout.inner(inner)
+    span = layout.dimension(inner)
     if span.size % _GROUPED_MULTIPLE:
         experts.config = copy.copy(experts.config)
         experts.config._experts_implementation = "eager"  # noqa: SLF001  # no public name

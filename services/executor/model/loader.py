@@ -225,8 +225,8 @@ def pack_linears(model: nn.Module) -> None:
 
     The plain weight is let go, unless the embedding shares it: a tied head is held twice.
     """
-    weights = [module.weight for module in model.modules() if isinstance(module, LinearShard)]
-    if not weights or not can_pack(weights[0].device, weights[0].dtype):
+    linears = (module for module in model.modules() if isinstance(module, LinearShard))
+    if not any(can_pack(linear.weight.device, linear.weight.dtype) for linear in linears):
         return
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for module in model.modules():

@@ -147,9 +147,9 @@ class _Splitter:
         """What this rank holds of a dimension of `width`."""
         layout, total = self._layout, self._layout.total
         if style in (Style.COLUMN, Style.ROW):
-            return (layout.inner(width),)
+            return (layout.dimension(width),)
         if style is Style.GATE_UP:
-            return fused.halves(layout.inner(width // 2), width // 2)
+            return fused.halves(layout.dimension(width // 2), width // 2)
         if style in _FUSED:
             _check_width(name, width, (total.q_heads + 2 * total.kv_heads) * layout.head_dim)
             return fused.blocks(layout) if style is Style.QKV_BLOCKS else fused.by_group(layout)

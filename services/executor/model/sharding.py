@@ -16,10 +16,6 @@ from itertools import pairwise
 
 from shared.errors import ConfigurationError, ModelLoadError
 
-_PRODUCTS = 3
-"""Rows of weights for each inner value of a feed-forward with a gate, as nearly all have."""
-_RUN = 16
-"""Inner values that the native kernels take together."""
 _MULTIPLES = (64, 32, 16, 8)
 """Row counts that matrix kernels like, best first."""
 
@@ -128,24 +124,6 @@ class ShardLayout:
         heads go to the first, and rank 0 leads as well.
         """
         return split_dimension(size, self.world_size)[self.rank]
-
-    def inner(self, size: int) -> Span:
-        """This rank's span of a feed-forward's inner width of `size`: ranks with fewer heads take more of it.
-
-        Work is counted in rows of weights: queries, keys, values and output of a head, three products of an
-        inner value (gate, up, down). 9 q over 3 kv heads of 64, inner 1536, 2 ranks:
-
-            rank 0   6 q, 2 kv  1024 rows    inner 0-687      2064 rows
-            rank 1   3 q, 1 kv   512 rows    inner 688-1535   2544 rows
-        """
-        ranks = [ShardLayout.of(self.total, self.world_size, rank) for rank in range(self.world_size)]
-        heads = [2 * (each.q_heads.size + each.kv_heads.size) * self.head_dim for each in ranks]
-        share = (sum(heads) + _PRODUCTS * size) / self.world_size
-        wanted = [(share - mine) / _PRODUCTS for mine in heads]
-        if len(set(heads)) == 1 or size % _RUN or min(wanted) < _RUN:
-            return self.dimension(size)
-        ends = [round(sum(wanted[: rank + 1]) / _RUN) * _RUN for rank in range(self.world_size)]
-        return Span(ends[self.rank - 1] if self.rank else 0, ends[self.rank])
 
 
 def split(total: int, parts: int) -> list[Span]:

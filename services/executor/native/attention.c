@@ -30,23 +30,35 @@ size_t rz_attention_scratch(int head_dim)
 
 /* --- reading blocks ---------------------------------------------------------------------------------- */
 
-RZ_INLINE void decode_int8(const int8_t *codes, int d, bf16 *row)
+RZ_INLINE void store_both(bf16 *to, __m512 first, __m512 second)
 {
-    for (int i = 0; i < d; i += LANES) {
-        __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
-        store_bf16(row + i, _mm512_cvtepi32_ps(wide));
-    }
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-/* e4m3 is float16 with three exponent bits less: moved into its place, it is the value over 2^8. */
+RZ_INLINE __m512 wide_int8(const int8_t *codes)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+}
+
+RZ_INLINE void decode_int8(const int8_t *codes, int d, bf16 *row)
+{
+    for (int i = 0; i < d; i += 2 * LANES)
+        store_both(row + i, wide_int8(codes + i), wide_int8(codes + i + LANES));
+}
+
+/* e4m3 is float16 with three exponent bits less: moved into its place, it is the value over FP8_UNIT. */
+#define FP8_UNIT 256.0f
+
 RZ_INLINE void decode_fp8(const uint8_t *codes, int d, bf16 *row)
 {
-    for (int i = 0; i < d; i += LANES) {
-        __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(codes + i)));
-        __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-        __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
-        __m512 value = _mm512_cvtph_ps(_mm256_or_si256(sign, rest));
-        store_bf16(row + i, _mm512_mul_ps(value, _mm512_set1_ps(256.0f)));
+    const __m512i sign = _mm512_set1_epi16((short)0x8000), rest = _mm512_set1_epi16(0x3f80);
+    for (int i = 0; i < d; i += 2 * LANES) {
+        __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(codes + i)));
+        wide = _mm512_slli_epi16(wide, 7);
+        /* A sign that was extended has filled a bit of the exponent as well. */
+        __m512i half = _mm512_or_si512(_mm512_and_si512(wide, sign), _mm512_and_si512(wide, rest));
+        store_both(row + i, _mm512_cvtph_ps(_mm512_castsi512_si256(half)),
+                   _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)));
     }
 }
 
@@ -69,7 +81,7 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
             long plane = (block - cache->num_hot) * 2 * shape->kv_heads + head;
             long at = (plane * size + offset) * d;
             if (cache->codec != RZ_CODEC_NONE)
-                scale = cache->scales[plane];
+                scale = cache->scales[plane] * (cache->codec == RZ_CODEC_FP8 ? FP8_UNIT : 1.0f);
             for (int i = 0; i < here; i++) {
                 bf16 *row = scratch->decoded[which][key + i];
                 if (cache->codec == RZ_CODEC_INT8)
@@ -91,7 +103,7 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
     }
 }
 
-/* The next round's keys and values are asked for while this round's are worked on, a few lines at a time:
+/* The next round's keys and values (at the end: those of the next part) are asked for while this round's are worked on, a few lines at a time:
  * blocks lie anywhere in memory, and what is asked for all at once comes late. */
 typedef struct {
     const char *planes[2 * KEYS]; /* one head of one block: keys or values */
@@ -99,6 +111,20 @@ typedef struct {
     int count, next;
     long at;                      /* in the next plane */
 } upcoming;
+
+/* The first key that any row of the part sees, at the beginning of a block. */
+static int first_of(const rz_attention_shape *shape, const rz_attention_part *part)
+{
+    int oldest = shape->window ? part->position - shape->window + 1 : 0;
+    return oldest > part->first_key ? oldest - oldest % shape->block_size : part->first_key;
+}
+
+/* The end of the keys that some row of the part sees. */
+static int last_of(const rz_attention_part *part)
+{
+    int newest = part->position + part->rows;
+    return part->last_key < newest ? part->last_key : newest;
+}
 
 static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, int first,
                        int last, upcoming *ahead)
@@ -108,6 +134,8 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
     ahead->count = ahead->next = 0;
     ahead->at = 0;
     ahead->bytes = values * (long)sizeof(bf16);
+    if (last > first + KEYS)
+        last = first + KEYS;
     for (int key = first; key < last; key += size - key % size) {
         long block = part->table[key / size], value_bytes = sizeof(bf16);
         const char *base = (const char *)cache->hot;
@@ -205,7 +233,7 @@ static void multiply(int rows, const bf16 *x, long ldx, const bf16 *panel, long 
     int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int done = 0; tiles; tiles--) {
         int here = (rows - done + tiles - 1) / tiles;
-        rz_tile(here, x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add);
+        rz_tile(here, x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add, NULL);
         done += here;
     }
 }
@@ -280,7 +308,8 @@ static void finish(const rz_attention_shape *shape, const rz_attention_part *par
     }
 }
 
-void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, void *memory)
+void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+               const rz_attention_part *next, void *memory)
 {
     scratch_memory *scratch = memory;
     const int d = shape->head_dim, queries = part->rows * shape->group;
@@ -293,19 +322,17 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
         scratch->total[query] = 0.0f;
     }
     memset(scratch->zeros, 0, sizeof scratch->zeros);
-    int first = part->first_key;
-    if (shape->window && part->position - shape->window + 1 > first) {
-        int oldest = part->position - shape->window + 1;
-        first = oldest - oldest % shape->block_size;
-    }
-    int newest = part->position + part->rows; /* keys behind it are seen by no row */
-    int last = part->last_key < newest ? part->last_key : newest;
+    int first = first_of(shape, part);
+    const int last = last_of(part);
     upcoming ahead;
-    look_ahead(shape, cache, part, first, first + KEYS < last ? first + KEYS : last, &ahead);
+    look_ahead(shape, cache, part, first, last, &ahead);
     while (ahead.next < ahead.count)
         pull(&ahead, 16);
     for (; first < last; first += KEYS) {
-        look_ahead(shape, cache, part, first + KEYS, first + 2 * KEYS < last ? first + 2 * KEYS : last, &ahead);
+        if (first + KEYS < last)
+            look_ahead(shape, cache, part, first + KEYS, last, &ahead);
+        else if (next)
+            look_ahead(shape, cache, next, first_of(shape, next), last_of(next), &ahead);
         int count = last - first < KEYS ? last - first : KEYS;
         int panels = (count + PANEL - 1) / PANEL, used = panels * PANEL;
         find_rows(shape, cache, part, first, count, 0, scratch, rows);

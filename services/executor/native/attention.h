@@ -56,7 +56,9 @@ typedef struct {
 /* Bytes of scratch memory that a thread needs, aligned to 64. */
 size_t rz_attention_scratch(int head_dim);
 
-void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, void *scratch);
+/* `next`: the part that this thread works on after this one, or NULL: its first keys are asked for. */
+void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+               const rz_attention_part *next, void *scratch);
 
 /* Merges `parts` partial results of one row and query head, `stride` floats apart, into out [head_dim]. */
 void rz_merge(const float *partial, int parts, long stride, int head_dim, bf16 *out);

@@ -90,20 +90,23 @@ static void end_float(const product *job, const float *sums, long row, long colu
     }
 }
 
-static void product_task(void *argument, long task, int thread)
+static void product_task(void *argument, long task, long next, int thread)
 {
     (void)thread;
     const product *job = argument;
     const long inputs = job->linear->inputs, pairs = (inputs + 1) / 2;
     const long pieces = (job->rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
+    const long panels = (job->linear->outputs + PANEL - 1) / PANEL;
     const long panel = task / pieces, first = task % pieces * ROWS_OF_TASK;
     const long last = least(first + ROWS_OF_TASK, job->rows);
     const bf16 *weights = (const bf16 *)job->linear->packed + panel * pairs * 2 * PANEL;
+    const bf16 *coming = (const bf16 *)job->linear->packed + next / pieces * pairs * 2 * PANEL;
     float sums[TILE_ROWS * PANEL];
     long tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS;
+    rz_ahead ahead = rz_look_ahead(next / pieces == panel || next / pieces >= panels ? NULL : coming, tiles);
     for (long row = first; tiles; tiles--) {
         int here = (int)((last - row + tiles - 1) / tiles);
-        rz_tile(here, job->x + row * inputs, inputs, weights, pairs, sums, PANEL, 0);
+        rz_tile(here, job->x + row * inputs, inputs, weights, pairs, sums, PANEL, 0, &ahead);
         for (int i = 0; i < here; i++) {
             if (job->end == ACTIVATE)
                 end_activate(job, sums + i * PANEL, row + i, panel * PANEL);
@@ -140,9 +143,9 @@ static void rotate_by_position(const rz_decoder *decoder, long token)
     }
 }
 
-static void embed_task(void *argument, long token, int thread)
+static void embed_task(void *argument, long token, long next, int thread)
 {
-    (void)thread;
+    (void)next, (void)thread;
     rz_decoder *decoder = argument;
     const rz_model *model = &decoder->model;
     const long hidden = model->hidden, row = decoder->step->token_ids[token] - model->vocab_first;
@@ -186,9 +189,9 @@ static void add_delta(const rz_decoder *decoder, const float *after, float *x, c
         x[i] += delta[i] * scale * (after ? after[i] : 1.0f);
 }
 
-static void norm_task(void *argument, long task, int thread)
+static void norm_task(void *argument, long task, long next, int thread)
 {
-    (void)thread;
+    (void)next, (void)thread;
     const norm *job = argument;
     const rz_decoder *decoder = job->decoder;
     const long hidden = decoder->model.hidden, token = job->rows ? job->rows[task] : task;
@@ -252,9 +255,9 @@ static void to_bf16(bf16 *to, const float *from, int count)
 }
 
 /* One token: its heads are normed and turned, its keys and values go to the cache. */
-static void place_task(void *argument, long token, int thread)
+static void place_task(void *argument, long token, long next, int thread)
 {
-    (void)thread;
+    (void)next, (void)thread;
     const attention *job = argument;
     const rz_decoder *decoder = job->decoder;
     const rz_model *model = &decoder->model;
@@ -278,17 +281,18 @@ static void place_task(void *argument, long token, int thread)
     }
 }
 
-static void attend_task(void *argument, long task, int thread)
+static void attend_task(void *argument, long task, long next, int thread)
 {
     const attention *job = argument;
     const rz_workspace *space = &job->decoder->space;
-    rz_attend(&job->shape, &job->cache, &space->parts[task], space->scratch + space->scratch_piece * (size_t)thread);
+    rz_attend(&job->shape, &job->cache, &space->parts[task], next < job->decoder->parts ? &space->parts[next] : NULL,
+              space->scratch + space->scratch_piece * (size_t)thread);
 }
 
 /* Partial results lie together: all parts of one row and KV head, after each other. */
-static void merge_task(void *argument, long task, int thread)
+static void merge_task(void *argument, long task, long next, int thread)
 {
-    (void)thread;
+    (void)next, (void)thread;
     rz_decoder *decoder = argument;
     const rz_model *model = &decoder->model;
     const int d = model->head_dim, group = model->q_heads / model->kv_heads;
@@ -491,9 +495,9 @@ typedef struct {
     int count;
 } compression;
 
-static void compress_task(void *argument, long task, int thread)
+static void compress_task(void *argument, long task, long next, int thread)
 {
-    (void)thread;
+    (void)next, (void)thread;
     const compression *job = argument;
     const rz_model *model = &job->decoder->model;
     const rz_cache cache = cache_of(&model->layer[task / job->count]);

@@ -12,7 +12,8 @@ RZ_INLINE __m512bh pair_of(const bf16 *x)
 
 /* Two pairs of inputs at a time into separate sums where there are few rows, since one sum would wait for
  * the last product to come out. */
-RZ_INLINE void tile(const int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add)
+RZ_INLINE void tile(const int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
+                    const char *ahead, long step)
 {
     const int unroll = rows <= 4 ? 2 : 1;
     __m512 sums[TILE_ROWS][2], others[4][2];
@@ -27,6 +28,9 @@ RZ_INLINE void tile(const int rows, const bf16 *x, long ldx, const bf16 *panel, 
     for (; pair + unroll <= pairs; pair += unroll) {
         __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
         __m512bh right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
+        _mm_prefetch(ahead, _MM_HINT_T0);
+        _mm_prefetch(ahead + 64, _MM_HINT_T0);
+        ahead += step;
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
             __m512bh both = pair_of(x + row * ldx);
@@ -34,6 +38,9 @@ RZ_INLINE void tile(const int rows, const bf16 *x, long ldx, const bf16 *panel, 
             sums[row][1] = _mm512_dpbf16_ps(sums[row][1], both, right);
         }
         if (unroll == 2) {
+            _mm_prefetch(ahead, _MM_HINT_T0);
+            _mm_prefetch(ahead + 64, _MM_HINT_T0);
+            ahead += step;
             left = (__m512bh)_mm512_loadu_si512(panel + 2 * PANEL);
             right = (__m512bh)_mm512_loadu_si512(panel + 3 * PANEL);
 #pragma GCC unroll 4
@@ -69,23 +76,33 @@ RZ_INLINE void tile(const int rows, const bf16 *x, long ldx, const bf16 *panel, 
 
 #define TILE_OF(n) \
     static __attribute__((noinline)) void tile_##n( \
-        const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add) \
+        const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add, \
+        const char *ahead, long step) \
     { \
-        tile(n, x, ldx, panel, pairs, c, ldc, add); \
+        tile(n, x, ldx, panel, pairs, c, ldc, add, ahead, step); \
     }
 
 TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
 TILE_OF(7) TILE_OF(8) TILE_OF(9) TILE_OF(10) TILE_OF(11) TILE_OF(12)
 
-typedef void (*tile_function)(const bf16 *, long, const bf16 *, long, float *, long, int);
+typedef void (*tile_function)(const bf16 *, long, const bf16 *, long, float *, long, int, const char *, long);
 
 static const tile_function TILES[TILE_ROWS + 1] = {
     NULL, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6, tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
 };
 
-void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add)
+rz_ahead rz_look_ahead(const bf16 *panel, long tiles)
 {
-    TILES[rows](x, ldx, panel, pairs, c, ldc, add);
+    return (rz_ahead){ (const char *)panel, panel ? 2 * PANEL * (long)sizeof(bf16) / tiles : 0 };
+}
+
+void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
+             rz_ahead *ahead)
+{
+    long step = ahead ? ahead->step : 0;
+    TILES[rows](x, ldx, panel, pairs, c, ldc, add, step ? ahead->next : (const char *)x, step);
+    if (step)
+        ahead->next += step * pairs;
 }
 
 size_t rz_packed_bytes(long outputs, long inputs)

@@ -19,9 +19,20 @@ enum {
     TILE_ROWS = 12, /* rows of x of a tile, at most */
 };
 
+/* The panel that a thread needs next comes from memory while it computes with this one: each tile asks for a
+ * part of it. */
+typedef struct {
+    const char *next; /* what to ask for next; any readable address where there is nothing */
+    long step;        /* bytes per pair of inputs; 0: nothing */
+} rz_ahead;
+
+/* For `tiles` tiles over one panel; `panel`: the one that comes, or NULL. */
+rz_ahead rz_look_ahead(const bf16 *panel, long tiles);
+
 /* c[rows][PANEL], row stride `ldc`, from `rows` <= TILE_ROWS rows of `x`, row stride `ldx`, both in elements.
- * `pairs`: k / 2. Adds to what is in c where `add` is set. */
-void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add);
+ * `pairs`: k / 2. Adds to what is in c where `add` is set. `ahead` moves on by one tile; or NULL. */
+void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
+             rz_ahead *ahead);
 
 /* Bytes of `outputs` by `inputs` weights, packed; both are rounded up (to 32 and to 2), with zeros. */
 size_t rz_packed_bytes(long outputs, long inputs);

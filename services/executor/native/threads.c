@@ -58,16 +58,24 @@ static void meet(rz_threads *threads)
     }
 }
 
+static long take(rz_threads *threads)
+{
+    return atomic_fetch_add_explicit(&threads->next, 1, memory_order_relaxed);
+}
+
 void rz_stage(rz_threads *threads, int thread, long tasks, rz_task task, void *argument)
 {
     if (threads->count == 1) {
         for (long i = 0; i < tasks; i++)
-            task(argument, i, thread);
+            task(argument, i, i + 1, thread);
         return;
     }
-    long mine;
-    while ((mine = atomic_fetch_add_explicit(&threads->next, 1, memory_order_relaxed)) < tasks)
-        task(argument, mine, thread);
+    long mine = take(threads);
+    while (mine < tasks) {
+        long next = take(threads); /* ahead, so that its data can be asked for */
+        task(argument, mine, next, thread);
+        mine = next;
+    }
     meet(threads);
 }
 

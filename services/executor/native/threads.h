@@ -16,7 +16,8 @@
 typedef struct rz_threads rz_threads;
 
 typedef void (*rz_body)(void *argument, int thread);
-typedef void (*rz_task)(void *argument, long task, int thread);
+/* `next`: the task that this thread takes after `task`; the number of tasks or more where there is none. */
+typedef void (*rz_task)(void *argument, long task, long next, int thread);
 
 /* `count` threads, the caller among them; NULL when the system gives none. */
 rz_threads *rz_threads_new(int count);

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import structlog
 import torch
 
 from services.executor.board import RingBoard
@@ -118,6 +119,7 @@ def known_blocks(batcher: ContinuousBatcher) -> dict[int, list[int]]:
 
 
 def main() -> None:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # standard output is taken
     rank, directory = int(sys.argv[1]), Path(sys.argv[2])
     settings = ExecutorSettings.model_validate_json((directory / "settings.json").read_bytes())
     spec = RankSpec(rank, settings.tp, "g", "i", 1, str(directory / "board"), {})

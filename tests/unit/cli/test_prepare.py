@@ -59,5 +59,6 @@ async def test_a_download_that_hangs_ends_when_told(tmp_path: Path, silent_index
         with pytest.raises(asyncio.CancelledError):
             async with asyncio.timeout(20):
                 await task
-    assert not [process for process in processes if process.is_running()]
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
     assert list((tmp_path / "cache").iterdir()) == [], "no half model"

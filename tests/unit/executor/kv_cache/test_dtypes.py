@@ -11,7 +11,7 @@ def test_layers_that_differ() -> None:
     layers = parse_layers(" 0=bf16, -1 = fp8 ,")
     assert layers == {0: "bf16", -1: "fp8"}
     assert layer_dtypes("int8", layers, 4) == ["bf16", "int8", "int8", "fp8"]
-    assert layer_dtypes("auto", {}, 2) == ["bf16", "bf16"]
+    assert layer_dtypes("fp8", {}, 2) == ["fp8", "fp8"]
 
 
 @pytest.mark.parametrize(

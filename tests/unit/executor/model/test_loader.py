@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.executor.model.collectives import SingleRank
-from services.executor.model.loader import context_length, load_config, load_model
+from services.executor.model.loader import context_length, load_config, load_model, pack_linears
 from services.executor.model.sharding import ShardLayout
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
@@ -191,6 +191,6 @@ def test_packing_frees_the_plain_weights_as_it_goes(llama: Path, monkeypatch: py
 
     monkeypatch.setattr("services.executor.model.loader.can_pack", lambda device, dtype: True)
     monkeypatch.setattr("services.executor.model.loader.packed_weight", packed)
-    load(llama)
+    pack_linears(load(llama))
     assert len(alive) > 10
     assert max(alive) <= 1

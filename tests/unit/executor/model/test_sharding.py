@@ -51,21 +51,6 @@ def test_dimensions_are_cut_without_gaps(size: int, parts: int) -> None:
         assert all(span.size > 0 for span in spans)
 
 
-@given(rings(), st.integers(16, 2000))
-def test_inner_widths_are_cut_without_gaps(ring: list[ShardLayout], runs: int) -> None:
-    for size in (16 * runs, 16 * runs + 5):
-        spans = [layout.inner(size) for layout in ring]
-        assert [row for span in spans for row in as_list(span)] == list(range(size))
-        assert all(span.size > 0 for span in spans)
-
-
-def test_ranks_with_fewer_heads_take_more_of_the_inner_width() -> None:
-    ring = [ShardLayout.of(HeadCounts(9, 3, 64), 2, rank) for rank in range(2)]
-    assert [layout.inner(1536) for layout in ring] == [Span(0, 688), Span(688, 1536)]
-    even = [ShardLayout.of(HeadCounts(8, 4, 64), 2, rank) for rank in range(2)]
-    assert [layout.inner(1536) for layout in even] == [Span(0, 768), Span(768, 1536)]
-
-
 def test_known_splits() -> None:
     nine_over_three = [ShardLayout.of(HeadCounts(9, 3, 64), 2, rank) for rank in range(2)]
     assert [layout.q_heads for layout in nine_over_three] == [Span(0, 6), Span(6, 9)]

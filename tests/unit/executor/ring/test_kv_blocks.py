@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from services.executor.engine.ring_engine import _agree_on_blocks, _store_shape
+from services.executor.engine.kv_plan import plan_store
 from services.executor.kv_cache.codecs import FP8, INT8
-from services.executor.kv_cache.sizes import BlockCounts, hot_reserve
-from services.executor.model.collectives import Collectives
+from services.executor.kv_cache.sizes import BlockCounts, StoreShape, hot_reserve
+from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.sharding import HeadCounts, ShardLayout
 from services.executor.settings import ExecutorSettings
 from shared.config import load_settings
@@ -17,11 +17,16 @@ HEADS = HeadCounts(q_heads=9, kv_heads=3, head_dim=64)
 """Three KV heads for two ranks: one has twice as many as the other."""
 
 
-def agree(settings: ExecutorSettings, context: int = 1024) -> list[BlockCounts]:
+def plan(
+    settings: ExecutorSettings, collectives: Collectives, context: int = 1024, native: bool = False
+) -> tuple[StoreShape, BlockCounts]:
+    layout = ShardLayout.of(HEADS, collectives.world_size, collectives.rank)
+    return plan_store(settings, 4, layout, torch.bfloat16, native, context, CPU, collectives)
+
+
+def agree(settings: ExecutorSettings, native: bool = False) -> list[BlockCounts]:
     def one(collectives: Collectives) -> BlockCounts:
-        layout = ShardLayout.of(HEADS, collectives.world_size, collectives.rank)
-        shape = _store_shape(settings, 4, layout, torch.bfloat16)
-        return _agree_on_blocks(shape, context, settings, CPU, collectives)
+        return plan(settings, collectives, native=native)[1]
 
     return on_ring(2, one)
 
@@ -40,12 +45,24 @@ def test_compressed_the_budget_goes_to_cold_blocks() -> None:
     assert sum(first) > 1.9 * plain.hot
 
 
+def test_auto_compresses_where_the_native_kernels_compute() -> None:
+    for native, codecs in ((True, (INT8,) * 4), (False, (None,) * 4)):
+        shape, blocks = plan(load_settings(ExecutorSettings), SingleRank(), native=native)
+        assert shape.codecs == codecs
+        assert bool(blocks.cold) == native
+
+
+def test_auto_does_without_where_some_rank_has_too_little_memory() -> None:
+    settings = load_settings(ExecutorSettings, kv_memory=70 * 4 * 2 * 16 * 64 * 2 * 2)
+    assert agree(settings, native=True) == [(70, 0)] * 2
+
+
 def test_layers_are_compressed_as_the_settings_say() -> None:
     settings = load_settings(ExecutorSettings, kv_dtype="int8", kv_dtype_layers="0=bf16,-1=fp8")
-    shape = _store_shape(settings, 4, ShardLayout.of(HEADS, 1, 0), torch.bfloat16)
+    shape, _ = plan(settings, SingleRank())
     assert shape.codecs == (None, INT8, INT8, FP8)
     wrong = load_settings(ExecutorSettings, kv_dtype_layers="4=int8")
     with pytest.raises(
         ConfigurationError, match="names layer 4, which the model does not have; choose 0 to 3"
     ):
-        _store_shape(wrong, 4, ShardLayout.of(HEADS, 1, 0), torch.bfloat16)
+        plan(wrong, SingleRank())

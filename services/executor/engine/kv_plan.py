@@ -1,0 +1,107 @@
+"""How much KV cache the ranks of a ring hold, and of what kind: from the settings and the memory, agreed by all."""
+
+import torch
+
+from services.executor.kv_cache.codecs import codecs_of
+from services.executor.kv_cache.dtypes import BlockDType, layer_dtypes, parse_layers
+from services.executor.kv_cache.sizes import (
+    DEFAULT_SEQUENCES,
+    BlockCounts,
+    SpillCounts,
+    StoreShape,
+    default_budget,
+    hot_reserve,
+    plan_blocks,
+    plan_spill,
+)
+from services.executor.model.collectives import Collectives
+from services.executor.model.sharding import ShardLayout
+from services.executor.settings import ExecutorSettings
+from shared.errors import ConfigurationError
+
+
+def plan_store(
+    settings: ExecutorSettings,
+    num_layers: int,
+    layout: ShardLayout,
+    dtype: torch.dtype,
+    native: bool,
+    context: int,
+    device: torch.device,
+    collectives: Collectives,
+) -> tuple[StoreShape, BlockCounts]:
+    """What one rank stores, and the numbers of blocks of all.
+
+    `--kv-dtype auto` is int8 where the native kernels compute, which read it as fast as bf16 or faster, unless
+    some rank's budget is too small for the blocks that compression needs besides. Raises `ConfigurationError`
+    when one sequence of `context` tokens does not fit, or --kv-dtype-layers does not fit the model.
+    """
+    if settings.kv_dtype == "auto" and native:
+        shape = _store_shape(settings, "int8", num_layers, layout, dtype)
+        blocks = _agreed(shape, context, settings, device, collectives)
+        if blocks.hot:
+            return shape, blocks
+    kind = "bf16" if settings.kv_dtype == "auto" else settings.kv_dtype
+    shape = _store_shape(settings, kind, num_layers, layout, dtype)
+    mine = _my_blocks(shape, context, settings, device, collectives)
+    return shape, BlockCounts(*smallest(mine, device, collectives))
+
+
+def _agreed(
+    shape: StoreShape,
+    context: int,
+    settings: ExecutorSettings,
+    device: torch.device,
+    collectives: Collectives,
+) -> BlockCounts:
+    """The smallest numbers of blocks that any rank can hold; none where that is too few on some rank."""
+    try:
+        mine = _my_blocks(shape, context, settings, device, collectives)
+    except ConfigurationError:
+        mine = BlockCounts(0, 0)
+    return BlockCounts(*smallest(mine, device, collectives))
+
+
+def agree_on_slots(
+    shape: StoreShape, settings: ExecutorSettings, device: torch.device, collectives: Collectives
+) -> SpillCounts:
+    """The smallest numbers of spill slots that any rank can hold."""
+    mine = plan_spill(shape, settings.kv_host_memory, settings.kv_disk_memory)
+    return SpillCounts(*smallest(mine, device, collectives))
+
+
+def smallest(mine: tuple[int, ...], device: torch.device, collectives: Collectives) -> list[int]:
+    """The smallest of each number over the ranks."""
+    counts = torch.zeros((collectives.world_size, len(mine)), dtype=torch.int64, device=device)
+    counts[collectives.rank] = torch.tensor(mine, device=device)
+    found: list[int] = collectives.all_reduce(counts).amin(0).tolist()
+    return found
+
+
+def _store_shape(
+    settings: ExecutorSettings, kind: BlockDType, num_layers: int, layout: ShardLayout, dtype: torch.dtype
+) -> StoreShape:
+    dtypes = layer_dtypes(kind, parse_layers(settings.kv_dtype_layers), num_layers)
+    return StoreShape(
+        num_layers, settings.block_size, layout.kv_heads.size, layout.head_dim, dtype, codecs_of(dtypes)
+    )
+
+
+def _my_blocks(
+    shape: StoreShape,
+    context: int,
+    settings: ExecutorSettings,
+    device: torch.device,
+    collectives: Collectives,
+) -> BlockCounts:
+    """What this rank can hold."""
+    if settings.kv_memory:
+        budget, cap = settings.kv_memory, None
+    else:
+        # Ranks and groups of one host share its memory; each GPU has its own.
+        on_host = collectives.world_size * settings.replicas_on_host
+        ranks_sharing = on_host if device.type == "cpu" else 1
+        budget = default_budget(device) // ranks_sharing
+        cap = DEFAULT_SEQUENCES if device.type == "cpu" else None
+    reserve = hot_reserve(settings.max_sequences, settings.max_batch_tokens, shape.block_size)
+    return plan_blocks(shape, context, budget, reserve, cap)
