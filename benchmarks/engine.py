@@ -1,18 +1,21 @@
 """Step times of the engine alone, in this process: `python -m benchmarks.engine --help`.
 
 What HTTP, NATS and the batcher cost is the difference to `benchmarks.serve`. One rank, no ring; greedy.
-With --profile it prints where a step's time goes, by operator.
+With --profile it prints where a step's time goes: by part for the native kernels, by operator for PyTorch, which
+computes where RYZANSTEIN_NATIVE_KERNELS=0.
 """
 
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
+from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
@@ -72,14 +75,22 @@ def milliseconds(work: Callable[[], object], rounds: int) -> float:
     return statistics.median(times) * 1e3
 
 
-def make_step(directory: Path, dtype_name: str, threads: int) -> Callable[[StepPlan], object]:
-    """A function that runs one step: forward and greedy sampling."""
+@dataclass(frozen=True)
+class Stepper:
+    """Runs one step: forward and greedy sampling."""
+
+    step: Callable[[StepPlan], object]
+    spent: Callable[[], dict[str, float]] | None
+    """Seconds that the native kernels have spent on each part so far; None: PyTorch computes."""
+
+
+def make_step(directory: Path, dtype_name: str, threads: int) -> Stepper:
     # OpenMP reads its settings when torch is imported; they are the executor's.
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     import torch
 
-    from services.executor.engine.sampling import Sampler
+    from services.executor.engine.sampling import Sampler, wants_of
     from services.executor.engine.sampling_state import SamplingState
     from services.executor.kv_cache.sizes import StoreShape
     from services.executor.kv_cache.store import KvStore
@@ -99,12 +110,31 @@ def make_step(directory: Path, dtype_name: str, threads: int) -> Callable[[StepP
     sampler = Sampler()
 
     def step(plan: StepPlan) -> object:
-        logits = runner.forward(plan)
+        rows = len(plan.sample_rows) // 4
+        states = [SamplingState(SamplingParams(temperature=0), [1], []) for _ in range(rows)]
+        wants = wants_of(states, runner.vocab_size).tobytes()
+        logits = runner.forward(structs.replace(plan, candidates=wants))
         assert logits is not None
-        states = [SamplingState(SamplingParams(temperature=0), [1], []) for _ in range(logits.shape[0])]
         return sampler.sample(logits, states)
 
-    return step
+    return Stepper(step, runner.spent if runner.is_native else None)
+
+
+def print_parts(stepper: Stepper, plans: Mapping[str, StepPlan], rounds: int) -> None:
+    """Milliseconds of each part of the native kernels' steps."""
+    assert stepper.spent is not None
+    columns: dict[str, dict[str, float]] = {}
+    for name, plan in plans.items():
+        before = stepper.spent()
+        for _ in range(rounds):
+            stepper.step(plan)
+        after = stepper.spent()
+        columns[name] = {part: (after[part] - before[part]) / rounds * 1e3 for part in after}
+    table = Table("ms", *columns)
+    for part in stepper.spent():
+        table.add_row(part, *(f"{column[part]:.2f}" for column in columns.values()))
+    table.add_row("all", *(f"{sum(column.values()):.2f}" for column in columns.values()))
+    Console().print(table)
 
 
 def print_profile(step: Callable[[StepPlan], object], plan: StepPlan, name: str) -> None:
@@ -129,17 +159,19 @@ def main(
     profile: Annotated[bool, typer.Option(help="Also print where the time goes.")] = False,
 ) -> None:
     """Step times of the engine alone."""
-    step = make_step(model, dtype, threads)
+    stepper = make_step(model, dtype, threads)
     plans = {f"decode, {n} sequences of {context}": decode_plan(n, context) for n, context in DECODES}
     plans |= {f"prefill, {tokens} tokens": prefill_plan(tokens) for tokens in PREFILLS}
     table = Table("step", "ms", "tokens/s")
     for name, plan in plans.items():
-        taken = milliseconds(lambda plan=plan: step(plan), rounds)  # type: ignore[misc]
+        taken = milliseconds(lambda plan=plan: stepper.step(plan), rounds)  # type: ignore[misc]
         table.add_row(name, f"{taken:.1f}", f"{len(plan.token_ids) // 4 / taken * 1e3:.0f}")
     Console().print(table)
-    if profile:
+    if profile and stepper.spent is not None:
+        print_parts(stepper, plans, rounds)
+    elif profile:
         for name in (next(iter(plans)), f"decode, {DECODES[-1][0]} sequences of {DECODES[-1][1]}"):
-            print_profile(step, plans[name], name)
+            print_profile(stepper.step, plans[name], name)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ The k largest of the vocabulary are among the k largest of every span. Tokens th
 all kept, in both steps, so the outcome does not depend on how many ranks there are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,7 +69,32 @@ class RowLogits:
         return len(self.largest)
 
 
-def collect(local: Tensor, wants: Wants, collectives: Collectives, widths: Sequence[int]) -> RowLogits | None:
+Search = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""(largest values [R], their columns int64 [R], the first of those that tie) of logits [R, C]; NaN is the largest."""
+
+
+def largest_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`Search` by PyTorch, without a float32 copy of the logits, which would cost more than the search."""
+    if logits.device.type != "cpu" or logits.dtype not in (torch.bfloat16, torch.float32):
+        values, tokens = logits.max(dim=-1)
+        return values, tokens
+    values = logits.amax(dim=-1)  # NaN is the largest
+    if logits.dtype is torch.float32:
+        return values, torch.from_numpy(logits.numpy().argmax(axis=-1))
+    # Positive numbers are in the order of their bits, read as integers, and above all negative ones.
+    tokens = torch.from_numpy(logits.view(torch.int16).numpy().argmax(axis=-1))
+    for row in (~(values > 0)).nonzero()[:, 0].tolist():
+        tokens[row] = logits[row].float().argmax()
+    return values, tokens
+
+
+def collect(
+    local: Tensor,
+    wants: Wants,
+    collectives: Collectives,
+    widths: Sequence[int],
+    search: Search = largest_of,
+) -> RowLogits | None:
     """`local` [R, this rank's width] of every rank for the sampler, on rank 0; None on the others.
 
     `wants` [R] of `WANT`. `widths`: each rank's share of the vocabulary. Raises `RingLost`.
@@ -80,7 +105,7 @@ def collect(local: Tensor, wants: Wants, collectives: Collectives, widths: Seque
     whole = np.flatnonzero((counts == 0) & (margins <= 0))
     start = sum(widths[: collectives.rank])
     best = _few_of(_take(local, few), np.abs(counts[few]), start)
-    summaries = _exchange_summaries(local, counts, best.lengths, start, collectives)
+    summaries = _exchange_summaries(local, search(local), counts, best.lengths, start, collectives)
     largest = summaries[:, :, 0]
     tables = []
     if len(few):
@@ -199,32 +224,22 @@ def _few_of(logits: Tensor, counts: NDArray[np.int32], start: int) -> _Few:
     return _Few.of(rows, ids + start, found, len(counts))
 
 
-def _largest(local: Tensor) -> tuple[Tensor, Tensor]:
-    """(values [R], tokens [R]) without a float32 copy of the logits, which would cost more than the search."""
-    if local.device.type != "cpu" or local.dtype not in (torch.bfloat16, torch.float32):
-        values, tokens = local.max(dim=-1)
-        return values, tokens
-    values = local.amax(dim=-1)  # NaN is the largest
-    if local.dtype is torch.float32:
-        return values, torch.from_numpy(local.numpy().argmax(axis=-1))
-    # Positive numbers are in the order of their bits, read as integers, and above all negative ones.
-    tokens = torch.from_numpy(local.view(torch.int16).numpy().argmax(axis=-1))
-    for row in (~(values > 0)).nonzero()[:, 0].tolist():
-        tokens[row] = local[row].float().argmax()
-    return values, tokens
-
-
 # --- between the ranks ---------------------------------------------------------------------------
 
 
 def _exchange_summaries(
-    local: Tensor, counts: NDArray[np.int32], lengths: Int64Array, start: int, collectives: Collectives
+    local: Tensor,
+    found: tuple[Tensor, Tensor],
+    counts: NDArray[np.int32],
+    lengths: Int64Array,
+    start: int,
+    collectives: Collectives,
 ) -> Floats:
     """float32 [ranks, R, 4]: each rank's largest logit, its token, log-sum-exp, number of candidates.
 
     A token's id is exact in float32: vocabularies have fewer than 2^24 tokens.
     """
-    values, tokens = _largest(local)
+    values, tokens = found
     own = np.zeros((local.shape[0], 4), np.float32)
     own[:, 0] = values.float().cpu().numpy()
     own[:, 1] = tokens.cpu().numpy() + start

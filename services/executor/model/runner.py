@@ -12,7 +12,7 @@ from services.executor.engine.protocol import RestoreFailed
 from services.executor.kv_cache.copier import BlockCopier
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.candidates import WANT, RowLogits, collect
+from services.executor.model.candidates import WANT, RowLogits, collect, largest_of
 from services.executor.model.collectives import Collectives
 from services.executor.model.layers import VocabParallelHead
 from services.executor.model.step_context import StepContext
@@ -45,6 +45,7 @@ class ModelRunner:
         """`decoder` computes in place of `model` where there is one (see `services.executor.native`)."""
         self._model: Any = model
         self._decoder = decoder
+        self._search = largest_of if decoder is None else decoder.largest
         self._store = store
         self._copier = BlockCopier(store, spill, collectives)
         self._collectives = collectives
@@ -59,6 +60,11 @@ class ModelRunner:
     def is_native(self) -> bool:
         """Whether the native kernels compute, and not PyTorch."""
         return self._decoder is not None
+
+    def spent(self) -> dict[str, float]:
+        """Seconds that the native kernels have spent on each part of the steps so far."""
+        assert self._decoder is not None, "PyTorch computes"
+        return self._decoder.spent()
 
     @torch.inference_mode()
     def forward(
@@ -81,7 +87,8 @@ class ModelRunner:
         if not plan.sample_rows:
             return self._no_logits() if self._is_leader else None
         if plan.candidates:
-            return collect(local, np.frombuffer(plan.candidates, WANT), self._collectives, self._widths)
+            wants = np.frombuffer(plan.candidates, WANT)
+            return collect(local, wants, self._collectives, self._widths, self._search)
         parts = self._collectives.gather_to_leader(local, self._widths)
         if parts is None:
             return None

@@ -7,10 +7,12 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "attention.h"
 #include "codec.h"
 #include "gemm.h"
+#include "largest.h"
 #include "threads.h"
 #include "workspace.h"
 
@@ -26,7 +28,24 @@ struct rz_decoder {
     const rz_step *step;
     long parts, merges; /* attention parts, and rows to be merged from partial ones */
     atomic_int failed;
+    int64_t spent[RZ_PARTS]; /* written by thread 0 */
 };
+
+static int64_t now(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000LL + time.tv_nsec;
+}
+
+/* A stage, its time booked on `part`. */
+static void run_stage(rz_decoder *decoder, int thread, int part, long tasks, rz_task task, void *argument)
+{
+    const int64_t began = thread ? 0 : now();
+    rz_stage(decoder->threads, thread, tasks, task, argument);
+    if (!thread)
+        decoder->spent[part] += now() - began;
+}
 
 static long least(long a, long b)
 {
@@ -117,10 +136,10 @@ static void product_task(void *argument, long task, long next, int thread)
     }
 }
 
-static void multiply(rz_decoder *decoder, int thread, product job)
+static void multiply(rz_decoder *decoder, int thread, int part, product job)
 {
     long panels = (job.linear->outputs + PANEL - 1) / PANEL, pieces = (job.rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
-    rz_stage(decoder->threads, thread, panels * pieces, product_task, &job);
+    run_stage(decoder, thread, part, panels * pieces, product_task, &job);
 }
 
 /* --- embedding, norms -------------------------------------------------------------------------------- */
@@ -319,10 +338,10 @@ static void attend(rz_decoder *decoder, int thread, const rz_layer *layer)
                    layer->window, model->attention_scale, model->attention_cap },
         .cache = cache_of(layer),
     };
-    rz_stage(decoder->threads, thread, decoder->step->tokens, place_task, &job);
-    rz_stage(decoder->threads, thread, decoder->parts, attend_task, &job);
+    run_stage(decoder, thread, RZ_PLACE, decoder->step->tokens, place_task, &job);
+    run_stage(decoder, thread, RZ_ATTEND, decoder->parts, attend_task, &job);
     if (decoder->merges)
-        rz_stage(decoder->threads, thread, decoder->merges, merge_task, decoder);
+        run_stage(decoder, thread, RZ_ATTEND, decoder->merges, merge_task, decoder);
 }
 
 /* --- the plan of a step's attention ------------------------------------------------------------------ */
@@ -417,18 +436,22 @@ static int sum_over_ranks(rz_decoder *decoder, int thread, float *values)
         return 1;
     size_t count = (size_t)decoder->step->tokens * (size_t)model->hidden;
     const int threads = rz_threads_count(decoder->threads);
+    const int64_t began = thread ? 0 : now();
     if (rz_ring_sum_f32_part(model->ring, values, count, thread, threads, model->ring_timeout_ns))
         atomic_store(&decoder->failed, 1);
     rz_stage(decoder->threads, thread, 0, NULL, NULL);
+    if (!thread)
+        decoder->spent[RZ_SUM] += now() - began;
     return !atomic_load(&decoder->failed);
 }
 
 /* A block's last product: straight into the residual, or into delta where a sum or a norm comes between. */
-static int end_block(rz_decoder *decoder, int thread, const rz_linear *linear, const bf16 *x, const float *after)
+static int end_block(rz_decoder *decoder, int thread, int part, const rz_linear *linear, const bf16 *x,
+                     const float *after)
 {
     rz_workspace *space = &decoder->space;
     const int direct = !decoder->model.ring && !after;
-    multiply(decoder, thread, (product){
+    multiply(decoder, thread, part, (product){
         .linear = linear, .x = x, .rows = decoder->step->tokens, .end = direct ? ADD : STORE,
         .out = direct ? space->residual : space->delta, .scale = direct ? decoder->model.residual_scale : 1.0f });
     return direct || sum_over_ranks(decoder, thread, space->delta);
@@ -441,19 +464,19 @@ static int run_layer(rz_decoder *decoder, int thread, const rz_layer *layer, con
     const long tokens = decoder->step->tokens;
     const float *after = before ? before->after_feed_forward_norm : NULL;
     norm first = { decoder, layer->attention_norm, after, before && (model->ring || after), NULL };
-    rz_stage(decoder->threads, thread, tokens, norm_task, &first);
-    multiply(decoder, thread, (product){
+    run_stage(decoder, thread, RZ_NORM, tokens, norm_task, &first);
+    multiply(decoder, thread, RZ_QKV, (product){
         .linear = &layer->qkv, .x = space->normed, .rows = tokens, .end = STORE, .out = space->qkv, .scale = 1.0f });
     attend(decoder, thread, layer);
-    if (!end_block(decoder, thread, &layer->output, space->attended, layer->after_attention_norm))
+    if (!end_block(decoder, thread, RZ_OUTPUT, &layer->output, space->attended, layer->after_attention_norm))
         return 0;
     after = layer->after_attention_norm;
     norm second = { decoder, layer->feed_forward_norm, after, model->ring || after, NULL };
-    rz_stage(decoder->threads, thread, tokens, norm_task, &second);
-    multiply(decoder, thread, (product){
+    run_stage(decoder, thread, RZ_NORM, tokens, norm_task, &second);
+    multiply(decoder, thread, RZ_GATE_UP, (product){
         .linear = &layer->gate_up, .x = space->normed, .rows = tokens, .end = ACTIVATE, .out = space->activated,
         .activation = model->activation });
-    return end_block(decoder, thread, &layer->down, space->activated, layer->after_feed_forward_norm);
+    return end_block(decoder, thread, RZ_DOWN, &layer->down, space->activated, layer->after_feed_forward_norm);
 }
 
 static void forward(void *argument, int thread)
@@ -461,7 +484,7 @@ static void forward(void *argument, int thread)
     rz_decoder *decoder = argument;
     const rz_model *model = &decoder->model;
     const rz_step *step = decoder->step;
-    rz_stage(decoder->threads, thread, step->tokens, embed_task, decoder);
+    run_stage(decoder, thread, RZ_EMBED, step->tokens, embed_task, decoder);
     if (model->embedding_split && !sum_over_ranks(decoder, thread, decoder->space.residual))
         return;
     for (int i = 0; i < model->layers; i++) {
@@ -472,8 +495,8 @@ static void forward(void *argument, int thread)
     }
     const float *after = model->layer[model->layers - 1].after_feed_forward_norm;
     norm last = { decoder, model->final_norm, after, model->ring || after, step->sample_rows };
-    rz_stage(decoder->threads, thread, step->sampled, norm_task, &last);
-    multiply(decoder, thread, (product){
+    run_stage(decoder, thread, RZ_NORM, step->sampled, norm_task, &last);
+    multiply(decoder, thread, RZ_HEAD, (product){
         .linear = &model->head, .x = decoder->space.normed, .rows = step->sampled, .end = STORE, .out = step->logits,
         .scale = model->logit_scale, .cap = model->logit_cap });
 }
@@ -515,6 +538,40 @@ void rz_decoder_compress(rz_decoder *decoder, const int32_t *pairs, int count)
 {
     compression job = { decoder, pairs, count };
     rz_threads_run(decoder->threads, compress, &job);
+}
+
+void rz_decoder_spent(const rz_decoder *decoder, int64_t *spent)
+{
+    memcpy(spent, decoder->spent, sizeof decoder->spent);
+}
+
+typedef struct {
+    rz_threads *threads;
+    const float *logits;
+    int rows, width;
+    float *values;
+    int64_t *indices;
+} search;
+
+static void search_task(void *argument, long row, long next, int thread)
+{
+    (void)next, (void)thread;
+    const search *job = argument;
+    const float *logits = job->logits + row * job->width;
+    job->indices[row] = rz_largest(logits, job->width);
+    job->values[row] = logits[job->indices[row]];
+}
+
+static void search_rows(void *argument, int thread)
+{
+    search *job = argument;
+    rz_stage(job->threads, thread, job->rows, search_task, job);
+}
+
+void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int width, float *values, int64_t *indices)
+{
+    search job = { decoder->threads, logits, rows, width, values, indices };
+    rz_threads_run(decoder->threads, search_rows, &job);
 }
 
 rz_decoder *rz_decoder_new(const rz_model *model, int threads)

@@ -74,6 +74,11 @@ typedef struct {
 
 typedef struct rz_decoder rz_decoder;
 
+/* What a step's time is spent on. */
+enum {
+    RZ_EMBED, RZ_NORM, RZ_QKV, RZ_PLACE, RZ_ATTEND, RZ_OUTPUT, RZ_GATE_UP, RZ_DOWN, RZ_HEAD, RZ_SUM, RZ_PARTS,
+};
+
 enum { RZ_OK = 0, RZ_NO_MEMORY = 1, RZ_RING_LOST = 2 };
 
 /* NULL when there is no memory. `model` is copied; what it points to is not. */
@@ -82,6 +87,12 @@ void rz_decoder_free(rz_decoder *decoder);
 
 /* Computes one step. Returns RZ_OK or what went wrong. One caller at a time. */
 int rz_decoder_forward(rz_decoder *decoder, const rz_step *step);
+
+/* Nanoseconds that the steps so far have spent on each part, in `spent` [RZ_PARTS]. */
+void rz_decoder_spent(const rz_decoder *decoder, int64_t *spent);
+
+/* The largest logit of each of `rows` rows, `width` apart, and its index: NaN is larger than all. */
+void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int width, float *values, int64_t *indices);
 
 /* Copies full hot blocks to cold ones in all layers. `pairs`: [count][2], (hot id, cold id). Before the step that
  * may write to the hot ones again. */

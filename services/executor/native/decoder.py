@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from services.executor.engine.plan import StepPlan
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layers import LinearShard
-from services.executor.native.library import Layer, LayerCallback, Linear, Model, Step
+from services.executor.native.library import PARTS, Layer, LayerCallback, Linear, Model, Step
 from services.executor.native.lowering import (
     Lowered,
     LoweredLayer,
@@ -50,9 +51,11 @@ class NativeDecoder:
         self._handle: int | None = None
         self._shape = store.shape
         self._layers = (Layer * len(lowered.layers))()
-        for index, layer in enumerate(lowered.layers):
-            self._describe_layer(index, layer, q_heads)
-        self._model = self._describe_model(lowered, q_heads, ring)
+        self._threads = threads
+        with ThreadPoolExecutor(threads, thread_name_prefix="pack") as self._pool:
+            for index, layer in enumerate(lowered.layers):
+                self._describe_layer(index, layer, q_heads)
+            self._model = self._describe_model(lowered, q_heads, ring)
         self.vocab_rows = self._model.head.outputs
         self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads)
         if not self._handle:
@@ -84,6 +87,22 @@ class NativeDecoder:
                 "There is no memory left for the working space of a step; free some memory."
             )
         return logits
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(largest value [R], its token int64 [R]) of `logits` float32 [R, V], contiguous. Of those that tie the
+        one with the smallest id; NaN is larger than all."""
+        rows, width = logits.shape
+        values, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        self._library.rz_decoder_largest(
+            self._handle, logits.data_ptr(), rows, width, values.data_ptr(), tokens.data_ptr()
+        )
+        return values, tokens
+
+    def spent(self) -> dict[str, float]:
+        """Seconds that the steps so far have spent on each of `PARTS`."""
+        nanoseconds = (ctypes.c_int64 * len(PARTS))()
+        self._library.rz_decoder_spent(self._handle, nanoseconds)
+        return {part: spent / 1e9 for part, spent in zip(PARTS, nanoseconds, strict=True)}
 
     def compress(self, pairs: NDArray[np.int32]) -> None:
         """What `KvStore.compress` does. `pairs`: [C, 2], (hot id, cold id) each, of ids that are; contiguous."""
@@ -158,7 +177,7 @@ class NativeDecoder:
         return model
 
     def _pack(self, pieces: list[Any]) -> Linear:
-        packed = PackedLinear(self._library, pieces)
+        packed = PackedLinear(self._library, pieces, self._pool, self._threads)
         self._kept.append(packed)
         return packed.describe()
 

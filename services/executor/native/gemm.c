@@ -116,21 +116,31 @@ RZ_INLINE bf16 *place(bf16 *packed, long output, long pairs)
     return packed + output / PANEL * pairs * 2 * PANEL + output % PANEL * 2;
 }
 
+/* 16 rows that become neighbours, a vector at a time; returns the inputs that are done. */
+static long pack_vectors(bf16 *to, const bf16 *weights, long inputs, long stride)
+{
+    const bf16 *rows[LANES];
+    for (int row = 0; row < LANES; row++)
+        rows[row] = weights + row * stride;
+    long k = 0;
+    for (; k + 2 * LANES <= inputs; k += 2 * LANES)
+        transpose_pairs(rows, (int)k, (int32_t *)to + k / 2 * PANEL, PANEL);
+    return k;
+}
+
 void rz_pack(bf16 *packed, const bf16 *weights, long rows, long inputs, long stride, long first, long run, long step)
 {
-    long pairs = (inputs + 1) / 2;
-    /* Eight inputs of every row of a group at a time: whole lines are written while they are in the cache. */
-    for (long begin = 0; begin < rows; begin += LANES) {
-        long end = begin + LANES < rows ? begin + LANES : rows;
-        for (long k = 0; k < inputs; k += 8) {
-            long last = k + 8 < inputs ? k + 8 : inputs;
-            for (long row = begin; row < end; row++) {
-                bf16 *to = place(packed, first + row / run * step + row % run, pairs) + k * PANEL;
-                const bf16 *from = weights + row * stride;
-                for (long i = k; i < last; i++)
-                    to[(i - k) / 2 * 2 * PANEL + (i - k) % 2] = from[i];
-            }
-        }
+    const long pairs = (inputs + 1) / 2;
+    for (long row = 0; row < rows;) {
+        const long output = first + row / run * step + row % run;
+        const long together = row % run + LANES <= run && row + LANES <= rows && output % LANES == 0 ? LANES : 1;
+        bf16 *to = place(packed, output, pairs);
+        const bf16 *from = weights + row * stride;
+        const long done = together == LANES ? pack_vectors(to, from, inputs, stride) : 0;
+        for (long i = 0; i < together; i++)
+            for (long k = done; k < inputs; k++)
+                to[i * 2 + k / 2 * 2 * PANEL + k % 2] = from[i * stride + k];
+        row += together;
     }
 }
 

@@ -17,6 +17,10 @@ DISABLE = "RYZANSTEIN_NATIVE_KERNELS"
 """Environment variable; `0` turns the kernels off."""
 
 
+PARTS = ("embed", "norm", "qkv", "place", "attend", "output", "gate_up", "down", "head", "sum")
+"""What a step's time is spent on, as `decoder.h` numbers it."""
+
+
 class Linear(ctypes.Structure):
     _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int32), ("inputs", c_int32)]
 
@@ -131,6 +135,9 @@ def compiled() -> Any | None:
     library.rz_decoder_free.argtypes = [c_void_p]
     library.rz_decoder_forward.argtypes = [c_void_p, POINTER(Step)]
     library.rz_decoder_forward.restype = c_int
+    library.rz_decoder_spent.argtypes, library.rz_decoder_spent.restype = [c_void_p, c_void_p], None
+    library.rz_decoder_largest.argtypes = [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]
+    library.rz_decoder_largest.restype = None
     library.rz_decoder_compress.argtypes = [c_void_p, c_void_p, c_int]
     library.rz_decoder_compress.restype = None
     for name, (result, arguments) in _RING_FUNCTIONS.items():

@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Iterable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,21 @@ class Piece:
     """Rows of a packed weight that come from one tensor: row i goes to `first + i // run * step + i % run`."""
 
     weight: Tensor
-    """bf16 [rows, in]"""
+    """bf16 [rows, in]; rows are contiguous"""
     bias: Tensor | None
     first: int
     run: int
     step: int
+
+    def cut(self, parts: int) -> list["Piece"]:
+        """The same rows in about `parts` pieces of whole runs, without their bias."""
+        rows = self.weight.shape[0]
+        size = -(-rows // (parts * GATE_RUN)) * GATE_RUN
+        cuts = []
+        for start in range(0, rows, size):
+            first = self.first + start // self.run * self.step + start % self.run
+            cuts.append(Piece(self.weight[start : start + size], None, first, self.run, self.step))
+        return cuts
 
     def places(self) -> Tensor:
         """int64 [rows]: where the rows go."""
@@ -51,23 +62,28 @@ def alternating(gate: tuple[Tensor, Tensor | None], up: tuple[Tensor, Tensor | N
 class PackedLinear:
     """A packed weight and its bias, with what owns their memory."""
 
-    def __init__(self, library: Any, pieces: list[Piece]) -> None:
+    def __init__(self, library: Any, pieces: list[Piece], pool: Executor, threads: int) -> None:
+        """Packs with `threads` threads of `pool`."""
         self.outputs = sum(piece.weight.shape[0] for piece in pieces)
         self.inputs = pieces[0].weight.shape[1]
         self.packed = _huge(library.rz_packed_bytes(self.outputs, self.inputs))
-        for piece in pieces:
-            weight = piece.weight.contiguous()
-            library.rz_pack(
-                self.packed.data_ptr(),
-                weight.data_ptr(),
-                weight.shape[0],
-                self.inputs,
-                weight.stride(0),
-                piece.first,
-                piece.run,
-                piece.step,
-            )
+        jobs = [part for piece in pieces for part in piece.cut(threads)]
+        for job in [pool.submit(self._pack, library, part) for part in jobs]:
+            job.result()
         self.bias = _joined_bias(pieces, self.outputs)
+
+    def _pack(self, library: Any, piece: Piece) -> None:
+        weight = piece.weight
+        library.rz_pack(
+            self.packed.data_ptr(),
+            weight.data_ptr(),
+            weight.shape[0],
+            self.inputs,
+            weight.stride(0),
+            piece.first,
+            piece.run,
+            piece.step,
+        )
 
     def describe(self) -> Linear:
         """The structure that the kernels take."""

@@ -84,4 +84,37 @@ RZ_INLINE __m512 gelu_tanh_ps(__m512 x)
     return _mm512_mul_ps(x, sigmoid_ps(_mm512_mul_ps(_mm512_set1_ps(1.5957691216f), inner)));
 }
 
+/* 16 rows of 16 pairs, from `column` on, become 16 pairs of 16 rows, `to_stride` pairs apart. */
+RZ_INLINE void transpose_pairs(const bf16 *const *rows, int column, int32_t *to, long to_stride)
+{
+    __m512i a[LANES], b[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        a[i] = _mm512_loadu_si512(rows[i] + column);
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    /* a[4g + j] holds column 4q + j of rows 4g .. 4g+3 in its quarter q. */
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
+        __m512i high = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        __m512i low2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        __m512i high2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        _mm512_storeu_si512(to + (0 + j) * to_stride, _mm512_shuffle_i32x4(low, low2, 0x88));
+        _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0x88));
+        _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(low, low2, 0xdd));
+        _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0xdd));
+    }
+}
+
 #endif

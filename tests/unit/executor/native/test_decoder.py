@@ -13,6 +13,7 @@ from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import make_runner
+from services.executor.model.candidates import largest_of
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.collectives_shm import SharedMemory, make_area
 from services.executor.model.loader import load_config, load_model
@@ -131,6 +132,21 @@ def test_long_contexts_are_split_over_threads(tmp_path: Path, threads: int) -> N
         logits = native.forward(script.step({0: 1})[0])
         assert isinstance(logits, Tensor)
         assert (logits[0] - expected[position]).abs().mean() < 0.03 * expected[position].std()
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 49, 4099])
+def test_finds_the_largest_logit(tmp_path: Path, width: int) -> None:
+    decoder = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True)._decoder
+    assert decoder is not None
+    torch.manual_seed(2)
+    logits = torch.randint(-3, 4, (40, width)).float()  # many tie
+    logits[1], logits[2] = -torch.inf, -5.0
+    logits[3, -1] = torch.nan
+    logits[4, 0] = torch.inf
+    values, tokens = decoder.largest(logits)
+    expected, at = largest_of(logits)
+    assert torch.equal(tokens, at)
+    assert torch.equal(values.nan_to_num(nan=99), expected.nan_to_num(nan=99))
 
 
 def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:

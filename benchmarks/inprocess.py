@@ -1,0 +1,180 @@
+"""The engine driven without HTTP and NATS: `python -m benchmarks.inprocess --help`.
+
+The same batcher, plans, ring and sampler as behind the server, in one process, over the shapes of W1 to W3
+with random prompts. What is not the model (planning, block tables, sampling, the tokens' way back) is timed
+apart. With --url the same shapes are then put on a server, and the ratio tells what serving costs.
+"""
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks import serve
+from benchmarks.report import machine
+from benchmarks.workloads import WORKLOADS, Workload
+from services.executor.board import RingBoard
+from services.executor.engine.admission import BatchSettings
+from services.executor.engine.batching import ContinuousBatcher
+from services.executor.ring import SPIN_COUNT, RankSpec
+from services.executor.settings import ExecutorSettings
+from shared.config import load_settings
+from shared.messages import GenerationRequest, SamplingParams
+
+SHAPES = ("W1", "W2", "W3")
+
+
+@dataclass
+class Times:
+    """Seconds of one workload's run."""
+
+    wall: float = 0.0
+    model: float = 0.0
+    """In the forward pass."""
+    sampling: float = 0.0
+    planning: float = 0.0
+    """Scheduling, and taking the tokens back."""
+    tokens: int = 0
+    steps: int = 0
+
+    @property
+    def outside(self) -> float:
+        """Share of the time that is not the model's."""
+        return (self.sampling + self.planning) / self.wall
+
+
+class InProcess:
+    """One rank of a ring and its batcher, as the leader has them."""
+
+    def __init__(self, directory: Path, scratch: Path, threads: int) -> None:
+        from services.executor.engine.ring_engine import RingEngine
+
+        settings = load_settings(ExecutorSettings, model=str(directory), threads=threads)
+        board = RingBoard(scratch / "board", 1, create=True)
+        spec = RankSpec(0, 1, "benchmark", "benchmark", 1, str(scratch / "board"), {})
+        self._engine = RingEngine(settings, spec, board, lambda rendezvous: None)
+        self._spec = self._engine.load(lambda done, total: None)
+        self._limits = BatchSettings(settings.max_batch_tokens, settings.max_sequences)
+        self._random = random.Random(1)
+        self._names = count()
+        self._forward = 0.0
+        self._time_forward()
+
+    def run(self, workload: Workload) -> Times:
+        """A closed loop of the workload's clients."""
+        batcher = ContinuousBatcher(self._spec, self._limits, "benchmark")
+        times, left = Times(), workload.requests
+        began = time.perf_counter()
+        free = workload.clients
+        while True:
+            for _ in range(min(free, left)):
+                batcher.add(self._request(workload))
+                left -= 1
+            if not batcher.has_work:
+                times.wall = time.perf_counter() - began
+                return times
+            free = self._step(batcher, times)
+
+    def _step(self, batcher: ContinuousBatcher, times: Times) -> int:
+        """What the leader does for a step; how many requests have ended."""
+        began = time.perf_counter()
+        scheduled = batcher.schedule(began)
+        assert scheduled is not None
+        plan, sequences = scheduled
+        planned, self._forward = time.perf_counter(), 0.0
+        sampled = self._engine.execute(plan, [sequence.sampling for sequence in sequences])
+        computed = time.perf_counter()
+        entries = [entry for batch in batcher.update(sampled).values() for entry in batch]
+        ended = time.perf_counter()
+        times.planning += planned - began + ended - computed
+        times.model += self._forward
+        times.sampling += computed - planned - self._forward
+        times.tokens += sum(len(entry.tokens) for entry in entries)
+        times.steps += 1
+        return sum(bool(entry.finish) for entry in entries)
+
+    def _request(self, workload: Workload) -> GenerationRequest:
+        name = str(next(self._names))
+        prompt = [self._random.randrange(100, self._spec.vocab_size) for _ in range(workload.prompt_tokens)]
+        return GenerationRequest(
+            name, name, "m", "c", prompt, workload.output_tokens, SamplingParams(temperature=0)
+        )
+
+    def _time_forward(self) -> None:
+        """Has the model's part of each step timed."""
+        member = self._engine._member  # noqa: SLF001  # a benchmark looks inside
+        assert member is not None
+        runner = member.runner
+        compute: Callable[..., object] = runner._compute  # noqa: SLF001
+
+        def timed(*arguments: object) -> object:
+            began = time.perf_counter()
+            result = compute(*arguments)
+            self._forward += time.perf_counter() - began
+            return result
+
+        runner._compute = timed  # type: ignore[assignment, method-assign]  # noqa: SLF001
+
+
+def served(url: str, rounds: int) -> dict[str, float]:
+    """Output tokens/s of a server, by workload."""
+    workloads = [WORKLOADS[name] for name in SHAPES]
+    plan = serve.Plan(
+        url=url,
+        model=None,
+        api_key=None,
+        tokenizer=None,
+        extra={},
+        workloads=workloads,
+        rounds=rounds,
+        seed=random.SystemRandom().getrandbits(32),
+        timeout=600.0,
+        command="",
+    )
+    report = serve.run_to_end(plan, Progress(disable=True))
+    return {summary.workload: summary.output_tokens_per_second for summary in report.summaries}
+
+
+def main(
+    model: Annotated[
+        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
+    ],
+    url: Annotated[str | None, typer.Option(help="Also measure the server at this address.")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    rounds: Annotated[int, typer.Option(help="Rounds to take the best of.", min=1)] = 3,
+) -> None:
+    """The engine driven without HTTP and NATS, and next to a server."""
+    # OpenMP reads its settings when torch is imported; they are the executor's.
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    with tempfile.TemporaryDirectory() as scratch:
+        engine = InProcess(model, Path(scratch), threads)
+        runs = {name: [engine.run(WORKLOADS[name]) for _ in range(rounds)] for name in SHAPES}
+    behind = served(url, rounds) if url else {}
+    table = Table(
+        "", "tok/s", "steps", "ms a step", "model", "sampling", "planning", "outside the model", "served"
+    )
+    for name, times in runs.items():
+        best = min(times, key=lambda run: run.wall)
+        rate = best.tokens / best.wall
+        row = [
+            f"{1e3 * part / best.steps:.2f}" for part in (best.wall, best.model, best.sampling, best.planning)
+        ]
+        there = f"{behind[name]:.0f} ({behind[name] / rate:.0%})" if behind else ""
+        table.add_row(name, f"{rate:.0f}", str(best.steps), *row, f"{best.outside:.1%}", there)
+    Console().print(table)
+    print(machine())
+
+
+if __name__ == "__main__":
+    typer.run(main)
