@@ -41,6 +41,8 @@ class _Header(IntEnum):
     CACHED_TOKENS = 11
     PREEMPTIONS = 12
     VERSION = 13
+    DRAFTED_TOKENS = 14
+    ACCEPTED_TOKENS = 15
     SIZE = 16
 
 
@@ -63,6 +65,8 @@ class Totals(msgspec.Struct, frozen=True):
     output_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class RankBoard:
@@ -134,6 +138,10 @@ class RingBoard:
         self._words[_Header.CACHED_TOKENS] = cached_tokens
         self._words[_Header.PREEMPTIONS] = preemptions
 
+    def set_draft_totals(self, drafted: int, accepted: int) -> None:
+        self._words[_Header.DRAFTED_TOKENS] = drafted
+        self._words[_Header.ACCEPTED_TOKENS] = accepted
+
     def rank(self, rank: int) -> RankBoard:
         """The row of `rank`, for the process that is this rank."""
         return RankBoard(self._words, self._row(rank))
@@ -170,6 +178,8 @@ class RingBoard:
             output_tokens=words[_Header.OUTPUT_TOKENS],
             cached_tokens=words[_Header.CACHED_TOKENS],
             preemptions=words[_Header.PREEMPTIONS],
+            drafted_tokens=words[_Header.DRAFTED_TOKENS],
+            accepted_tokens=words[_Header.ACCEPTED_TOKENS],
         )
 
     @property

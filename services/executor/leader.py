@@ -20,8 +20,8 @@ from services.executor.board import RingBoard, RingState
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
 from services.executor.engine.plan import StepPlan
+from services.executor.engine.plan_builder import Row, prompt_tokens
 from services.executor.engine.protocol import BadLogits, Engine, EngineSpec, RestoreFailed, SampledToken
-from services.executor.engine.sequence import Sequence
 from services.executor.naming import served_name
 from services.executor.recent_frames import RecentFrames
 from services.executor.ring import Drained, RankSpec, Ready
@@ -90,6 +90,7 @@ class Leader:
                 max_sequences=self._settings.max_sequences,
                 max_waiting=self._settings.max_waiting,
                 session_ttl=self._settings.kv_session_ttl,
+                max_drafts=self._settings.max_drafts,
             ),
             self._model,
         )
@@ -183,6 +184,7 @@ class Leader:
         load = msgspec.structs.replace(self._batcher.load(), version=self._load_version)
         self._board.set_load(load)
         self._board.set_cache_totals(self._batcher.cached_tokens, self._batcher.preemptions)
+        self._board.set_draft_totals(self._batcher.drafter.drafted, self._batcher.drafter.accepted)
         return load
 
     def _refuse_draining(self, request: GenerationRequest) -> Refusal:
@@ -214,19 +216,20 @@ class Leader:
                     self._wake.clear()
                     await self._wake.wait()
                 continue
-            plan, sequences = scheduled
+            plan, rows = scheduled
             began = time.perf_counter_ns()
-            entries = await self._execute(plan, sequences)
-            prompt_tokens = len(plan.token_ids) // 4 - plan.num_decodes
-            self._board.add_step(time.perf_counter_ns() - began, prompt_tokens, len(sequences))
+            entries = await self._execute(plan, rows)
+            taken = time.perf_counter_ns() - began
+            self._board.add_step(taken, prompt_tokens(plan, rows), output_tokens(entries))
             self._report_load()
             await self._publish(entries)
 
-    async def _execute(self, plan: StepPlan, sequences: list[Sequence]) -> Entries:
+    async def _execute(self, plan: StepPlan, rows: list[Row]) -> Entries:
         """One step in the engine's thread. Rows that are no numbers end their own sequences only; what cannot
         be restored is computed again."""
-        samples = [sequence.sampling for sequence in sequences]
+        samples = [row.sampling for row in rows]
         loop = asyncio.get_running_loop()
+        began = time.perf_counter()
         try:
             sampled: list[SampledToken] = await loop.run_in_executor(
                 self._thread, self._engine.execute, plan, samples
@@ -237,7 +240,7 @@ class Leader:
         except RestoreFailed as error:
             log.warning("restore_failed", error=str(error))
             return self._batcher.fail_restores(error.slots)
-        return self._batcher.update(sampled)
+        return self._batcher.update(sampled, time.perf_counter() - began)
 
     async def _publish(self, entries: Entries) -> None:
         """One frame per consumer: live and, by the same publish, into the journal."""
@@ -283,6 +286,11 @@ class Leader:
             while True:
                 self._board.loop_beat()
                 await asyncio.sleep(LOOP_BEAT_INTERVAL)
+
+
+def output_tokens(entries: Entries) -> int:
+    """New tokens in the entries of a step."""
+    return sum(len(entry.tokens) for of_consumer in entries.values() for entry in of_consumer)
 
 
 def _acknowledgements(requests: list[GenerationRequest], accepted: set[str]) -> Entries:

@@ -42,6 +42,8 @@ class RingCollector(Collector):
             "output_tokens": ("Tokens generated.", totals.output_tokens),
             "cached_tokens": ("Prompt tokens found in the KV cache.", totals.cached_tokens),
             "preemptions": ("Sequences that gave up their blocks for others.", totals.preemptions),
+            "drafted_tokens": ("Tokens that were computed ahead as drafts.", totals.drafted_tokens),
+            "accepted_tokens": ("Drafts that were what was generated.", totals.accepted_tokens),
         }
         for name, (text, counter) in counters.items():
             yield CounterMetricFamily(f"ryzanstein_executor_{name}", text, counter)

@@ -6,6 +6,7 @@ from typing import Literal
 from platformdirs import user_cache_path
 from pydantic import Field, field_validator
 
+from services.executor.engine.draft_limit import most_drafts
 from services.executor.kv_cache.dtypes import KvDType, parse_layers
 from shared.config import CommonSettings
 
@@ -38,6 +39,9 @@ class ExecutorSettings(CommonSettings):
     """Token budget of one step: long prompts are prefilled in chunks of at most this."""
     max_waiting: int = Field(default=1024, ge=1)
     """Most accepted sequences that wait for the batch; more are refused for the time being."""
+    speculation: str = "auto"
+    """Tokens that a step checks ahead per sequence where the text repeats itself: `auto` (as many as pay),
+    `off`, or the most there may be. It changes the speed, never the text."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV block."""
     kv_dtype: KvDType = "auto"
@@ -80,6 +84,17 @@ class ExecutorSettings(CommonSettings):
     """Stub engine: KV blocks."""
     stub_context_length: int = Field(default=8192, ge=2)
     """Stub engine: context length."""
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of one sequence in a step, after `speculation`."""
+        return most_drafts(self.speculation)
+
+    @field_validator("speculation")
+    @classmethod
+    def _check_speculation(cls, text: str) -> str:
+        most_drafts(text)
+        return text
 
     @field_validator("kv_dtype_layers")
     @classmethod

@@ -168,6 +168,34 @@ def test_one_rank_two_ranks_and_transformers_say_the_same(
     assert [answer(two, prompt) for prompt in PROMPTS[:4]] == expected
 
 
+def test_a_repeated_text_comes_several_tokens_at_a_time(
+    connect: Connect, two_groups: Stack, one_ring_of_two: Stack, model_directory: Path
+) -> None:
+    """Speculation: the text, its tokens and their log probabilities are all there, in fewer pieces."""
+    prompt = (
+        "Repeat this text word for word: The miller stood at the edge of the lake, where the road turns north. "
+        "Every morning the baker came by with a basket of bread, and every evening he went home without it."
+    )
+    [expected] = reference(model_directory, [prompt], max_tokens=64)
+    for stack in (two_groups, one_ring_of_two):
+        stream = connect(stack).chat.completions.create(
+            model=DEFAULT_MODEL,
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=64,
+            logprobs=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        pieces = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        assert "".join(piece.delta.content or "" for piece in pieces) == expected
+        scored = [score for piece in pieces if piece.logprobs for score in piece.logprobs.content or []]
+        assert "".join(score.token for score in scored) == expected
+        assert len(scored) > 30
+        assert len(pieces) < 0.8 * len(scored)
+
+
 def test_seeded_sampling_does_not_depend_on_the_ring(
     connect: Connect, two_groups: Stack, one_ring_of_two: Stack
 ) -> None:

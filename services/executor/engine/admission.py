@@ -26,6 +26,8 @@ class BatchSettings(msgspec.Struct, frozen=True):
     """Accepted sequences that wait for a place; more are refused, to be tried elsewhere or later."""
     session_ttl: float = 0.0
     """Seconds after its last use for which a session's blocks are kept before others'."""
+    max_drafts: int = 0
+    """Tokens that one sequence's step checks ahead at most (`speculation.py`); 0: none."""
 
     def validate(self) -> None:
         """Raises `ConfigurationError` naming the setting that is out of range."""

@@ -10,6 +10,7 @@ calls, `schedule()` and `update()`; requests may be added and cancelled between 
                   gives up its blocks and is computed again later
                2. what is left of the token budget: prompts in chunks, most urgent first, running or
                   admitted now
+               3. what is left then: drafts of the decodes' next tokens (`drafting.py`)
 
 No hang: each step advances some sequence, or restores spilled blocks of one. The most urgent running
 sequence may take every other's blocks, and one that does not fit the whole cache ends with an error.
@@ -24,8 +25,9 @@ from operator import attrgetter
 from services.executor.engine import admission
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
+from services.executor.engine.drafting import Drafter
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.plan_builder import Chunk, build_plan
+from services.executor.engine.plan_builder import NO_STEP, Chunk, Row, Step, build_plan, rows_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState
@@ -47,22 +49,23 @@ class ContinuousBatcher:
     blocks until the step is over, since the ranks still write to them.
     """
 
-    def __init__(self, spec: EngineSpec, settings: BatchSettings, namespace: str = "") -> None:
+    def __init__(
+        self, spec: EngineSpec, settings: BatchSettings, namespace: str = "", drafter: Drafter | None = None
+    ) -> None:
         """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'."""
         settings.validate()
         self._spec = spec
         self._settings = settings
         self._root = root_digest(namespace)
         self._tables = BlockTables(spec, settings)
+        self.drafter = drafter or Drafter(spec, settings)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         # Both lists are sorted by urgency.
         self._live: dict[str, Sequence] = {}
         self._ended = RecentlyEnded()
         self._owed: Entries = {}
-        self._batch: list[Chunk] = []
-        self._sampling: list[Sequence] = []
-        self._under_way = False
+        self._under_way = NO_STEP
         self._arrivals = 0
         self.step = 0
         """The last step that was scheduled; the first is 1."""
@@ -116,13 +119,13 @@ class ContinuousBatcher:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def schedule(self, now: float = 0.0) -> tuple[StepPlan, list[Sequence]] | None:
-        """The next step, and the sequences that get a token, aligned with the plan's `sample_rows`.
+    def schedule(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
+        """The next step, and what is sampled, aligned with the plan's `sample_rows`.
 
         `now`: seconds of any steady clock. None when there is nothing to compute; entries may be owed
         then (`take_entries`).
         """
-        if self._under_way:
+        if self._under_way is not NO_STEP:
             raise InternalError("A step was scheduled while another is under way.")
         self._tables.begin(now)
         self._make_way()
@@ -134,37 +137,37 @@ class ContinuousBatcher:
             return None
         for chunk in batch:
             chunk.sequence.in_flight = True
+        self.drafter.extend(batch, self._tables, self._running)
         self.step += 1
-        copies = self._tables.take_copies()
-        plan, self._sampling = build_plan(self.step, batch, copies, self._spec.block_size)
-        self._batch, self._under_way = batch, True
-        return plan, list(self._sampling)
+        plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
+        self._under_way = Step(batch, sampled, rows_of(sampled))
+        return plan, list(self._under_way.rows)
 
-    def update(self, sampled: Seq[SampledToken]) -> Entries:
-        """Ends the step under way: `sampled` is the engine's answer. Returns all entries owed."""
-        if len(sampled) != len(self._sampling):
-            raise InternalError(f"The step gave {len(sampled)} tokens for {len(self._sampling)} sequences.")
-        sampling, batch = self._sampling, self._close_step()
-        for sequence, length in batch:
-            sequence.num_computed += length
-            self._tables.seal(sequence)
-        for sequence, result in zip(sampling, sampled, strict=True):
-            if sequence.ending is Ending.NONE:
-                self._receive(sequence, result)
+    def update(self, sampled: Seq[SampledToken], seconds: float = 0.0) -> Entries:
+        """Ends the step under way with the engine's answer, after `seconds` (0: unknown). Returns all entries
+        owed."""
+        if len(sampled) != len(self._under_way.rows):
+            raise InternalError(f"The step gave {len(sampled)} tokens for {len(self._under_way.rows)} rows.")
+        drawn = self.drafter.take(self._under_way, sampled, seconds)
+        for chunk in self._close_step().batch:
+            self._tables.seal(chunk.sequence)
+        for sequence, new in drawn:
+            self._receive(sequence, new)
         self._settle()
         return self.take_entries()
 
     def fail_step(self, error: RyzansteinError, rows: Collection[int] | None = None) -> Entries:
         """Ends the step under way without a result, and its sequences with `error`.
 
-        With `rows` (indices into `sample_rows`) only those sequences end; the others are computed again.
+        With `rows` (indices into `sample_rows`) only those sequences end; the others are computed again, and
+        without drafts where only a row after a draft has failed.
         The ranks have executed the plan's copies: of what may not have been, only `fail_all` is right.
         """
-        sampling, batch = self._sampling, self._close_step()
-        failed = [chunk.sequence for chunk in batch] if rows is None else [sampling[row] for row in rows]
-        for sequence in failed:
-            if sequence.ending is Ending.NONE:
-                self._fail(sequence, [], error)
+        for row in self._close_step().failed(rows):
+            if row.ahead:  # without the draft nobody would have seen it
+                row.sequence.speculates = False
+            elif row.sequence.ending is Ending.NONE:
+                self._end(row.sequence, row.sequence.error_entry([], error))
         self._settle()
         return self.take_entries()
 
@@ -182,7 +185,7 @@ class ContinuousBatcher:
         self._close_step()
         self._settle()
         for sequence in list(self._live.values()):
-            self._fail(sequence, [], error)
+            self._end(sequence, sequence.error_entry([], error))
         return self.take_entries()
 
     def take_entries(self) -> Entries:
@@ -335,26 +338,25 @@ class ContinuousBatcher:
 
     # --- results ---------------------------------------------------------------------------------
 
-    def _close_step(self, failed_slots: Collection[int] = ()) -> list[Chunk]:
-        batch, self._batch, self._sampling = self._batch, [], []
-        self._under_way = False
-        for chunk in batch:
+    def _close_step(self, failed_slots: Collection[int] = ()) -> Step:
+        step, self._under_way = self._under_way, NO_STEP
+        for chunk in step.batch:
             chunk.sequence.in_flight = False
+            self._tables.trim(chunk.sequence)
         for sequence in self._tables.close(failed_slots):
             self._preempt(sequence)
-        return batch
+        return step
 
-    def _receive(self, sequence: Sequence, result: SampledToken) -> None:
-        sequence.append(result.token)
-        logprobs = None if result.logprobs is None else [result.logprobs]
+    def _receive(self, sequence: Sequence, new: list[SampledToken]) -> None:
+        """Tells the consumer of `new` tokens, which the sequence has already."""
         finish = sequence.finish_reason(self._spec.context_length)
         too_long = admission.kv_exhausted(len(sequence.tokens), self._spec)
         if finish:
-            self._end(sequence, sequence.entry([result.token], finish, logprobs))
+            self._end(sequence, sequence.news(new, finish))
         elif too_long is not None:
-            self._fail(sequence, [result], too_long)
+            self._end(sequence, sequence.error_entry(new, too_long))
         else:
-            self._owe(sequence.request.consumer, sequence.entry([result.token], "", logprobs))
+            self._owe(sequence.request.consumer, sequence.news(new))
 
     def _settle(self) -> None:
         """Ends the sequences that were cancelled or replaced while the step was under way."""
@@ -377,9 +379,6 @@ class ContinuousBatcher:
         sequence.ending = Ending.REPLACED
         if not sequence.in_flight:
             self._end(sequence, None)
-
-    def _fail(self, sequence: Sequence, last: list[SampledToken], error: RyzansteinError) -> None:
-        self._end(sequence, sequence.error_entry(last, error))
 
     def _end(self, sequence: Sequence, entry: TokenEntry | None) -> None:
         """Takes the sequence out of everything; without `entry` nobody is told."""

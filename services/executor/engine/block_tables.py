@@ -51,7 +51,7 @@ class BlockTables:
 
     def missing(self, sequence: Sequence) -> int:
         """Blocks that the sequence's tokens need and its table does not have yet."""
-        return -(-len(sequence.tokens) // self._size) - len(sequence.table)
+        return max(0, -(-len(sequence.tokens) // self._size) - len(sequence.table))
 
     def free_blocks(self, running: Iterable[Sequence]) -> int:
         """Blocks that can be had at once and are not promised to a running sequence."""
@@ -136,6 +136,25 @@ class BlockTables:
                 return False
             sequence.table.extend(self._allocator.allocate(1))
         return True
+
+    def cover_drafts(self, sequence: Sequence, drafts: int, running: Collection[Sequence]) -> int:
+        """Makes room for up to `drafts` tokens behind the sequence's own, in blocks that nobody needs.
+
+        Returns for how many there is room. `trim` gives the blocks back.
+        """
+        wanted = len(sequence.tokens) + drafts
+        while len(sequence.table) * self._size < wanted:
+            if not self._allocator.available_hot or not self.free_blocks(running):
+                break
+            sequence.table.extend(self._allocator.allocate(1))
+        return min(drafts, len(sequence.table) * self._size - len(sequence.tokens))
+
+    def trim(self, sequence: Sequence) -> None:
+        """Gives back the blocks behind those of the sequence's tokens."""
+        needed = -(-len(sequence.tokens) // self._size)
+        if len(sequence.table) > needed:
+            self._allocator.release(sequence.table[needed:])
+            del sequence.table[needed:]
 
     def _compress_one(self, running: Iterable[Sequence]) -> bool:
         """Makes a hot block free by moving a sealed one that had to stay hot when it became full."""

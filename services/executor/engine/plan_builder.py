@@ -1,53 +1,96 @@
 """From the batch, `{sequence: number of tokens}`, to the step plan that the ranks execute."""
 
 from array import array
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
 
 from services.executor.engine.plan import Int32Array, StepPlan, to_bytes
+from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.sequence import Sequence
 from services.executor.kv_cache.block_copies import Copies
+from shared.messages import GenerationRequest
 
 
 class Chunk(NamedTuple):
-    """The next `length` tokens of a sequence, to be computed in one step."""
+    """The next `length` tokens of a sequence, to be computed in one step, and drafts of those that follow."""
 
     sequence: Sequence
     length: int
+    drafts: tuple[int, ...] = ()
+    """None where the chunk does not end with the sequence's last token."""
+
+    @property
+    def width(self) -> int:
+        """Rows of the flat batch."""
+        return self.length + len(self.drafts)
 
     @property
     def end(self) -> int:
-        """Tokens in the cache once the step has run."""
-        return self.sequence.num_computed + self.length
+        """Tokens in the cache once the step has run, drafts included."""
+        return self.sequence.num_computed + self.width
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk ends with the sequence's last token, whose logits give the next one."""
+        """Whether the chunk has the sequence's last token, whose logits give the next one."""
         return self.length == self.sequence.remaining
+
+
+class Row(NamedTuple):
+    """A row of the step that is sampled."""
+
+    sequence: Sequence
+    sampling: SamplingState
+    """As if the drafts before the row were the sequence's tokens."""
+    ahead: int = 0
+    """Drafts before the row, the one that it computes included."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.sequence.request
+
+
+class Step(NamedTuple):
+    """A step under way."""
+
+    batch: Seq[Chunk]
+    sampled: Seq[Chunk]
+    """Those that give tokens, in the order of their rows."""
+    rows: Seq[Row]
+
+    def failed(self, rows: Collection[int] | None) -> list[Row]:
+        """The rows with these indices, in order; None: one for each chunk."""
+        if rows is None:
+            return [Row(chunk.sequence, chunk.sequence.sampling) for chunk in self.batch]
+        return [self.rows[row] for row in sorted(rows)]
+
+
+NO_STEP = Step((), (), ())
+"""While none is under way."""
 
 
 def build_plan(
     step: int, batch: list[Chunk], copies: Copies, block_size: int
-) -> tuple[StepPlan, list[Sequence]]:
-    """The plan, and the sequences that get a token, in the order of the plan's `sample_rows`.
+) -> tuple[StepPlan, list[Chunk]]:
+    """The plan, and the chunks that are sampled, in the order of the plan's `sample_rows`.
 
     Every block that a chunk writes to is in its sequence's table already. The batch may be empty where
     there are copies.
     """
-    singles = [chunk for chunk in batch if chunk.length == 1]
-    longer = [chunk for chunk in batch if chunk.length > 1]
+    singles = [chunk for chunk in batch if chunk.width == 1]
+    longer = [chunk for chunk in batch if chunk.width > 1]
     ordered = singles + longer
     tokens = [_ints([c.sequence.tokens[c.sequence.num_computed] for c in singles])]
     positions = [_ints([c.sequence.num_computed for c in singles])]
     slots = [_ints([_slot(c.sequence, block_size) for c in singles])]
     for chunk in longer:
         start = chunk.sequence.num_computed
-        tokens.append(_ints(chunk.sequence.tokens[start : chunk.end]))
+        tokens += [_ints(chunk.sequence.tokens[start : start + chunk.length]), _ints(chunk.drafts)]
         positions.append(np.arange(start, chunk.end, dtype=np.int32))
         slots.append(_slots(chunk, block_size))
-    query_lens = [chunk.length for chunk in ordered]
-    last_rows = np.cumsum(query_lens) - 1
+    widths = [chunk.width for chunk in ordered]
     tables = b"".join(c.sequence.table[: -(-c.end // block_size)].tobytes() for c in ordered)
     plan = StepPlan(
         step=step,
@@ -55,18 +98,43 @@ def build_plan(
         token_ids=to_bytes(np.concatenate(tokens)),
         positions=to_bytes(np.concatenate(positions)),
         slots=to_bytes(np.concatenate(slots)),
-        query_lens=to_bytes(query_lens),
+        query_lens=to_bytes(widths),
         context_lens=to_bytes([chunk.end for chunk in ordered]),
         block_tables=to_bytes(np.frombuffer(tables, np.int32)),
-        sample_rows=to_bytes(last_rows[[chunk.samples for chunk in ordered]]),
+        sample_rows=to_bytes(_sample_rows(ordered, widths)),
         saves=to_bytes(copies.saves),
         compressions=to_bytes(copies.compressions),
         restores=to_bytes(copies.restores),
     )
-    return plan, [chunk.sequence for chunk in ordered if chunk.samples]
+    return plan, [chunk for chunk in ordered if chunk.samples]
 
 
-def _ints(values: "list[int] | array[int]") -> Int32Array:
+def rows_of(sampled: list[Chunk]) -> list[Row]:
+    """The rows of the chunks that are sampled: after each one's last token, and after each of its drafts."""
+    rows = []
+    for sequence, _, drafts in sampled:
+        rows.append(Row(sequence, sequence.sampling))
+        rows += [Row(sequence, sequence.sampling.ahead(drafts[:n]), n) for n in range(1, len(drafts) + 1)]
+    return rows
+
+
+def prompt_tokens(plan: StepPlan, rows: list[Row]) -> int:
+    """Tokens of a plan that are neither decodes nor drafts."""
+    drafting = sum(1 + (row.ahead == 1) for row in rows if row.ahead)  # a chunk's own row counts once
+    return len(plan.token_ids) // 4 - plan.num_decodes - drafting
+
+
+def _sample_rows(ordered: list[Chunk], widths: list[int]) -> Int32Array:
+    samples = [chunk.samples for chunk in ordered]
+    last: Int32Array = (np.cumsum(widths, dtype=np.int32) - np.int32(1))[samples]
+    drafts = [len(chunk.drafts) for chunk in ordered if chunk.samples]
+    if not any(drafts):
+        return last
+    pairs = zip(last.tolist(), drafts, strict=True)
+    return _ints([row for end, count in pairs for row in range(end - count, end + 1)])
+
+
+def _ints(values: "list[int] | tuple[int, ...] | array[int]") -> Int32Array:
     return np.array(values, dtype=np.int32)
 
 

@@ -9,7 +9,9 @@ the mixed seed, so that neighbouring seeds give unrelated streams.
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from copy import copy
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +75,19 @@ class TokenCounts:
         slot = self._slot(token)  # before the array is looked at: it may be replaced by a longer one
         self._counts[slot] += 1
 
+    def ahead(self, tokens: Seq[int]) -> "CountsAhead":
+        """The counts once `tokens` were put out too."""
+        counts = np.array(self.counts)
+        more: dict[int, int] = {}
+        for token in tokens:
+            slot = self._slots.get(token)
+            if slot is None:
+                more[token] = more.get(token, 0) + 1
+            else:
+                counts[slot] += 1
+        ids = np.concatenate((self.ids, np.fromiter(more.keys(), np.int64)))
+        return CountsAhead(ids, np.concatenate((counts, np.fromiter(more.values(), np.int64))))
+
     def _slot(self, token: int) -> int:
         slot = self._slots.setdefault(token, len(self._slots))
         if slot == len(self._ids):
@@ -80,6 +95,13 @@ class TokenCounts:
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
         self._ids[slot] = token
         return slot
+
+
+class CountsAhead(NamedTuple):
+    """What `TokenCounts` would hold after some more tokens."""
+
+    ids: Int64Array
+    counts: Int64Array
 
 
 class SamplingState:
@@ -91,7 +113,7 @@ class SamplingState:
         self.position = len(generated)
         """Index of the next output token, counted over all attempts."""
         self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
-        self.counts: TokenCounts | None = None
+        self.counts: TokenCounts | CountsAhead | None = None
         """Tokens that penalties apply to; None without penalties."""
         if params.repetition_penalty != 1.0:
             self.counts = TokenCounts(prompt, generated)
@@ -147,8 +169,16 @@ class SamplingState:
     def advance(self, token: int) -> None:
         """`token` has been put out."""
         self.position += 1
-        if self.counts is not None:
+        if isinstance(self.counts, TokenCounts):
             self.counts.add(token)
+
+    def ahead(self, tokens: Seq[int]) -> "SamplingState":
+        """The state once `tokens` were put out too, to sample with and not to `advance`."""
+        state = copy(self)
+        state.position += len(tokens)
+        if isinstance(self.counts, TokenCounts):
+            state.counts = self.counts.ahead(tokens)
+        return state
 
 
 def problem_with(params: SamplingParams, vocab_size: int) -> str | None:

@@ -14,6 +14,7 @@ import msgspec
 
 from services.executor.engine.protocol import SampledToken
 from services.executor.engine.sampling_state import SamplingState
+from services.executor.engine.speculation import Guesser
 from services.executor.kv_cache.prefix_index import BlockChain
 from shared.errors import NoGroupAvailable, RyzansteinError
 from shared.messages import LANES, FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
@@ -79,6 +80,10 @@ class Sequence:
         """Prompt tokens found in the cache before the sequence was first preempted."""
         self.preempted = False
         """Whether it has ever been: what it finds in the cache then may be its own."""
+        self.guesser: Guesser | None = None
+        """Of the next tokens, where drafts are allowed and have been thought of."""
+        self.speculates = True
+        """Whether it may carry drafts."""
         self._announced = False
 
     @property
@@ -125,6 +130,11 @@ class Sequence:
             cached,
         )
 
+    def news(self, new: list[SampledToken], finish: FinishReason = "") -> TokenEntry:
+        """`entry` of `new` tokens, already appended."""
+        logprobs = [token.logprobs for token in new if token.logprobs is not None]
+        return self.entry([token.token for token in new], finish, logprobs or None)
+
     def ending_entry(self) -> TokenEntry | None:
         """What the consumer is told when `ending` takes effect; None: nothing."""
         if self.ending is Ending.REPLACED:
@@ -136,8 +146,6 @@ class Sequence:
 
     def error_entry(self, last: list[SampledToken], error: RyzansteinError) -> TokenEntry:
         """The last entry of a sequence that cannot go on; `last` are tokens that were not told yet."""
-        logprobs = [token.logprobs for token in last if token.logprobs is not None]
-        entry = self.entry([token.token for token in last], "error", logprobs or None)
         return msgspec.structs.replace(
-            entry, error_code=error.code, error=error.message, retryable=error.retryable
+            self.news(last, "error"), error_code=error.code, error=error.message, retryable=error.retryable
         )

@@ -112,11 +112,11 @@ typedef struct {
     long at;                      /* in the next plane */
 } upcoming;
 
-/* The first key that any row of the part sees, at the beginning of a block. */
+/* The first key that any row of the part sees, at the beginning of a round. */
 static int first_of(const rz_attention_shape *shape, const rz_attention_part *part)
 {
     int oldest = shape->window ? part->position - shape->window + 1 : 0;
-    return oldest > part->first_key ? oldest - oldest % shape->block_size : part->first_key;
+    return oldest > part->first_key ? oldest - oldest % KEYS : part->first_key;
 }
 
 /* The end of the keys that some row of the part sees. */

@@ -5,6 +5,9 @@
  *     queries [rows * group, d]  x  keys [64, d]  ─▶  scores [rows * group, 64]  ─▶  online softmax
  *                                                     weights [rows * group, 64] x values [64, d] ─▶ out
  *
+ * Rounds begin at multiples of 64 keys and parts at multiples of SPLIT_KEYS, whatever else is computed: what a row
+ * comes to does not depend on its neighbours, nor on whether it is decoded or part of a prompt.
+ *
  * Keys and values are read block by block through the block table, hot (bf16) or cold (compressed: codes and
  * one scale per block and head), and packed into the shape that rz_tile reads. Codes of both codecs are
  * exact in bf16, so a scale is applied once, to scores and to weights.
@@ -19,6 +22,7 @@
 
 enum {
     KEYS = 64,          /* keys of a round */
+    SPLIT_KEYS = 512,   /* keys of a part: a multiple of KEYS */
     TILE_QUERIES = 48,  /* queries of a tile, at most: scores and sums stay in the first cache */
     MAX_HEAD_DIM = 256,
 };
@@ -50,7 +54,8 @@ typedef struct {
     long q_stride, out_stride;
     int rows, kv_head;
     int position;         /* of the first row */
-    int first_key, last_key;
+    int first_key, last_key; /* multiples of KEYS, but for the end */
+    int parts;            /* of the same rows and head, this one the first: to be merged; else 0 */
 } rz_attention_part;
 
 /* Bytes of scratch memory that a thread needs, aligned to 64. */
@@ -60,7 +65,8 @@ size_t rz_attention_scratch(int head_dim);
 void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
                const rz_attention_part *next, void *scratch);
 
-/* Merges `parts` partial results of one row and query head, `stride` floats apart, into out [head_dim]. */
+/* Merges `parts` partial results of one row and query head, `stride` floats apart, into out [head_dim]. A part that
+ * has seen nothing changes no bit. */
 void rz_merge(const float *partial, int parts, long stride, int head_dim, bf16 *out);
 
 #endif

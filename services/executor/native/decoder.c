@@ -18,7 +18,6 @@
 
 enum {
     ROWS_OF_TASK = 96,  /* rows of a product's task: they stay in the second cache for a panel */
-    SPLIT_KEYS = 256,   /* keys of a part, at least, where one sequence's attention is split */
 };
 
 struct rz_decoder {
@@ -308,24 +307,18 @@ static void attend_task(void *argument, long task, long next, int thread)
               space->scratch + space->scratch_piece * (size_t)thread);
 }
 
-/* Partial results lie together: all parts of one row and KV head, after each other. */
+/* The partial results of one tile: part after part, each [rows * group][head_dim + 2]. */
 static void merge_task(void *argument, long task, long next, int thread)
 {
     (void)next, (void)thread;
     rz_decoder *decoder = argument;
     const rz_model *model = &decoder->model;
     const int d = model->head_dim, group = model->q_heads / model->kv_heads;
-    const rz_attention_part *part = decoder->space.parts;
-    for (long found = -1;; part++) { /* the task-th part that begins a row */
-        found += part->partial && part->first_key == 0;
-        if (found == task)
-            break;
-    }
-    int parts = 1;
-    while (part + parts < decoder->space.parts + decoder->parts && part[parts].partial && part[parts].first_key)
-        parts++;
-    for (int head = 0; head < group; head++)
-        rz_merge(part->partial + (long)head * (d + 2), parts, (long)group * (d + 2), d, part->out + head * d);
+    const rz_attention_part *part = &decoder->space.parts[decoder->space.merges[task]];
+    const long size = (long)part->rows * group * (d + 2);
+    for (int query = 0; query < part->rows * group; query++)
+        rz_merge(part->partial + (long)query * (d + 2), part->parts, size, d,
+                 part->out + query / group * part->out_stride + query % group * d);
 }
 
 static void attend(rz_decoder *decoder, int thread, const rz_layer *layer)
@@ -346,84 +339,79 @@ static void attend(rz_decoder *decoder, int thread, const rz_layer *layer)
 
 /* --- the plan of a step's attention ------------------------------------------------------------------ */
 
-typedef struct {
-    rz_decoder *decoder;
-    long wanted;  /* tasks per thread */
-    long parts, partial, merges;
-} planner;
-
-static void plan_tile(planner *plan, const int32_t *table, int rows, long row, int position, int splits)
+static int parts_of(int keys)
 {
-    rz_decoder *decoder = plan->decoder;
+    return (keys + SPLIT_KEYS - 1) / SPLIT_KEYS;
+}
+
+/* Adds the parts of one tile, for all KV heads; returns the partial results that they need, in floats. */
+static long plan_tile(rz_decoder *decoder, const int32_t *table, int rows, long row, int position, long partial)
+{
     const rz_model *model = &decoder->model;
     const int d = model->head_dim, group = model->q_heads / model->kv_heads, keys = position + rows;
-    const long width = (long)model->q_heads * d;
+    const long width = (long)model->q_heads * d, size = (long)rows * group * (d + 2);
+    const int parts = parts_of(keys);
+    long used = 0;
     for (int head = 0; head < model->kv_heads; head++) {
         const long column = (long)head * group * d;
-        int size = (keys + splits - 1) / splits;
-        size = (size + KEYS - 1) / KEYS * KEYS;
-        plan->merges += splits > 1;
-        for (int first = 0; first < keys; first += size) {
-            rz_attention_part part = {
+        if (parts > 1)
+            decoder->space.merges[decoder->merges++] = decoder->parts;
+        for (int part = 0; part < parts; part++) {
+            decoder->space.parts[decoder->parts++] = (rz_attention_part){
                 .table = table,
                 .queries = decoder->space.queries + row * width + column,
                 .out = decoder->space.attended + row * width + column,
+                .partial = parts > 1 ? decoder->space.partial + partial + used : NULL,
                 .q_stride = width,
                 .out_stride = width,
                 .rows = rows,
                 .kv_head = head,
                 .position = position,
-                .first_key = first,
-                .last_key = (int)least(first + size, keys),
+                .first_key = part * SPLIT_KEYS,
+                .last_key = (int)least((part + 1L) * SPLIT_KEYS, keys),
+                .parts = part ? 0 : parts,
             };
-            if (splits > 1) {
-                part.partial = decoder->space.partial + plan->partial;
-                plan->partial += (long)group * (d + 2);
-            }
-            decoder->space.parts[plan->parts++] = part;
+            used += parts > 1 ? size : 0;
         }
     }
+    return used;
 }
 
-static int splits_of(const rz_decoder *decoder, long tiles, int keys)
+/* Room for the parts of this step's attention. 0 when there is no memory. */
+static int reserve_parts(rz_decoder *decoder, int tile)
 {
-    long wanted = 4L * rz_threads_count(decoder->threads);
-    if (rz_threads_count(decoder->threads) == 1 || tiles >= wanted || keys < 2 * SPLIT_KEYS)
-        return 1;
-    return (int)least((wanted + tiles - 1) / tiles, keys / SPLIT_KEYS);
+    const rz_model *model = &decoder->model;
+    const rz_step *step = decoder->step;
+    long parts = 0, floats = 0;
+    for (int i = 0; i < step->sequences; i++) {
+        const long tiles = (step->query_lens[i] + tile - 1) / tile, each = parts_of(step->context_lens[i]);
+        parts += model->kv_heads * tiles * each;
+        if (each > 1)
+            floats += (long)model->q_heads * step->query_lens[i] * each * (model->head_dim + 2);
+    }
+    return rz_workspace_reserve(&decoder->space, model, step->tokens, parts, floats);
 }
 
 /* Lists the parts of all attention of this step, the longest first as far as that costs nothing: the last
- * rows of prompts first, decodes at the end. 0 when there is no memory. */
+ * rows of prompts first. 0 when there is no memory. */
 static int plan_attention(rz_decoder *decoder)
 {
     const rz_model *model = &decoder->model;
     const rz_step *step = decoder->step;
     const int group = model->q_heads / model->kv_heads;
     const int tile = group < TILE_QUERIES ? TILE_QUERIES / group : 1;
-    long tiles = 0, longest = 0;
-    for (int i = 0; i < step->sequences; i++) {
-        tiles += (long)model->kv_heads * ((step->query_lens[i] + tile - 1) / tile);
-        longest = step->context_lens[i] > longest ? step->context_lens[i] : longest;
-    }
-    int most = splits_of(decoder, tiles, (int)longest);
-    long floats = most > 1 ? tiles * most * group * (model->head_dim + 2) : 0;
-    if (!rz_workspace_reserve(&decoder->space, model, step->tokens, tiles * most, floats))
+    if (!reserve_parts(decoder, tile))
         return 0;
-    planner plan = { .decoder = decoder };
+    decoder->parts = decoder->merges = 0;
     const int32_t *table = step->block_tables;
-    long row = 0;
+    long row = 0, partial = 0;
     for (int i = 0; i < step->sequences; i++) {
         int length = step->query_lens[i], context = step->context_lens[i], begin = context - length;
-        for (int first = (length - 1) / tile * tile; first >= 0; first -= tile) {
-            int splits = length == 1 ? splits_of(decoder, tiles, context) : 1;
-            plan_tile(&plan, table, (int)least(tile, length - first), row + first, begin + first, splits);
-        }
+        for (int first = (length - 1) / tile * tile; first >= 0; first -= tile)
+            partial += plan_tile(decoder, table, (int)least(tile, length - first), row + first, begin + first, partial);
         row += length;
         table += (context + model->block_size - 1) / model->block_size;
     }
-    decoder->parts = plan.parts;
-    decoder->merges = plan.merges;
     return 1;
 }
 

@@ -10,22 +10,18 @@ RZ_INLINE __m512bh pair_of(const bf16 *x)
     return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-/* Two pairs of inputs at a time into separate sums where there are few rows, since one sum would wait for
- * the last product to come out. */
+/* Every row is summed in the same order, however many rows there are: what a row comes to does not depend on its
+ * neighbours. */
 RZ_INLINE void tile(const int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
                     const char *ahead, long step)
 {
-    const int unroll = rows <= 4 ? 2 : 1;
-    __m512 sums[TILE_ROWS][2], others[4][2];
+    __m512 sums[TILE_ROWS][2];
 #pragma GCC unroll 12
     for (int row = 0; row < rows; row++) {
         sums[row][0] = add ? _mm512_loadu_ps(c + row * ldc) : _mm512_setzero_ps();
         sums[row][1] = add ? _mm512_loadu_ps(c + row * ldc + LANES) : _mm512_setzero_ps();
-        if (unroll == 2)
-            others[row][0] = others[row][1] = _mm512_setzero_ps();
     }
-    long pair = 0;
-    for (; pair + unroll <= pairs; pair += unroll) {
+    for (long pair = 0; pair < pairs; pair++) {
         __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
         __m512bh right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
         _mm_prefetch(ahead, _MM_HINT_T0);
@@ -37,38 +33,11 @@ RZ_INLINE void tile(const int rows, const bf16 *x, long ldx, const bf16 *panel, 
             sums[row][0] = _mm512_dpbf16_ps(sums[row][0], both, left);
             sums[row][1] = _mm512_dpbf16_ps(sums[row][1], both, right);
         }
-        if (unroll == 2) {
-            _mm_prefetch(ahead, _MM_HINT_T0);
-            _mm_prefetch(ahead + 64, _MM_HINT_T0);
-            ahead += step;
-            left = (__m512bh)_mm512_loadu_si512(panel + 2 * PANEL);
-            right = (__m512bh)_mm512_loadu_si512(panel + 3 * PANEL);
-#pragma GCC unroll 4
-            for (int row = 0; row < rows; row++) {
-                __m512bh both = pair_of(x + row * ldx + 2);
-                others[row][0] = _mm512_dpbf16_ps(others[row][0], both, left);
-                others[row][1] = _mm512_dpbf16_ps(others[row][1], both, right);
-            }
-        }
-        x += 2 * unroll;
-        panel += 2 * PANEL * unroll;
-    }
-    if (pair < pairs) {
-        __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
-        __m512bh right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-            __m512bh both = pair_of(x + row * ldx);
-            sums[row][0] = _mm512_dpbf16_ps(sums[row][0], both, left);
-            sums[row][1] = _mm512_dpbf16_ps(sums[row][1], both, right);
-        }
+        x += 2;
+        panel += 2 * PANEL;
     }
 #pragma GCC unroll 12
     for (int row = 0; row < rows; row++) {
-        if (unroll == 2) {
-            sums[row][0] = _mm512_add_ps(sums[row][0], others[row][0]);
-            sums[row][1] = _mm512_add_ps(sums[row][1], others[row][1]);
-        }
         _mm512_storeu_ps(c + row * ldc, sums[row][0]);
         _mm512_storeu_ps(c + row * ldc + LANES, sums[row][1]);
     }

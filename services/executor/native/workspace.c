@@ -27,6 +27,7 @@ int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens
     if (parts > space->parts_room) {
         space->parts_room = parts * 2;
         there &= renew(&space->parts, (size_t)space->parts_room * sizeof *space->parts);
+        there &= renew(&space->merges, (size_t)space->parts_room * sizeof *space->merges);
         space->parts_room *= there;
     }
     if (partial > space->partial_room) {
@@ -60,6 +61,7 @@ void rz_workspace_free(rz_workspace *space)
     free(space->activated);
     free(space->rotations);
     free(space->parts);
+    free(space->merges);
     free(space->partial);
     free(space->scratch);
 }

@@ -16,6 +16,7 @@ typedef struct {
     bf16 *activated;  /* [tokens, intermediate] */
     float *rotations; /* [RZ_ROTARIES, tokens, rotary_dim]: cosines, then sines */
     rz_attention_part *parts;
+    long *merges;     /* [merges]: first parts of what is to be merged */
     long parts_room;
     float *partial;
     long partial_room;

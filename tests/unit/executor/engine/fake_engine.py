@@ -120,14 +120,18 @@ class FakeEngine:
         self._check_writers(tables, lengths, contexts)
         row = 0
         for table, length, context in zip(tables, lengths, contexts, strict=True):
-            row += length
             content = self._read(table, context)
-            if row - 1 in rows:
-                state = waiting.pop(0)
-                results.append(SampledToken(next_token(content, state.params.seed, state.position)))
+            for seen in range(context - length + 1, context + 1):
+                if row in rows:
+                    results.append(self.sample(content[:seen], waiting.pop(0)))
+                row += 1
         assert not waiting
         assert len(results) == len(rows)
         return results
+
+    def sample(self, content: list[int], state: SamplingState) -> SampledToken:
+        """The token after `content`."""
+        return SampledToken(next_token(content, state.params.seed, state.position))
 
     def _write(self, plan: StepPlan, table: list[int], rows: range, context: int) -> None:
         tokens, positions, slots = (

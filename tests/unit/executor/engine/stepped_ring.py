@@ -1,11 +1,14 @@
 """A batcher with the fake engine, stepped by hand."""
 
+import random
+
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
 from services.executor.engine.plan import StepPlan, as_int32
+from services.executor.engine.plan_builder import Row
 from services.executor.engine.protocol import EngineSpec, RestoreFailed
-from services.executor.engine.sequence import Sequence
 from shared.messages import GenerationRequest, TokenEntry
+from tests.unit.executor.engine.fake_drafter import FakeDrafter
 from tests.unit.executor.engine.fake_engine import VOCAB, FakeEngine
 
 BLOCK = 4
@@ -27,13 +30,16 @@ class Ring:
         waiting: int = 100,
         context: int = 200,
         ttl: float = 0.0,
+        drafts: int = 0,
+        right: float = 0.7,
         **spec: int,
     ) -> None:
-        """`spec`: further fields of `EngineSpec`."""
+        """`drafts` of a sequence at most, `right` with this probability. `spec`: further fields of
+        `EngineSpec`."""
         self.spec = EngineSpec(BLOCK, blocks, context, VOCAB, **spec)
-        self.batcher = ContinuousBatcher(
-            self.spec, BatchSettings(tokens, sequences, waiting, session_ttl=ttl), "m"
-        )
+        settings = BatchSettings(tokens, sequences, waiting, session_ttl=ttl, max_drafts=drafts)
+        drafter = FakeDrafter(self.spec, settings, random.Random(7), right) if drafts else None
+        self.batcher = ContinuousBatcher(self.spec, settings, "m", drafter)
         self.engine = FakeEngine(self.spec)
         self.now = 0.0
         self.log: list[TokenEntry] = []
@@ -48,18 +54,18 @@ class Ring:
         self.log += new
         return new
 
-    def schedule(self) -> tuple[StepPlan, list[Sequence]]:
+    def schedule(self) -> tuple[StepPlan, list[Row]]:
         step = self._schedule()
         assert step is not None
         return step
 
-    def _schedule(self) -> tuple[StepPlan, list[Sequence]] | None:
+    def _schedule(self) -> tuple[StepPlan, list[Row]] | None:
         step = self.batcher.schedule(self.now)
         if step is not None:
             self.plans.append((step[0], [s.request.generation_id for s in step[1]]))
         return step
 
-    def finish(self, step: tuple[StepPlan, list[Sequence]]) -> list[TokenEntry]:
+    def finish(self, step: tuple[StepPlan, list[Row]]) -> list[TokenEntry]:
         plan, sequences = step
         try:
             entries = self.batcher.update(self.engine.execute(plan, [s.sampling for s in sequences]))

@@ -4,6 +4,8 @@ The fake rank executes every plan on a model of its memory: whatever moves to a 
 slot and back, each sequence must read exactly its own tokens.
 """
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,10 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
 from services.executor.engine.plan import StepPlan
+from services.executor.engine.plan_builder import Row
 from services.executor.engine.protocol import EngineSpec, RestoreFailed, SampledToken
-from services.executor.engine.sequence import Sequence
 from shared.errors import InternalError
 from shared.messages import LANES, GenerationRequest, SamplingParams
+from tests.unit.executor.engine.fake_drafter import FakeDrafter
 from tests.unit.executor.engine.fake_engine import VOCAB, FakeEngine, undisturbed
 
 BLOCK = 4
@@ -52,6 +55,8 @@ class BatcherMachine(RuleBasedStateMachine):
         sequences=st.integers(1, 4),
         context=st.integers(16, 60),
         ttl=st.sampled_from([0.0, 5.0, 100.0]),
+        drafts=st.sampled_from([0, 1, 3, 9]),
+        rng=st.randoms(use_true_random=False),
     )
     def build(
         self,
@@ -64,14 +69,18 @@ class BatcherMachine(RuleBasedStateMachine):
         sequences: int,
         context: int,
         ttl: float,
+        drafts: int,
+        rng: random.Random,
     ) -> None:
         hot = blocks if cold else max(blocks, 5)
         self.spec = EngineSpec(BLOCK, hot, context, VOCAB, cold, host, disk, copies)
-        self.settings = BatchSettings(budget, sequences, max_waiting=8, session_ttl=ttl)
-        self.batcher = ContinuousBatcher(self.spec, self.settings, "m")
+        self.settings = BatchSettings(budget, sequences, max_waiting=8, session_ttl=ttl, max_drafts=drafts)
+        # Drafts are right or wrong as it happens: the text must be the same.
+        self.drafter = FakeDrafter(self.spec, self.settings, rng) if drafts else None
+        self.batcher = ContinuousBatcher(self.spec, self.settings, "m", self.drafter)
         self.engine = FakeEngine(self.spec)
         self.now = 0.0
-        self.flying: tuple[StepPlan, list[Sequence]] | None = None
+        self.flying: tuple[StepPlan, list[Row]] | None = None
         self.open: dict[tuple[str, int], tuple[GenerationRequest, list[int]]] = {}
         self.newest: dict[str, int] = {}
         self.interfered: set[tuple[str, int]] = set()
@@ -152,7 +161,9 @@ class BatcherMachine(RuleBasedStateMachine):
             return
         rows = data.draw(st.sets(st.integers(0, len(sequences) - 1))) if sequences else set()
         self.interfered |= {
-            (sequences[row].request.generation_id, sequences[row].request.attempt) for row in rows
+            (sequences[row].request.generation_id, sequences[row].request.attempt)
+            for row in rows
+            if not sequences[row].ahead
         }
         self.receive(self.batcher.fail_step(InternalError("NaN"), rows))
 

@@ -98,6 +98,7 @@ def test_every_answer_is_the_undisturbed_one(seed: int) -> None:
         num_host=rng.choice([0, 8, 60]),
         num_disk=rng.choice([16, 100]),
         copies_per_step=rng.choice([2, 5, 30]),
+        drafts=rng.choice([0, 3, 8]),
     )
     _run(ring, Load(ring, rng), rng)
     assert ring.engine.saves

@@ -4,11 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from services.executor.engine.plan import as_int32, to_bytes
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
@@ -133,6 +136,44 @@ def test_long_contexts_are_split_over_threads(tmp_path: Path, threads: int) -> N
         logits = native.forward(script.step({0: 1})[0])
         assert isinstance(logits, Tensor)
         assert (logits[0] - expected[position]).abs().mean() < 0.03 * expected[position].std()
+
+
+@pytest.mark.parametrize("codec", [None, INT8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_a_row_does_not_depend_on_its_neighbours(
+    tmp_path: Path, model_type: str, codec: Codec | None
+) -> None:
+    """Decoded alone, decoded in a batch by other threads, or as part of a chunk: the same bits."""
+    window = {"sliding_window": 300} if model_type == "mistral" else {}
+    directory = make_model(tmp_path, model_type, head_dim=32, max_position_embeddings=2048, **window)
+    lengths = [1100, 540, 37, 5, 700, 64, 65, 1, 2, 3, 4, 6, 7, 8]
+
+    def last_four(batches: list[dict[int, int]], threads: int) -> Tensor:
+        """Logits of the first sequence's last four tokens, which `batches` compute."""
+        runner = runner_of(directory, native=True, threads=threads, num_blocks=900, codec=codec)
+        script = Script(lengths, num_blocks=900)
+        for sequence, length in enumerate(lengths):
+            rest = length - 4 if sequence == 0 else length - 1
+            for begin in range(0, rest, 256):
+                runner.forward(script.step({sequence: min(256, rest - begin)}, sample=False)[0])
+        if codec:
+            seal(script, runner._store, {0: lengths[0] - 4})
+        found = []
+        for batch in batches:
+            plan, _ = script.step(batch)
+            rows = np.cumsum(as_int32(plan.query_lens))
+            at = rows[-1] if batch[0] > 1 else 1  # decodes come first, chunks last
+            wanted = np.arange(at - batch[0], at)
+            logits = runner.forward(structs.replace(plan, sample_rows=to_bytes(wanted)))
+            assert isinstance(logits, Tensor)
+            found.append(logits)
+        return torch.cat(found)
+
+    alone = last_four([{0: 1}] * 4, threads=1)
+    among = last_four([dict.fromkeys(range(len(lengths)), 1), {0: 1}, {0: 1}, {0: 1}], threads=3)
+    chunk = last_four([{1: 1, 2: 1, 0: 4}], threads=2)
+    assert torch.equal(alone, among)
+    assert torch.equal(alone, chunk)
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 49, 4099])

@@ -1,0 +1,223 @@
+"""Speculative decoding without a draft model: which tokens are worth checking ahead, and how many.
+
+Pure: no clock, no I/O. A step computes a sequence's last token and, behind it, drafts of the next ones
+(`ngrams.py`); at each of them the sampler draws as ever, and drafts count as long as they are what was
+drawn (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", ICML
+2023, for draws that are functions of the position). So drafts change the time that a text takes, and
+never the text. What decides is:
+
+    p(j)     probability that the first j drafts of a sequence are all right     learnt by `Estimates`
+    C(T)     seconds of a step of T tokens                                       learnt by `StepCost`
+    E        tokens that the step is expected to give
+
+A draft is worth its place when it raises E / C: when p(j) / E > dC/dT / C. The most probable drafts of all
+sequences are taken first. The guesses of a sequence without drafts are compared with what it draws just
+the same: that a text has begun to repeat itself is seen without computing a draft, and a text that does
+not is left alone.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from services.executor.engine.ngrams import MOST_COMPARED, SHORTEST, NgramIndex
+
+_MEMORY = 0.9
+"""Weight of what was seen, after each further guess: about the last ten count."""
+_RING_MEMORY = 0.99
+_PRIOR = 2.0
+"""Guesses that the ring's experience counts for, in a sequence."""
+_FIRST_RATES = {2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5, 6: 0.5, 7: 0.6, 8: 0.7}
+"""Before there is any experience, by the length of the match."""
+_FIRST_WEIGHT = 4.0
+
+_MARGIN = 1.5
+"""A draft must promise so much more than it costs: of many estimates the largest are too large."""
+_PATIENCE, _PAUSE = 16, 4
+"""A sequence that has looked in vain so many times in a row looks at every fourth step only: between steps
+of the model a look takes some 15 microseconds, since nothing of it is left in the processor's caches."""
+
+
+class Rate:
+    """A share that follows what is seen: of the last guesses, how many were right."""
+
+    __slots__ = ("hits", "tries")
+
+    def __init__(self) -> None:
+        self.hits = self.tries = 0.0
+
+    def add(self, hit: bool, memory: float) -> None:
+        self.hits = self.hits * memory + hit
+        self.tries = self.tries * memory + 1
+
+    def value(self, prior: float, weight: float) -> float:
+        return (self.hits + prior * weight) / (self.tries + weight)
+
+
+class Estimates:
+    """How likely a guess is right, by the number of tokens that agreed before it."""
+
+    def __init__(self, ring: "Estimates | None" = None) -> None:
+        """A sequence's estimates begin with those of its `ring`."""
+        self._ring = ring
+        self._rates = {length: Rate() for length in range(SHORTEST, MOST_COMPARED + 1)}
+
+    def of(self, length: int) -> float:
+        """Probability that the next guess is right after `length` tokens that agreed."""
+        length = min(length, MOST_COMPARED)
+        if self._ring is None:
+            return self._rates[length].value(_FIRST_RATES[length], _FIRST_WEIGHT)
+        return self._rates[length].value(self._ring.of(length), _PRIOR)
+
+    def add(self, length: int, hit: bool) -> None:
+        """A guess after `length` tokens that agreed was right, or not."""
+        length = min(length, MOST_COMPARED)
+        self._rates[length].add(hit, _MEMORY if self._ring is not None else _RING_MEMORY)
+        if self._ring is not None:
+            self._ring.add(length, hit)
+
+
+class Guesser:
+    """What one sequence is expected to say next."""
+
+    def __init__(self, tokens: "array[int]", ring: Estimates) -> None:
+        """`tokens` is the sequence's own array."""
+        self._index = NgramIndex(tokens)
+        self._estimates = Estimates(ring)
+        self._guess: list[int] = []
+        self._length = 0
+        self._in_vain = 0
+        self._steps = 0
+
+    def rests(self) -> bool:
+        """Whether it does not look for guesses in this step, having found none for long."""
+        self._steps += 1
+        if self._in_vain < _PATIENCE or self._steps % _PAUSE == 0:
+            return False
+        self.forget()
+        return True
+
+    def guess(self, most: int) -> None:
+        """Looks for the next `most` tokens, and one more to learn from."""
+        match = self._index.find()
+        self._guess = [] if match is None else self._index.continuation(match.source, most + 1)
+        self._length = 0 if match is None else match.length
+
+    def chances(self, most: int, least: float) -> list[float]:
+        """For j from 1 to `most`: the probability that the first j guesses are all right, while it is above
+        `least`."""
+        chances: list[float] = []
+        chance = 1.0
+        for ahead in range(min(most, len(self._guess))):
+            chance *= self._estimates.of(self._length + ahead)
+            if chance <= least:
+                break
+            chances.append(chance)
+        self._in_vain = 0 if chances else self._in_vain + 1
+        return chances
+
+    def drafts(self, count: int) -> list[int]:
+        """The first `count` guesses."""
+        return self._guess[:count]
+
+    def learn(self, drawn: Iterable[int]) -> None:
+        """These tokens were drawn where `guess` had looked."""
+        for ahead, (guess, token) in enumerate(zip(self._guess, drawn, strict=False)):
+            self._estimates.add(self._length + ahead, guess == token)
+            if guess != token:
+                break
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is learnt of the last guess."""
+        self._guess = []
+
+
+class StepCost:
+    """Seconds of a step as a straight line over its tokens, fitted to the latest steps."""
+
+    _MEMORY = 0.98
+    _RISE = 0.05
+    """Before tokens have varied: a further token costs this share of a step of none."""
+    _RISE_WEIGHT = 8.0
+    _HICCUP = 3.0
+    """A step that took so many times what was expected is counted as that."""
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = 0.0
+        self._spread = self._slant = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step of `tokens` tokens, each with a row of logits, took `seconds`."""
+        if tokens < 1 or seconds <= 0:
+            return
+        if self._weight > 4:
+            seconds = min(seconds, self._HICCUP * self.of(tokens))
+        self._weight = self._weight * self._MEMORY + 1
+        off, late = tokens - self._tokens, seconds - self._seconds
+        self._tokens += off / self._weight
+        self._seconds += late / self._weight
+        self._spread = self._spread * self._MEMORY + off * (tokens - self._tokens)
+        self._slant = self._slant * self._MEMORY + off * (seconds - self._seconds)
+
+    @property
+    def rise(self) -> float:
+        """Seconds that one more token costs."""
+        expected = self._RISE * self._seconds / (1 + self._RISE * self._tokens)
+        weight = self._RISE_WEIGHT
+        fitted = (self._slant + weight * expected) / (self._spread + weight)
+        return max(fitted, 1e-3 * self._seconds)
+
+    def of(self, tokens: int) -> float:
+        """Seconds of a step of `tokens` tokens; 0 before any was observed."""
+        rise = self.rise
+        return max(self._seconds + rise * (tokens - self._tokens), rise * tokens)
+
+
+class Speculation:
+    """Decides for each step of a ring how many drafts each of its sequences carries."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: drafts of one sequence at most."""
+        self._most = most
+        self._ring = Estimates()
+        self.cost = StepCost()
+
+    def guesser(self, tokens: "array[int]") -> Guesser:
+        """For a sequence with these tokens (its own array)."""
+        return Guesser(tokens, self._ring)
+
+    def worth_looking(self, decodes: int) -> bool:
+        """Whether drafts could pay in a step of `decodes` sequences, were they as good as certain."""
+        return self.least_chance(decodes) < 0.95
+
+    def least_chance(self, decodes: int, expected: float = 0.0, drafts: int = 0) -> float:
+        """What a further draft's probability must exceed to pay, in a step of `decodes` sequences with
+        `drafts` drafts, of which `expected` are right. 1 while no step has been timed."""
+        seconds = self.cost.of(decodes + drafts)
+        if not seconds:
+            return 1.0
+        return _MARGIN * self.cost.rise * (decodes + expected) / seconds
+
+    def choose(self, guessers: Sequence[Guesser], limits: Sequence[int], budget: int) -> list[list[int]]:
+        """The drafts of each sequence: `limits` of each at most, `budget` in all."""
+        decodes, counts, expected = len(guessers), [0] * len(guessers), 0.0
+        if not self.worth_looking(decodes):
+            for guesser in guessers:
+                guesser.forget()
+            return [[] for _ in guessers]
+        least = self.least_chance(decodes)
+        chances = []
+        for at, (guesser, limit) in enumerate(zip(guessers, limits, strict=True)):
+            if guesser.rests():
+                continue
+            most = min(limit, self._most)
+            guesser.guess(most)
+            chances += [(chance, at) for chance in guesser.chances(most, least)]
+        # A later draft is never more probable than the one before it, so the order keeps them in a row.
+        chances.sort(key=lambda pair: -pair[0])
+        for drafts, (chance, at) in enumerate(chances[: max(budget, 0)]):
+            if chance <= self.least_chance(decodes, expected, drafts):
+                break
+            counts[at] += 1
+            expected += chance
+        return [guesser.drafts(count) for guesser, count in zip(guessers, counts, strict=True)]
