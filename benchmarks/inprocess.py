@@ -64,7 +64,9 @@ class InProcess:
         spec = RankSpec(0, 1, "benchmark", "benchmark", 1, str(scratch / "board"), {})
         self._engine = RingEngine(settings, spec, board, lambda rendezvous: None)
         self._spec = self._engine.load(lambda done, total: None)
-        self._limits = BatchSettings(settings.max_batch_tokens, settings.max_sequences)
+        self._limits = BatchSettings(
+            settings.max_batch_tokens, settings.max_sequences, max_drafts=settings.max_drafts
+        )
         self._random = random.Random(1)
         self._names = count()
         self._forward = 0.0
@@ -90,11 +92,11 @@ class InProcess:
         began = time.perf_counter()
         scheduled = batcher.schedule(began)
         assert scheduled is not None
-        plan, sequences = scheduled
+        plan, rows = scheduled
         planned, self._forward = time.perf_counter(), 0.0
-        sampled = self._engine.execute(plan, [sequence.sampling for sequence in sequences])
+        sampled = self._engine.execute(plan, [row.sampling for row in rows])
         computed = time.perf_counter()
-        entries = [entry for batch in batcher.update(sampled).values() for entry in batch]
+        entries = [entry for batch in batcher.update(sampled, computed - planned).values() for entry in batch]
         ended = time.perf_counter()
         times.planning += planned - began + ended - computed
         times.model += self._forward
