@@ -64,9 +64,7 @@ class InProcess:
         spec = RankSpec(0, 1, "benchmark", "benchmark", 1, str(scratch / "board"), {})
         self._engine = RingEngine(settings, spec, board, lambda rendezvous: None)
         self._spec = self._engine.load(lambda done, total: None)
-        self._limits = BatchSettings(
-            settings.max_batch_tokens, settings.max_sequences, max_drafts=settings.max_drafts
-        )
+        self._limits = BatchSettings(settings.max_batch_tokens, settings.max_sequences, max_drafts=0)
         self._random = random.Random(1)
         self._names = count()
         self._forward = 0.0

@@ -120,7 +120,9 @@ def _rank(
     import torch
 
     torch.set_num_threads(1)
-    settings = ExecutorSettings.model_validate(values | {"tp": spec.world_size, "threads": 1})
+    settings = ExecutorSettings.model_validate(
+        values | {"tp": spec.world_size, "threads": 1, "kv_dtype": "bf16"}
+    )
     if not settings.model:
         _reduce_only(settings, spec, pipe)
     elif spec.rank == 0:

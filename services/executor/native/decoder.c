@@ -489,8 +489,35 @@ static void forward(void *argument, int thread)
         .scale = model->logit_scale, .cap = model->logit_cap });
 }
 
+/* Whether `count` values lie in [0, end). */
+static int within(const int32_t *values, long count, long end)
+{
+    int good = 1;
+    for (long i = 0; i < count; i++)
+        good &= (uint32_t)values[i] < (uint32_t)end;
+    return good;
+}
+
+/* A plan that names blocks or rows that do not exist would write over other memory. */
+static int is_sound(const rz_model *model, const rz_step *step)
+{
+    long blocks = 0, rows = 0;
+    for (int i = 0; i < step->sequences; i++) {
+        if (step->query_lens[i] < 1 || step->context_lens[i] < step->query_lens[i])
+            return 0;
+        rows += step->query_lens[i];
+        blocks += (step->context_lens[i] + model->block_size - 1) / model->block_size;
+    }
+    return rows == step->tokens && blocks == step->table_blocks
+        && within(step->slots, step->tokens, (long)model->num_hot * model->block_size)
+        && within(step->block_tables, blocks, (long)model->num_hot + model->num_cold)
+        && within(step->sample_rows, step->sampled, step->tokens);
+}
+
 int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)
 {
+    if (!is_sound(&decoder->model, step))
+        return RZ_BAD_PLAN;
     decoder->step = step;
     atomic_store(&decoder->failed, 0);
     /* Twice: the parts hold addresses of what the first call may move. */

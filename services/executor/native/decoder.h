@@ -50,6 +50,7 @@ typedef struct {
     int32_t activation;
     int32_t rotary_dim;         /* of head_dim */
     int32_t rotary_interleaved; /* pairs (0, 1), (2, 3), ... instead of halves */
+    int32_t num_hot, num_cold;  /* blocks of the KV cache */
     int32_t embedding_split;    /* the ranks hold different rows of it: they are summed */
     int32_t vocab_first;        /* token of the first row of the embedding */
     int32_t rows_in_embedding;  /* rows that this rank holds */
@@ -66,7 +67,7 @@ typedef struct {
 
 /* Arrays as in a StepPlan (engine/plan.py). */
 typedef struct {
-    int32_t tokens, sequences, sampled;
+    int32_t tokens, sequences, sampled, table_blocks;
     const int32_t *token_ids, *positions, *slots, *query_lens, *context_lens, *block_tables, *sample_rows;
     float *logits;          /* [sampled, head.outputs] */
     void (*on_layer)(void); /* called by the caller's thread once per layer */
@@ -79,7 +80,7 @@ enum {
     RZ_EMBED, RZ_NORM, RZ_QKV, RZ_PLACE, RZ_ATTEND, RZ_OUTPUT, RZ_GATE_UP, RZ_DOWN, RZ_HEAD, RZ_SUM, RZ_PARTS,
 };
 
-enum { RZ_OK = 0, RZ_NO_MEMORY = 1, RZ_RING_LOST = 2 };
+enum { RZ_OK = 0, RZ_NO_MEMORY = 1, RZ_RING_LOST = 2, RZ_BAD_PLAN = 3 /* names what does not exist */ };
 
 /* NULL when there is no memory. `model` is copied; what it points to is not. */
 rz_decoder *rz_decoder_new(const rz_model *model, int threads);

@@ -29,7 +29,7 @@ from shared.errors import ConfigurationError, RingLost
 _INT = 4
 CODECS = {"": 0, "int8": 1, "fp8": 2}
 """As `attention.h` numbers them."""
-_NO_MEMORY, _RING_LOST = 1, 2
+_NO_MEMORY, _RING_LOST, _BAD_PLAN = 1, 2, 3
 
 
 class NativeDecoder:
@@ -67,7 +67,7 @@ class NativeDecoder:
         """Computes one step; `on_layer` is called once per layer, as a sign of progress.
 
         Returns this rank's share of the logits of `plan.sample_rows`, float32 [R, rows of the head].
-        Raises `RingLost` when another rank is gone.
+        Raises `RingLost` when another rank is gone, IndexError for a plan that names what does not exist.
         """
         sampled = len(plan.sample_rows) // _INT
         logits = torch.empty((sampled, self.vocab_rows), dtype=torch.float32)
@@ -75,6 +75,7 @@ class NativeDecoder:
             tokens=len(plan.token_ids) // _INT,
             sequences=len(plan.query_lens) // _INT,
             sampled=sampled,
+            table_blocks=len(plan.block_tables) // _INT,
             logits=logits.data_ptr(),
             on_layer=LayerCallback(on_layer),
             **{name: _address(getattr(plan, name)) for name in _ARRAYS},
@@ -82,6 +83,8 @@ class NativeDecoder:
         result = self._library.rz_decoder_forward(self._handle, ctypes.byref(step))
         if result == _RING_LOST:
             raise RingLost("A rank of the ring is gone; the ring is restarted and the request goes on.")
+        if result == _BAD_PLAN:
+            raise IndexError("the step plan names KV blocks or rows that do not exist")
         if result == _NO_MEMORY:
             raise ConfigurationError(
                 "There is no memory left for the working space of a step; free some memory."
@@ -160,6 +163,8 @@ class NativeDecoder:
             block_size=shape.block_size,
             activation=lowered.activation,
             rotary_dim=2 * lowered.frequencies[0][0].shape[0],
+            num_hot=self._store.num_hot,
+            num_cold=self._store.num_cold,
             embedding_split=split,
             vocab_first=first,
             rows_in_embedding=embedding.outputs,

@@ -54,7 +54,10 @@ class Model(ctypes.Structure):
             for name in ("layers", "hidden", "intermediate", "q_heads", "kv_heads", "head_dim")
         ),
         *((name, c_int32) for name in ("block_size", "activation", "rotary_dim", "rotary_interleaved")),
-        *((name, c_int32) for name in ("embedding_split", "vocab_first", "rows_in_embedding")),
+        *(
+            (name, c_int32)
+            for name in ("num_hot", "num_cold", "embedding_split", "vocab_first", "rows_in_embedding")
+        ),
         *((name, c_float) for name in ("eps", "attention_scale", "attention_cap", "embedding_scale")),
         *((name, c_float) for name in ("residual_scale", "logit_scale", "logit_cap")),
         ("frequencies", c_void_p * ROTARIES),
@@ -94,6 +97,7 @@ class Step(ctypes.Structure):
         ("tokens", c_int32),
         ("sequences", c_int32),
         ("sampled", c_int32),
+        ("table_blocks", c_int32),
         *(
             (name, c_void_p)
             for name in ("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables")

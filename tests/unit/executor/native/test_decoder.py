@@ -191,6 +191,32 @@ def test_finds_the_largest_logit(tmp_path: Path, width: int) -> None:
     assert torch.equal(values.nan_to_num(nan=99), expected.nan_to_num(nan=99))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slots": [0, NUM_BLOCKS * BLOCK_SIZE]},
+        {"slots": [0, -1]},
+        {"block_tables": [2 * NUM_BLOCKS]},
+        {"block_tables": [0, 1]},
+        {"sample_rows": [2]},
+        {"query_lens": [1]},
+        {"context_lens": [1]},
+    ],
+    ids=str,
+)
+def test_plans_that_name_what_does_not_exist_change_nothing(
+    tmp_path: Path, wrong: dict[str, list[int]]
+) -> None:
+    runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True, codec=INT8)
+    plan, _ = Script([2]).step({0: 2})
+    fields = {name: to_bytes(values) for name, values in wrong.items()}
+    before = runner._store.hot(0).clone()
+    with pytest.raises(IndexError, match="do not exist"):
+        runner.forward(structs.replace(plan, **fields))
+    assert torch.equal(runner._store.hot(0), before)
+    runner.forward(plan)
+
+
 def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
     runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True)
     layers: list[None] = []
