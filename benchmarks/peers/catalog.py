@@ -174,6 +174,15 @@ def _ryzanstein(place: Place) -> Launch:
     return Launch((*command, *address), variables)
 
 
+def _ryzanstein_plain(place: Place) -> Launch:
+    """Without speculation and compression: what the kernels do by themselves."""
+    launch = _ryzanstein(place)
+    return Launch(
+        launch.command,
+        {**launch.variables, "RYZANSTEIN_SPECULATION": "off", "RYZANSTEIN_KV_DTYPE": "bf16"},
+    )
+
+
 def _venv(place: Place) -> Path:
     if place.venv is None:
         raise ValueError("this peer has an environment of its own")
@@ -294,15 +303,24 @@ PEERS: dict[str, Peer] = {
         Peer(
             name=OURS,
             title="Ryzanstein",
-            dtype="bf16",
+            dtype="bf16, int8 KV",
             environment=None,
             packages=("ryzanstein", "torch", "transformers"),
             launch=_ryzanstein,
-            pace=Pace(10, 60, 450),
+            pace=Pace(5, 130, 800),
+        ),
+        Peer(
+            name="ryzanstein-plain",
+            title="Ryzanstein without speculation and compression",
+            dtype="bf16",
+            environment=None,
+            packages=("ryzanstein", "torch", "transformers"),
+            launch=_ryzanstein_plain,
+            pace=Pace(5, 115, 800),
         ),
     )
 }
-DEFAULT = ("vllm", "llama.cpp", "transformers", "openvino", OURS)
+DEFAULT = ("vllm", "llama.cpp", "transformers", "openvino", "ryzanstein-plain", OURS)
 
 
 def choose_peers(names: str) -> list[Peer]:
