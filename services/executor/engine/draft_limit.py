@@ -1,8 +1,8 @@
 """The setting `speculation`: `auto`, `off`, or the most drafts of one sequence in a step."""
 
 MOST_DRAFTS = 15
-"""For `auto`: with the sequence's own token 16 rows, a tile of the matrix units. How many of them pay is
-decided for each step."""
+"""For `auto`: with the sequence's own token 16, a KV block of the usual size. How many of them pay is decided for
+each step."""
 MOST_EVER = 63
 
 
