@@ -1,0 +1,22 @@
+/* Products with a linear layer's weights, and what is done with the sums while they are in registers. */
+#ifndef RZ_PRODUCTS_H
+#define RZ_PRODUCTS_H
+
+#include "state.h"
+
+typedef enum { STORE, ADD, ACTIVATE } rz_product_end;
+
+typedef struct {
+    const rz_linear *linear;
+    const bf16 *x;
+    long rows;
+    rz_product_end end;
+    void *out; /* STORE: float32 [rows, outputs]; ADD: float32, added to; ACTIVATE: bf16 [rows, outputs / 2] */
+    float scale, cap;
+    int activation;
+} rz_product;
+
+/* Called by all threads alike; its time is booked on `part`. */
+void rz_multiply(rz_decoder *decoder, int thread, int part, rz_product job);
+
+#endif

@@ -1,0 +1,53 @@
+/* What the files of the decoder share: its state, stages with their time booked, small functions. */
+#ifndef RZ_STATE_H
+#define RZ_STATE_H
+
+#include "vector.h"
+
+#include <math.h>
+#include <stdatomic.h>
+
+#include "decoder.h"
+#include "threads.h"
+#include "workspace.h"
+
+struct rz_decoder {
+    rz_model model;
+    rz_threads *threads;
+    rz_workspace space;
+    const rz_step *step;
+    long parts, merges; /* attention parts, and rows to be merged from partial ones */
+    atomic_int failed;
+    int64_t spent[RZ_PARTS]; /* written by thread 0 */
+};
+
+/* A stage (threads.h), its time booked on `part`. */
+void rz_run_stage(rz_decoder *decoder, int thread, int part, long tasks, rz_task task, void *argument);
+
+/* Nanoseconds on a clock that only goes forward. */
+int64_t rz_now(void);
+
+RZ_INLINE long least(long a, long b)
+{
+    return a < b ? a : b;
+}
+
+/* The lanes of a vector at `column` that lie within `columns`. */
+RZ_INLINE __mmask16 lanes_left(long column, long columns)
+{
+    long left = columns - column;
+    return left >= LANES ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
+}
+
+/* What x [count] is multiplied with to have a mean square of 1. */
+RZ_INLINE float rms_scale(const float *x, long count, float eps)
+{
+    __m512 sum = _mm512_setzero_ps();
+    for (long i = 0; i < count; i += LANES) {
+        __m512 value = _mm512_maskz_loadu_ps(lanes_left(i, count), x + i);
+        sum = _mm512_fmadd_ps(value, value, sum);
+    }
+    return 1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)count + eps);
+}
+
+#endif
