@@ -19,11 +19,10 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.one_rank import BLOCK, load_one_rank
 from services.executor.engine.plan import StepPlan, to_bytes
-from services.executor.ring import SPIN_COUNT
 from shared.messages import SamplingParams
 
-BLOCK = 16
 DECODES = ((1, 128), (8, 128), (16, 320), (64, 100))
 """(sequences, tokens in each one's context)"""
 PREFILLS = (64, 256, 512)
@@ -85,28 +84,11 @@ class Stepper:
 
 
 def make_step(directory: Path, dtype_name: str, threads: int) -> Stepper:
-    # OpenMP reads its settings when torch is imported; they are the executor's.
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    import torch
-
+    runner, _ = load_one_rank(directory, dtype_name, threads, 4096)
+    # Only now: torch must find its settings when it is imported.
     from services.executor.engine.sampling import Sampler, wants_of
     from services.executor.engine.sampling_state import SamplingState
-    from services.executor.kv_cache.sizes import StoreShape
-    from services.executor.kv_cache.store import KvStore
-    from services.executor.model.backend import make_runner
-    from services.executor.model.collectives import SingleRank
-    from services.executor.model.loader import load_config, load_model
-    from services.executor.model.sharding import ShardLayout
 
-    torch.set_num_threads(threads)
-    device, dtype = torch.device("cpu"), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
-    config = load_config(directory)
-    layout = ShardLayout.from_config(config, 1, 0)
-    model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None)
-    shape = StoreShape(config.num_hidden_layers, BLOCK, layout.kv_heads.size, layout.head_dim, dtype)
-    store = KvStore(shape, 4096, device)
-    runner = make_runner(model, store, layout.q_heads.size, SingleRank(), device, threads)
     sampler = Sampler()
 
     def step(plan: StepPlan) -> object:

@@ -1,7 +1,7 @@
 """What compressed KV blocks cost a decode step: `python -m benchmarks.kv_decode --help`.
 
 The same step, with all full blocks kept as the model computes them, as int8 and as fp8; the three take turns,
-so that a noisy machine troubles them alike. A second table: compressing one step's full blocks.
+so that a noisy machine troubles them alike.
 """
 
 import os
@@ -13,14 +13,16 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import BLOCK, decode_plan
+from benchmarks.engine import decode_plan
+from benchmarks.one_rank import BLOCK, load_one_rank
 from services.executor.engine.plan import StepPlan, as_int32, to_bytes
-from services.executor.ring import SPIN_COUNT
+from services.executor.kv_cache.dtypes import BlockDType
 
-KINDS = ("bf16", "int8", "fp8")
+KINDS: tuple[BlockDType, ...] = ("bf16", "int8", "fp8")
 SHAPES = ((1, 1024), (8, 128), (8, 1024), (16, 320), (8, 4096))
 """(sequences, tokens in each one's context)"""
 
@@ -31,37 +33,15 @@ def compressed(plan: StepPlan, num_hot: int) -> StepPlan:
     ends = np.cumsum(-(-contexts // BLOCK)) - 1
     tables = as_int32(plan.block_tables) + num_hot
     tables[ends] -= num_hot
-    return StepPlan(**{**_fields(plan), "block_tables": to_bytes(tables)})
+    return structs.replace(plan, block_tables=to_bytes(tables))
 
 
-def _fields(plan: StepPlan) -> dict[str, object]:
-    return {name: getattr(plan, name) for name in plan.__struct_fields__}
-
-
-def make_step(directory: Path, kind: str, threads: int, num_blocks: int) -> Callable[[StepPlan], object]:
+def make_step(
+    directory: Path, kind: BlockDType, threads: int, num_blocks: int
+) -> Callable[[StepPlan], object]:
     """A function that runs a step over blocks of random content."""
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    import torch
-
-    from services.executor.kv_cache.codecs import codecs_of
-    from services.executor.kv_cache.sizes import StoreShape
-    from services.executor.kv_cache.store import KvStore
-    from services.executor.model.backend import make_runner
-    from services.executor.model.collectives import SingleRank
-    from services.executor.model.loader import load_config, load_model
-    from services.executor.model.sharding import ShardLayout
-
-    device, dtype = torch.device("cpu"), torch.bfloat16
-    config = load_config(directory)
-    layers = config.num_hidden_layers
-    layout = ShardLayout.from_config(config, 1, 0)
-    model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None)
-    codecs = codecs_of([kind] * layers)  # type: ignore[list-item]
-    shape = StoreShape(layers, BLOCK, layout.kv_heads.size, layout.head_dim, dtype, codecs)
-    store = KvStore(shape, num_blocks, device, 0 if kind == "bf16" else num_blocks)
-    runner = make_runner(model, store, layout.q_heads.size, SingleRank(), device, threads)
-    for layer in range(layers):
+    runner, store = load_one_rank(directory, "bf16", threads, num_blocks, kind)
+    for layer in range(store.shape.num_layers):
         store.hot(layer).normal_()
     if kind != "bf16":
         store.compress([[block, num_blocks + block] for block in range(num_blocks)])

@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.one_rank import BLOCK, load_one_rank
 from benchmarks.prompts import PromptSource, calibrate
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher
@@ -29,10 +30,9 @@ from services.executor.engine.draft_limit import MOST_DRAFTS
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.sampling_state import SamplingState
-from services.executor.ring import SPIN_COUNT
 from shared.messages import GenerationRequest, SamplingParams
 
-BLOCK, BLOCKS, CONTEXT = 16, 2048, 2048
+BLOCKS, CONTEXT = 2048, 2048
 OUTPUT = 128
 _TEXT = (
     "The {0} stood at the edge of the {1}, where the road turns north. Every morning the {2} came by with "
@@ -120,27 +120,9 @@ class Loads:
 
 def make_execute(directory: Path, dtype_name: str, threads: int) -> tuple[Execute, EngineSpec]:
     """A function that computes and samples one step."""
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    import torch
-
+    runner, _ = load_one_rank(directory, dtype_name, threads, BLOCKS)
     from services.executor.engine.sampling import Sampler, wants_of
-    from services.executor.kv_cache.sizes import StoreShape
-    from services.executor.kv_cache.store import KvStore
-    from services.executor.model.backend import make_runner
-    from services.executor.model.collectives import SingleRank
-    from services.executor.model.loader import load_config, load_model
-    from services.executor.model.sharding import ShardLayout
 
-    torch.set_num_threads(threads)
-    device, dtype = torch.device("cpu"), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
-    config = load_config(directory)
-    layout = ShardLayout.from_config(config, 1, 0)
-    model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None)
-    shape = StoreShape(config.num_hidden_layers, BLOCK, layout.kv_heads.size, layout.head_dim, dtype)
-    runner = make_runner(
-        model, KvStore(shape, BLOCKS, device), layout.q_heads.size, SingleRank(), device, threads
-    )
     runner.warm_up()
     sampler, vocabulary = Sampler(), runner.vocab_size
 

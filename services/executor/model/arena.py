@@ -35,7 +35,7 @@ def allocate(specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs]
     tensors: dict[int, Tensor] = {}
     for members in blocks(sizes):
-        memory = _fresh(sum(_padded(sizes[index]) for index in members))
+        memory = fresh(sum(_padded(sizes[index]) for index in members))
         offset = 0
         for index in members:
             shape, dtype = specs[index]
@@ -69,8 +69,8 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _fresh(size: int) -> Tensor:
-    """uint8 [size] of memory that nobody has touched."""
+def fresh(size: int) -> Tensor:
+    """uint8 [size] of memory that nobody has touched, of undefined content."""
     if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
     # Private: shared anonymous memory is a file to the kernel, and has no huge pages by default.

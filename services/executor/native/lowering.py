@@ -18,6 +18,8 @@ from services.executor.native.packed import GATE_RUN, Piece, alternating, one_af
 
 _ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 _BY_LENGTH = frozenset({"dynamic", "longrope"})
+_MOST_GROUP = 48
+"""Query heads of a KV head that a tile of attention has room for (`attention.h`)."""
 _HEAD_DIMS = frozenset(range(32, 257, 32))
 
 
@@ -99,6 +101,8 @@ def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
     frequencies = _Frequencies(base.rotary_emb)
     layers = [_layer(layer, config, family, frequencies) for layer in base.layers]
     head = model.get_output_embeddings()
+    if config.num_attention_heads > _MOST_GROUP * config.num_key_value_heads:
+        raise CannotLower(f"more than {_MOST_GROUP} query heads share a KV head")
     if layers[0].attention.head_dim not in _HEAD_DIMS:
         raise CannotLower(f"heads of {layers[0].attention.head_dim} values do not fit the native kernels")
     return Lowered(

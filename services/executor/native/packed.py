@@ -1,6 +1,5 @@
 """Weights in the order in which the kernels read them (see `gemm.h`)."""
 
-import mmap
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -9,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.executor.model.arena import fresh
 from services.executor.native.library import Linear
 
 GATE_RUN = 16
 """Gate and up projections alternate by as many outputs: one vector of each meets in registers."""
-_HUGE_PAGE = 2 << 20
+PANEL = 32
+"""Outputs that are packed together."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ class PackedLinear:
         """Packs with `threads` threads of `pool`."""
         self.outputs = sum(piece.weight.shape[0] for piece in pieces)
         self.inputs = pieces[0].weight.shape[1]
-        self.packed = _huge(library.rz_packed_bytes(self.outputs, self.inputs))
+        self.packed = fresh(library.rz_packed_bytes(self.outputs, self.inputs))
+        if self.outputs % PANEL or self.inputs % 2:
+            self.packed.zero_()  # what fills up the last panel and pair counts as zero
         jobs = [part for piece in pieces for part in piece.cut(threads)]
         for job in [pool.submit(self._pack, library, part) for part in jobs]:
             job.result()
@@ -95,16 +98,8 @@ def _joined_bias(pieces: list[Piece], outputs: int) -> Tensor | None:
     """float32 [outputs, rounded up to whole panels]"""
     if all(piece.bias is None for piece in pieces):
         return None
-    joined = torch.zeros(-(-outputs // 32) * 32)
+    joined = torch.zeros(-(-outputs // PANEL) * PANEL)
     for piece in pieces:
         if piece.bias is not None:
             joined[piece.places()] = piece.bias.float()
     return joined
-
-
-def _huge(size: int) -> Tensor:
-    """Zeroed bytes uint8 [size], in huge pages where the system gives them: weights are read end to end."""
-    memory = mmap.mmap(-1, max(size, 1))
-    if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -14,9 +14,9 @@ from benchmarks.workloads import WORKLOADS
 
 PLACE = Place(
     model=Path("/models/m"),
-    weights=Path("/work/m.gguf"),
-    venv=Path("/work/venv"),
-    state=Path("/work/state"),
+    weights=Path("/peers/m.gguf"),
+    venv=Path("/peers/venv"),
+    state=Path("/peers/state"),
     port=4711,
     threads=2,
     slots=64,

@@ -1,5 +1,4 @@
 import json
-import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,12 @@ from services.executor.model.loader import context_length, load_config, load_mod
 from services.executor.model.sharding import ShardLayout
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
-from tests.unit.executor.model.tiny import make_model
 
 
 def load(directory: Path, world_size: int = 1, rank: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     layout = ShardLayout.from_config(load_config(directory), world_size, rank)
     collectives = SingleRank() if world_size == 1 else ThreadMember(ThreadRing(world_size), rank)
     return load_model(directory, dtype, layout, collectives, CPU, lambda done, total: None)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture
-def copy(llama: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(llama, tmp_path / "copy"))
 
 
 def refused(directory: Path, reason: str, world_size: int = 1) -> None:

@@ -1,7 +1,6 @@
 """What is refused, and at which point: by its configuration, or by a plan that cannot be followed."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from services.executor.model.support import check_supported
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, LONGROPE, settings_of
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
-from tests.unit.executor.model.tiny import build, make_model
+from tests.unit.executor.model.tiny import build
 
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
 """The heads of the models of tiny.py."""
@@ -30,16 +29,6 @@ LLAMA_PLAN = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture
-def copy(llama: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(llama, tmp_path / "copy"))
 
 
 def refused(directory: Path, reason: str, world_size: int = 1) -> None:

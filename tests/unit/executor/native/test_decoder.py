@@ -115,6 +115,16 @@ def test_nearer_to_the_truth_than_pytorch(tmp_path: Path, model_type: str) -> No
     assert ours.max() < 2 * theirs.max()
 
 
+@pytest.mark.parametrize("heads", [40, 48])
+def test_as_many_heads_on_one_as_a_tile_has_room_for(tmp_path: Path, heads: int) -> None:
+    changes = {"num_attention_heads": heads, "num_key_value_heads": 1, "hidden_size": 2 * heads}
+    directory = make_model(tmp_path, "llama", head_dim=32, **changes)
+    expected = truth(directory, mixed_script()[0].sequences)
+    native = runner_of(directory, native=True)
+    assert native.is_native
+    assert errors(native, expected).mean() < errors(runner_of(directory, native=False), expected).mean()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_long_contexts_are_split_over_threads(tmp_path: Path, threads: int) -> None:
     """One decode of a long context: the threads share its keys and merge what they find."""
@@ -229,10 +239,9 @@ def test_a_rank_that_does_not_come_is_a_lost_ring(tmp_path: Path) -> None:
     area = make_area(2, 2)
     ring = SharedMemory(area, 0, 2, lanes=2, timeout=0.05)
     runner = runner_of(directory, native=True, collectives=ring)
-    for reason in ("first", "every later"):
+    for _ in ("the first time", "and ever after"):
         with pytest.raises(RingLost, match="the ring is restarted"):
             runner.forward(mixed_script()[1][0][0])
-        assert runner.is_native, reason
     ring.close()
 
 
@@ -307,8 +316,14 @@ def test_rings_that_sum_in_shared_memory(tmp_path: Path, model_type: str, world_
 
 @pytest.mark.parametrize(
     "changes",
-    [{"head_dim": 16}, {"hidden_act": "relu"}, {"rope_parameters": DYNAMIC}, {"intermediate_size": 100}],
-    ids=["narrow heads", "unknown activation", "rotation by length", "odd inner width"],
+    [
+        {"head_dim": 16},
+        {"hidden_act": "relu"},
+        {"rope_parameters": DYNAMIC},
+        {"intermediate_size": 100},
+        {"num_attention_heads": 49, "num_key_value_heads": 1, "hidden_size": 98},
+    ],
+    ids=["narrow heads", "unknown activation", "rotation by length", "odd inner width", "many heads on one"],
 )
 def test_what_does_not_fit_runs_through_pytorch(tmp_path: Path, changes: dict[str, Any]) -> None:
     runner = runner_of(make_model(tmp_path, "llama", **{"head_dim": 32, **changes}), native=True)
