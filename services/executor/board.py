@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.executor.progress import Progress
 from shared.messages import GroupLoad, RankBeat
 
 _WORD = 8
@@ -75,14 +76,12 @@ class RankBoard:
     def __init__(self, words: memoryview, offset: int) -> None:
         self._words = words
         self._offset = offset
+        self.progress = Progress(words, offset + _Rank.PROGRESS)
+        """Counts the layers computed."""
         words[offset + _Rank.PID] = os.getpid()
 
     def begin(self, step: int) -> None:
         self._words[self._offset + _Rank.STARTED] = step
-
-    def tick(self) -> None:
-        """Something was computed: called once per layer."""
-        self._words[self._offset + _Rank.PROGRESS] += 1
 
     def end(self, step: int) -> None:
         self._words[self._offset + _Rank.FINISHED] = step

@@ -35,6 +35,15 @@ def thread_count(settings: ExecutorSettings) -> int:
     return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.tp)
 
 
+def cores_of(settings: ExecutorSettings, rank: int) -> list[int]:
+    """The core of each of a rank's threads; empty where they are not to be kept on one. With fewer threads than
+    cores the system places them better: it knows what else runs."""
+    cores, threads = sorted(os.sched_getaffinity(0)), thread_count(settings)
+    if not settings.pin_threads or threads * settings.tp != len(cores):
+        return []
+    return cores[rank * threads : (rank + 1) * threads]
+
+
 class RankSpec(msgspec.Struct, frozen=True):
     """What a rank process is told at its start, as one JSON line on its standard input."""
 

@@ -65,6 +65,8 @@ class ExecutorSettings(CommonSettings):
     """Executor groups that share this host's memory, which each then takes its part of for the KV cache."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of each rank; 0: the cores shared out among the ranks."""
+    pin_threads: bool = True
+    """Keeps each of these threads on a core of its own, where the ring has as many as there are cores."""
     collectives: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     """How the ranks of a ring add up tensors; `auto`: NCCL on GPUs, shared memory on CPUs. `gloo` uses
     sockets: slower, for hosts where processes may not share memory or where there is no C compiler."""

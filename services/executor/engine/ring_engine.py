@@ -28,7 +28,7 @@ from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.model_card import read_card
 from services.executor.plan_channel import PlanSender
-from services.executor.ring import RankSpec, Rendezvous, thread_count
+from services.executor.ring import RankSpec, Rendezvous, cores_of, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard
@@ -76,9 +76,9 @@ class RingEngine:
         plan = structs.replace(plan, candidates=wants.tobytes())
         try:
             self._sender.send(plan)
-            logits = self._member.runner.forward(plan, self._board.tick)
+            logits = self._member.runner.forward(plan, self._board.progress)
             assert logits is not None, "rank 0 gets the logits"
-            self._board.tick()
+            self._board.progress.tick()
             return self._sampler.sample(logits, samples)
         finally:
             self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
@@ -100,7 +100,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
     while (plan := receiver.receive()) is not None:
         mine.begin(plan.step)
-        member.runner.forward(plan, mine.tick)
+        member.runner.forward(plan, mine.progress)
         mine.end(plan.step)
 
 
@@ -148,7 +148,8 @@ class RingMember:
         slots = agree_on_slots(shape, settings, device, collectives)
         spill = SpillStore(slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         store = KvStore(shape, blocks.hot, device, blocks.cold)
-        runner = make_runner(model, store, layout.q_heads.size, collectives, device, threads, spill)
+        cores = cores_of(settings, spec.rank)
+        runner = make_runner(model, store, layout.q_heads.size, collectives, device, threads, spill, cores)
         runner.warm_up()
         collectives.barrier()
         engine_spec = EngineSpec(

@@ -1,5 +1,6 @@
 """Decides what computes a rank's steps: the native kernels where they can, else PyTorch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -26,9 +27,11 @@ def make_runner(
     device: torch.device,
     threads: int,
     spill: SpillStore | None = None,
+    cpus: Sequence[int] = (),
 ) -> ModelRunner:
-    """A runner for `model`, which is loaded and not packed. `q_heads`: this rank's; `threads`: of the kernels."""
-    decoder = _native_decoder(model, store, q_heads, collectives, device, threads)
+    """A runner for `model`, which is loaded and not packed. `q_heads`: this rank's; `threads`: of the kernels;
+    `cpus`: the cores to keep them on, one each; none: any."""
+    decoder = _native_decoder(model, store, q_heads, collectives, device, threads, cpus)
     if decoder is None:
         pack_linears(model)
     else:
@@ -48,15 +51,21 @@ def computes_natively(
 
 
 def _native_decoder(
-    model: Any, store: KvStore, q_heads: int, collectives: Collectives, device: torch.device, threads: int
+    model: Any,
+    store: KvStore,
+    q_heads: int,
+    collectives: Collectives,
+    device: torch.device,
+    threads: int,
+    cpus: Sequence[int],
 ) -> NativeDecoder | None:
     try:
         library, ring, lowered = _lower(model, store.shape.dtype, collectives, device, threads)
     except CannotLower as reason:
         log.info("computing_with_pytorch", reason=str(reason))
         return None
-    log.info("computing_with_native_kernels", threads=threads)
-    return NativeDecoder(library, lowered, store, q_heads, threads, ring)
+    log.info("computing_with_native_kernels", threads=threads, cores=list(cpus) or "any")
+    return NativeDecoder(library, lowered, store, q_heads, threads, ring, cpus)
 
 
 def _lower(

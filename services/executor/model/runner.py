@@ -1,6 +1,5 @@
 """One rank's forward pass over a step plan."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from services.executor.model.collectives import Collectives
 from services.executor.model.layers import VocabParallelHead
 from services.executor.model.step_context import StepContext
 from services.executor.native.decoder import NativeDecoder
+from services.executor.progress import Progress
 from shared.errors import ModelLoadError
 
 
@@ -24,10 +24,6 @@ def _widths(model: Any) -> list[int]:
     head = model.get_output_embeddings()
     assert isinstance(head, VocabParallelHead)
     return head.widths
-
-
-def _no_progress() -> None:
-    return
 
 
 class ModelRunner:
@@ -67,11 +63,8 @@ class ModelRunner:
         return self._decoder.spent()
 
     @torch.inference_mode()
-    def forward(
-        self, plan: StepPlan, on_layer: Callable[[], None] = _no_progress
-    ) -> Tensor | RowLogits | None:
-        """Copies what the plan copies, then computes the step; `on_layer` is called once per layer, as a sign
-        of progress.
+    def forward(self, plan: StepPlan, progress: Progress | None = None) -> Tensor | RowLogits | None:
+        """Copies what the plan copies, then computes the step; `progress` counts the layers.
 
         Returns the logits of `plan.sample_rows` on rank 0 and None on the others: as much of them as
         `plan.candidates` asks for, or without it float32 [R, vocab]. R may be 0.
@@ -83,7 +76,7 @@ class ModelRunner:
             raise RestoreFailed(failed)
         if failed or not plan.token_ids:
             return self._no_logits() if self._is_leader else None
-        local = self._compute(plan, on_layer)
+        local = self._compute(plan, progress or Progress.unread())
         if not plan.sample_rows:
             return self._no_logits() if self._is_leader else None
         if plan.candidates:
@@ -95,17 +88,17 @@ class ModelRunner:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return whole.float()
 
-    def _compute(self, plan: StepPlan, on_layer: Callable[[], None]) -> Tensor:
+    def _compute(self, plan: StepPlan, progress: Progress) -> Tensor:
         """This rank's share of the logits [R, vocab share]."""
         if self._decoder is not None:
-            return self._decoder.forward(plan, on_layer)
+            return self._decoder.forward(plan, progress)
         # The model's own forward applies what some do to logits (scaling, soft caps): both work on shares.
         local: Tensor = self._model(
             input_ids=self._int64(plan.token_ids).unsqueeze(0),
             position_ids=self._int64(plan.positions).unsqueeze(0),
             use_cache=False,
             logits_to_keep=self._int64(plan.sample_rows),
-            step=StepContext(plan, self._store, on_layer),
+            step=StepContext(plan, self._store, progress.tick),
         ).logits[0]
         return local
 

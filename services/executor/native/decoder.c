@@ -1,6 +1,7 @@
 /* See decoder.h. Each stage is a set of tasks (threads.h); forward() puts them in order. */
 #include "decoder.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -166,7 +167,7 @@ static void forward(void *argument, int thread)
         if (!run_layer(decoder, thread, &model->layer[i], i ? &model->layer[i - 1] : NULL))
             return;
         if (thread == 0)
-            step->on_layer();
+            atomic_fetch_add_explicit(step->progress, 1, memory_order_relaxed);
     }
     const float *after = model->layer[model->layers - 1].after_feed_forward_norm;
     norm last = { decoder, model->final_norm, after, model->ring || after, step->sample_rows };
@@ -276,7 +277,7 @@ void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int 
     rz_threads_run(decoder->threads, search_rows, &job);
 }
 
-rz_decoder *rz_decoder_new(const rz_model *model, int threads)
+rz_decoder *rz_decoder_new(const rz_model *model, int threads, const int *cpus)
 {
     rz_decoder *decoder = calloc(1, sizeof *decoder);
     if (!decoder)
@@ -287,6 +288,8 @@ rz_decoder *rz_decoder_new(const rz_model *model, int threads)
         rz_decoder_free(decoder);
         return NULL;
     }
+    if (cpus)
+        rz_threads_pin(decoder->threads, cpus);
     return decoder;
 }
 

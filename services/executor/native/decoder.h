@@ -69,8 +69,8 @@ typedef struct {
 typedef struct {
     int32_t tokens, sequences, sampled, table_blocks;
     const int32_t *token_ids, *positions, *slots, *query_lens, *context_lens, *block_tables, *sample_rows;
-    float *logits;          /* [sampled, head.outputs] */
-    void (*on_layer)(void); /* called by the caller's thread once per layer */
+    float *logits;             /* [sampled, head.outputs] */
+    _Atomic int64_t *progress; /* grows by one with each layer; the caller's thread alone writes it */
 } rz_step;
 
 typedef struct rz_decoder rz_decoder;
@@ -82,8 +82,9 @@ enum {
 
 enum { RZ_OK = 0, RZ_NO_MEMORY = 1, RZ_RING_LOST = 2, RZ_BAD_PLAN = 3 /* names what does not exist */ };
 
-/* NULL when there is no memory. `model` is copied; what it points to is not. */
-rz_decoder *rz_decoder_new(const rz_model *model, int threads);
+/* NULL when there is no memory. `model` is copied; what it points to is not. `cpus` [threads]: the cores to keep
+ * the threads on; NULL: any. */
+rz_decoder *rz_decoder_new(const rz_model *model, int threads, const int *cpus);
 void rz_decoder_free(rz_decoder *decoder);
 
 /* Computes one step. Returns RZ_OK or what went wrong. One caller at a time. */

@@ -1,7 +1,7 @@
 """A rank's forward pass through the native kernels."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from services.executor.engine.plan import StepPlan
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layers import LinearShard
-from services.executor.native.library import PARTS, Layer, LayerCallback, Linear, Model, Step
+from services.executor.native.library import PARTS, Layer, Linear, Model, Step
 from services.executor.native.lowering import (
     Lowered,
     LoweredLayer,
@@ -24,6 +24,7 @@ from services.executor.native.lowering import (
     vocabulary,
 )
 from services.executor.native.packed import PackedLinear, one_after_another
+from services.executor.progress import Progress
 from shared.errors import ConfigurationError, RingLost
 
 _INT = 4
@@ -43,8 +44,10 @@ class NativeDecoder:
         q_heads: int,
         threads: int,
         ring: "NativeRing | None",
+        cpus: Sequence[int] = (),
     ) -> None:
-        """`q_heads`: this rank's. Takes the weights out of the model that was lowered."""
+        """`q_heads`: this rank's; `cpus`: the cores to keep the threads on, one each; none: any. Takes the weights
+        out of the model that was lowered."""
         self._library = library
         self._store = store
         self._kept: list[object] = [lowered.final_norm, lowered.frequencies, ring]
@@ -57,14 +60,15 @@ class NativeDecoder:
                 self._describe_layer(index, layer, q_heads)
             self._model = self._describe_model(lowered, q_heads, ring)
         self.vocab_rows = self._model.head.outputs
-        self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads)
+        cores = (ctypes.c_int * threads)(*cpus) if cpus else None
+        self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads, cores)
         if not self._handle:
             raise ConfigurationError(
                 "There is no memory left for the working space of a step; free some memory."
             )
 
-    def forward(self, plan: StepPlan, on_layer: Callable[[], None]) -> Tensor:
-        """Computes one step; `on_layer` is called once per layer, as a sign of progress.
+    def forward(self, plan: StepPlan, progress: Progress) -> Tensor:
+        """Computes one step; `progress` counts the layers.
 
         Returns this rank's share of the logits of `plan.sample_rows`, float32 [R, rows of the head].
         Raises `RingLost` when another rank is gone, IndexError for a plan that names what does not exist.
@@ -77,7 +81,7 @@ class NativeDecoder:
             sampled=sampled,
             table_blocks=len(plan.block_tables) // _INT,
             logits=logits.data_ptr(),
-            on_layer=LayerCallback(on_layer),
+            progress=progress.address,
             **{name: _address(getattr(plan, name)) for name in _ARRAYS},
         )
         result = self._library.rz_decoder_forward(self._handle, ctypes.byref(step))

@@ -88,9 +88,6 @@ _RING_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 """The functions of `shared_memory.h`."""
 
-LayerCallback = ctypes.CFUNCTYPE(None)
-"""Called by the calling thread, once per layer: about a microsecond."""
-
 
 class Step(ctypes.Structure):
     _fields_ = [
@@ -104,7 +101,7 @@ class Step(ctypes.Structure):
         ),
         ("sample_rows", c_void_p),
         ("logits", c_void_p),
-        ("on_layer", LayerCallback),
+        ("progress", c_void_p),
     ]
 
 
@@ -135,7 +132,8 @@ def compiled() -> Any | None:
     library.rz_supported.restype = c_int
     library.rz_packed_bytes.argtypes, library.rz_packed_bytes.restype = [c_long, c_long], c_size_t
     library.rz_pack.argtypes = [c_void_p, c_void_p, *[c_long] * 6]
-    library.rz_decoder_new.argtypes, library.rz_decoder_new.restype = [POINTER(Model), c_int], c_void_p
+    library.rz_decoder_new.argtypes = [POINTER(Model), c_int, POINTER(c_int)]
+    library.rz_decoder_new.restype = c_void_p
     library.rz_decoder_free.argtypes = [c_void_p]
     library.rz_decoder_forward.argtypes = [c_void_p, POINTER(Step)]
     library.rz_decoder_forward.restype = c_int

@@ -33,6 +33,8 @@ struct rz_threads {
     rz_body body;
     void *argument;
     pthread_t *workers;
+    int pinned;
+    int caller_cpu; /* where the caller works, if they are pinned */
 };
 
 typedef struct {
@@ -118,7 +120,23 @@ static void begin_run(rz_threads *threads)
     }
 }
 
-void rz_threads_run(rz_threads *threads, rz_body body, void *argument)
+static void keep_on(pthread_t thread, int cpu)
+{
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET((unsigned)cpu, &one);
+    pthread_setaffinity_np(thread, sizeof one, &one); /* where it is refused, nothing but speed is lost */
+}
+
+void rz_threads_pin(rz_threads *threads, const int *cpus)
+{
+    for (int thread = 1; thread < threads->count; thread++)
+        keep_on(threads->workers[thread], cpus[thread]);
+    threads->caller_cpu = cpus[0];
+    threads->pinned = 1;
+}
+
+static void run_together(rz_threads *threads, rz_body body, void *argument)
 {
     if (threads->count == 1) {
         body(argument, 0);
@@ -129,6 +147,18 @@ void rz_threads_run(rz_threads *threads, rz_body body, void *argument)
     begin_run(threads);
     body(argument, 0);
     meet(threads);
+}
+
+void rz_threads_run(rz_threads *threads, rz_body body, void *argument)
+{
+    cpu_set_t before;
+    /* Threads that the caller starts take over where it may run: it must not stay on one core. */
+    int pin = threads->pinned && !pthread_getaffinity_np(pthread_self(), sizeof before, &before);
+    if (pin)
+        keep_on(pthread_self(), threads->caller_cpu);
+    run_together(threads, body, argument);
+    if (pin)
+        pthread_setaffinity_np(pthread_self(), sizeof before, &before);
 }
 
 int rz_threads_count(const rz_threads *threads)

@@ -21,6 +21,10 @@ typedef void (*rz_task)(void *argument, long task, long next, int thread);
 
 /* `count` threads, the caller among them; NULL when the system gives none. */
 rz_threads *rz_threads_new(int count);
+
+/* Keeps thread i on core `cpus`[i] while it works: for a machine that these threads fill, where two of them on
+ * one core while another process has the other would halve their speed. The caller is free between runs. */
+void rz_threads_pin(rz_threads *threads, const int *cpus);
 void rz_threads_free(rz_threads *threads);
 int rz_threads_count(const rz_threads *threads);
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.collectives_torch import TorchDistributed
 from services.executor.model.runner import ModelRunner
+from services.executor.progress import Progress
 from shared.errors import ModelLoadError, RingLost
 from tests.unit.executor.model.ring import Script, make_runner, mixed_script, on_ring
 from tests.unit.executor.model.tiny import ARCHITECTURES, make_model, reference_logits
@@ -132,11 +133,11 @@ def test_greedy_text_does_not_depend_on_the_batch(tmp_path: Path) -> None:
 def test_bf16_stays_close_to_transformers_and_reports_each_layer(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "llama")
     script, steps = mixed_script()
-    layers: list[int] = []
+    progress = Progress.unread()
 
     def work(collectives: Collectives) -> list[torch.Tensor | None]:
         runner = make_runner(directory, collectives, torch.bfloat16)
-        return [runner.forward(plan, lambda: layers.append(1)) for plan, _ in steps]
+        return [runner.forward(plan, progress) for plan, _ in steps]
 
     results = on_ring(1, work)[0]
     expected = reference_logits(directory, script.sequences)
@@ -144,7 +145,7 @@ def test_bf16_stays_close_to_transformers_and_reports_each_layer(tmp_path: Path)
         assert logits is not None
         for row, (sequence, position) in zip(logits, sampled, strict=True):
             assert torch.nn.functional.cosine_similarity(row, expected[sequence][position], dim=0) > 0.99
-    assert len(layers) == 3 * len(steps)
+    assert progress.count == 3 * len(steps)
 
 
 def test_no_rank_stores_a_kv_head_that_another_has(tmp_path: Path) -> None:

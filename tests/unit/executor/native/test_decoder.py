@@ -1,5 +1,7 @@
 """The native kernels against transformers: nearer to the float32 truth than PyTorch in bf16 is."""
 
+import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.native.library import why_not
 from services.executor.native.lowering import FAMILIES
+from services.executor.progress import Progress
 from shared.errors import RingLost
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, mixed_script
 from tests.unit.executor.model.test_compressed import seal
@@ -63,6 +66,7 @@ def runner_of(
     num_blocks: int = NUM_BLOCKS,
     codec: Codec | None = None,
     collectives: Collectives | None = None,
+    cpus: Sequence[int] = (),
 ) -> ModelRunner:
     config = load_config(directory)
     ring = collectives or SingleRank()
@@ -72,7 +76,7 @@ def runner_of(
     shape = StoreShape(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
     store = KvStore(shape, num_blocks, CPU, num_blocks if codec else 0)
     if native:
-        return make_runner(model, store, layout.q_heads.size, ring, CPU, threads)
+        return make_runner(model, store, layout.q_heads.size, ring, CPU, threads, cpus=cpus)
     return ModelRunner(model, store, ring, CPU)
 
 
@@ -229,9 +233,23 @@ def test_plans_that_name_what_does_not_exist_change_nothing(
 
 def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
     runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True)
-    layers: list[None] = []
-    runner.forward(mixed_script()[1][0][0], lambda: layers.append(None))
-    assert len(layers) == 3
+    progress = Progress.unread()
+    runner.forward(mixed_script()[1][0][0], progress)
+    assert progress.count == 3
+
+
+def test_threads_kept_on_cores_compute_the_same_and_leave_the_caller_free(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama", head_dim=32)
+    cores = sorted(os.sched_getaffinity(0))
+    pinned = runner_of(directory, native=True, cpus=[cores[0], cores[-1]])
+    plan = mixed_script()[1][0][0]
+    ours, free = pinned.forward(plan), runner_of(directory, native=True).forward(plan)
+    assert isinstance(ours, Tensor)
+    assert isinstance(free, Tensor)
+    assert torch.equal(ours, free)
+    assert sorted(os.sched_getaffinity(0)) == cores
+    kept = [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
+    assert {cores[-1]} in kept
 
 
 def test_a_rank_that_does_not_come_is_a_lost_ring(tmp_path: Path) -> None:

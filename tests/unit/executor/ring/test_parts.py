@@ -18,13 +18,36 @@ from services.executor.engine.stub_ring import StubRing
 from services.executor.model_card import read_card
 from services.executor.plan_channel import PlanListener, PlanReceiver
 from services.executor.recent_frames import KEPT_SECONDS, RecentFrames
-from services.executor.ring import RankSpec
+from services.executor.ring import RankSpec, cores_of
+from services.executor.settings import ExecutorSettings
+from shared.config import load_settings
 from shared.errors import ModelLoadError, RingLost
 from shared.messages import GroupLoad, TokenFrame
 
 PLAN = StepPlan(
     7, 1, b"\1\0\0\0", b"\0\0\0\0", b"\0\0\0\0", b"\1\0\0\0", b"\1\0\0\0", b"\0\0\0\0", b"\0\0\0\0"
 )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [[2, 5, 7, 9]]),
+        ({"tp": 2}, [[2, 5], [7, 9]]),
+        ({"tp": 2, "threads": 2}, [[2, 5], [7, 9]]),
+        ({"tp": 4}, [[2], [5], [7], [9]]),
+        ({"threads": 3}, [[]]),
+        ({"tp": 3}, [[], [], []]),
+        ({"pin_threads": False}, [[]]),
+    ],
+    ids=str,
+)
+def test_threads_have_cores_of_their_own_where_the_ring_fills_the_machine(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {9, 2, 5, 7})
+    settings = load_settings(ExecutorSettings, **changes)
+    assert [cores_of(settings, rank) for rank in range(settings.tp)] == expected
 
 
 def test_what_ranks_write_the_orchestrator_reads(tmp_path: Path) -> None:
@@ -38,7 +61,7 @@ def test_what_ranks_write_the_orchestrator_reads(tmp_path: Path) -> None:
     leader.loaded(50, 100)
     follower.loaded(100, 100)
     leader.begin(1)
-    leader.tick()
+    leader.progress.tick()
     same.add_step(2_000_000_000, 10, 3)
     same.set_cache_totals(8, 1)
     same.set_draft_totals(7, 5)
