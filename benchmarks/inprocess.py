@@ -115,15 +115,17 @@ class InProcess:
         member = self._engine._member  # noqa: SLF001  # a benchmark looks inside
         assert member is not None
         runner = member.runner
-        compute: Callable[..., object] = runner._compute  # noqa: SLF001
+        for name in ("_compute", "_compute_largest"):
+            setattr(runner, name, self._timed(getattr(runner, name)))
 
+    def _timed(self, compute: Callable[..., object]) -> Callable[..., object]:
         def timed(*arguments: object) -> object:
             began = time.perf_counter()
             result = compute(*arguments)
             self._forward += time.perf_counter() - began
             return result
 
-        runner._compute = timed  # type: ignore[assignment, method-assign]  # noqa: SLF001
+        return timed
 
 
 def served(url: str, rounds: int) -> dict[str, float]:

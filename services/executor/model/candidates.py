@@ -99,17 +99,20 @@ def collect(
 
     `wants` [R] of `WANT`. `widths`: each rank's share of the vocabulary. Raises `RingLost`.
     """
+    if only_largest(wants):
+        return collect_largest(search(local), collectives, widths)
     counts, margins = wants["count"], wants["margin"]
-    if collectives.world_size == 1 and (counts == 1).all():  # all greedy: the hot path of a small step
-        values, tokens = search(local)
-        none = np.zeros(len(counts), np.float32)
-        return RowLogits(values.float().cpu().numpy(), tokens.cpu().numpy(), none, [])
     few = np.flatnonzero((counts != 0) & (counts != 1))
     near = np.flatnonzero((counts == 0) & (margins > 0))
     whole = np.flatnonzero((counts == 0) & (margins <= 0))
     start = sum(widths[: collectives.rank])
     best = _few_of(_take(local, few), np.abs(counts[few]), start)
-    summaries = _exchange_summaries(local, search(local), counts, best.lengths, start, collectives)
+    own = _summaries(search(local), start)
+    asking = np.flatnonzero(counts < 0)
+    if len(asking):
+        own[asking, 2] = _take(local, asking).float().logsumexp(dim=-1).cpu().numpy()
+    own[few, 3] = best.lengths
+    summaries = _exchange(own, collectives, local.device)
     largest = summaries[:, :, 0]
     tables = []
     if len(few):
@@ -122,9 +125,31 @@ def collect(
         parts = collectives.gather_to_leader(_take(local, whole).contiguous(), widths)
         if parts is not None:
             tables.append(RowTable(whole.tolist(), parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)))
-    if collectives.rank:
-        return None
-    ranks, rows = largest.argmax(axis=0), np.arange(local.shape[0])  # NaN is the largest; the first of ties
+    return None if collectives.rank else _row_logits(summaries, tables)
+
+
+def only_largest(wants: Wants) -> bool:
+    """Whether no row needs more than its largest logit: all are greedy."""
+    return bool((wants["count"] == 1).all())
+
+
+def collect_largest(
+    found: tuple[Tensor, Tensor], collectives: Collectives, widths: Sequence[int]
+) -> RowLogits | None:
+    """`collect` where `only_largest`: `found` is what `Search` finds in this rank's logits."""
+    values, tokens = found
+    if collectives.world_size == 1:
+        none = np.zeros(len(values), np.float32)
+        return RowLogits(values.float().cpu().numpy(), tokens.cpu().numpy(), none, [])
+    own = _summaries(found, sum(widths[: collectives.rank]))
+    summaries = _exchange(own, collectives, values.device)
+    return None if collectives.rank else _row_logits(summaries, [])
+
+
+def _row_logits(summaries: Floats, tables: list[RowTable]) -> RowLogits:
+    """From the `summaries` of all ranks."""
+    largest = summaries[:, :, 0]
+    ranks, rows = largest.argmax(axis=0), np.arange(largest.shape[1])  # NaN is the largest; the first of ties
     with np.errstate(invalid="ignore"):  # rows of infinities, which the sampler refuses
         log_sums = np.logaddexp.reduce(summaries[:, :, 2], axis=0)
     return RowLogits(largest[ranks, rows], summaries[ranks, rows, 1].astype(np.int64), log_sums, tables)
@@ -231,30 +256,25 @@ def _few_of(logits: Tensor, counts: NDArray[np.int32], start: int) -> _Few:
 # --- between the ranks ---------------------------------------------------------------------------
 
 
-def _exchange_summaries(
-    local: Tensor,
-    found: tuple[Tensor, Tensor],
-    counts: NDArray[np.int32],
-    lengths: Int64Array,
-    start: int,
-    collectives: Collectives,
-) -> Floats:
-    """float32 [ranks, R, 4]: each rank's largest logit, its token, log-sum-exp, number of candidates.
+def _summaries(found: tuple[Tensor, Tensor], start: int) -> Floats:
+    """float32 [R, 4]: this rank's largest logit, its token, log-sum-exp, number of candidates; the last two are
+    for others to fill in.
 
     A token's id is exact in float32: vocabularies have fewer than 2^24 tokens.
     """
     values, tokens = found
-    own = np.zeros((local.shape[0], 4), np.float32)
+    own = np.zeros((len(values), 4), np.float32)
     own[:, 0] = values.float().cpu().numpy()
     own[:, 1] = tokens.cpu().numpy() + start
-    asking = np.flatnonzero(counts < 0)
-    if len(asking):
-        own[asking, 2] = _take(local, asking).float().logsumexp(dim=-1).cpu().numpy()
-    own[(counts != 0) & (counts != 1), 3] = lengths
+    return own
+
+
+def _exchange(own: Floats, collectives: Collectives, device: torch.device) -> Floats:
+    """`_summaries` of all ranks, float32 [ranks, R, 4]."""
     if collectives.world_size == 1:
         return own[None]
-    slots = torch.zeros((collectives.world_size, *own.shape), device=local.device)
-    slots[collectives.rank] = torch.from_numpy(own).to(local.device)
+    slots = torch.zeros((collectives.world_size, *own.shape), device=device)
+    slots[collectives.rank] = torch.from_numpy(own).to(device)
     summaries: Floats = collectives.all_reduce(slots).cpu().numpy()
     return summaries
 

@@ -11,7 +11,14 @@ from services.executor.engine.protocol import RestoreFailed
 from services.executor.kv_cache.copier import BlockCopier
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.candidates import WANT, RowLogits, collect, largest_of
+from services.executor.model.candidates import (
+    WANT,
+    RowLogits,
+    collect,
+    collect_largest,
+    largest_of,
+    only_largest,
+)
 from services.executor.model.collectives import Collectives
 from services.executor.model.layers import VocabParallelHead
 from services.executor.model.step_context import StepContext
@@ -76,11 +83,14 @@ class ModelRunner:
             raise RestoreFailed(failed)
         if failed or not plan.token_ids:
             return self._no_logits() if self._is_leader else None
-        local = self._compute(plan, progress or Progress.unread())
+        progress = progress or Progress.unread()
+        wants = np.frombuffer(plan.candidates, WANT)
+        if self._decoder is not None and len(wants) and only_largest(wants):
+            return collect_largest(self._compute_largest(plan, progress), self._collectives, self._widths)
+        local = self._compute(plan, progress)
         if not plan.sample_rows:
             return self._no_logits() if self._is_leader else None
         if plan.candidates:
-            wants = np.frombuffer(plan.candidates, WANT)
             return collect(local, wants, self._collectives, self._widths, self._search)
         parts = self._collectives.gather_to_leader(local, self._widths)
         if parts is None:
@@ -101,6 +111,11 @@ class ModelRunner:
             step=StepContext(plan, self._store, progress.tick),
         ).logits[0]
         return local
+
+    def _compute_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
+        """The largest of each row of `_compute`, and where they are: [R] both."""
+        assert self._decoder is not None, "PyTorch computes"
+        return self._decoder.forward_to_largest(plan, progress)
 
     def warm_up(self) -> None:
         """Runs one step of two tokens through block 0, which must be free: what cannot run fails here.

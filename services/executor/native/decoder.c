@@ -155,6 +155,15 @@ static int run_layer(rz_decoder *decoder, int thread, const rz_layer *layer, con
     return end_block(decoder, thread, RZ_DOWN, &layer->down, space->activated, layer->after_feed_forward_norm);
 }
 
+/* The largest logits, from what each thread has found. */
+static void choose_best(const rz_decoder *decoder)
+{
+    const rz_step *step = decoder->step;
+    const int threads = rz_threads_count(decoder->threads);
+    for (int row = 0; row < step->sampled; row++)
+        step->indices[row] = rz_best_of(decoder->space.bests + row, threads, step->sampled, &step->values[row]);
+}
+
 static void forward(void *argument, int thread)
 {
     rz_decoder *decoder = argument;
@@ -173,8 +182,11 @@ static void forward(void *argument, int thread)
     norm last = { decoder, model->final_norm, after, model->ring || after, step->sample_rows };
     rz_run_stage(decoder, thread, RZ_NORM, step->sampled, norm_task, &last);
     rz_multiply(decoder, thread, RZ_HEAD, (rz_product){
-        .linear = &model->head, .x = decoder->space.normed, .rows = step->sampled, .end = STORE, .out = step->logits,
+        .linear = &model->head, .x = decoder->space.normed, .rows = step->sampled,
+        .end = step->logits ? STORE : LARGEST, .out = step->logits ? (void *)step->logits : decoder->space.bests,
         .scale = model->logit_scale, .cap = model->logit_cap });
+    if (thread == 0 && !step->logits)
+        choose_best(decoder);
 }
 
 /* Whether `count` values lie in [0, end). */
@@ -210,6 +222,8 @@ int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)
     atomic_store(&decoder->failed, 0);
     /* Twice: the parts hold addresses of what the first call may move. */
     if (!rz_workspace_reserve(&decoder->space, &decoder->model, step->tokens, 0, 0) || !rz_plan_attention(decoder))
+        return RZ_NO_MEMORY;
+    if (!rz_workspace_reserve_bests(&decoder->space, (long)step->sampled * rz_threads_count(decoder->threads)))
         return RZ_NO_MEMORY;
     rz_threads_run(decoder->threads, forward, decoder);
     return atomic_load(&decoder->failed) ? RZ_RING_LOST : RZ_OK;

@@ -69,7 +69,9 @@ typedef struct {
 typedef struct {
     int32_t tokens, sequences, sampled, table_blocks;
     const int32_t *token_ids, *positions, *slots, *query_lens, *context_lens, *block_tables, *sample_rows;
-    float *logits;             /* [sampled, head.outputs] */
+    float *logits;             /* [sampled, head.outputs]; NULL: only the largest are wanted: */
+    float *values;             /* [sampled] */
+    int64_t *indices;          /* [sampled] */
     _Atomic int64_t *progress; /* grows by one with each layer; the caller's thread alone writes it */
 } rz_step;
 

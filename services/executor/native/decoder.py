@@ -73,15 +73,25 @@ class NativeDecoder:
         Returns this rank's share of the logits of `plan.sample_rows`, float32 [R, rows of the head].
         Raises `RingLost` when another rank is gone, IndexError for a plan that names what does not exist.
         """
+        logits = torch.empty((len(plan.sample_rows) // _INT, self.vocab_rows), dtype=torch.float32)
+        self._run(plan, progress, logits=logits.data_ptr())
+        return logits
+
+    def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
+        """`forward`, and then `largest` of its logits, which are not written to memory for it."""
         sampled = len(plan.sample_rows) // _INT
-        logits = torch.empty((sampled, self.vocab_rows), dtype=torch.float32)
+        values, tokens = torch.empty(sampled), torch.empty(sampled, dtype=torch.int64)
+        self._run(plan, progress, values=values.data_ptr(), indices=tokens.data_ptr())
+        return values, tokens
+
+    def _run(self, plan: StepPlan, progress: Progress, **results: int) -> None:
         step = Step(
             tokens=len(plan.token_ids) // _INT,
             sequences=len(plan.query_lens) // _INT,
-            sampled=sampled,
+            sampled=len(plan.sample_rows) // _INT,
             table_blocks=len(plan.block_tables) // _INT,
-            logits=logits.data_ptr(),
             progress=progress.address,
+            **results,
             **{name: _address(getattr(plan, name)) for name in _ARRAYS},
         )
         result = self._library.rz_decoder_forward(self._handle, ctypes.byref(step))
@@ -93,7 +103,6 @@ class NativeDecoder:
             raise ConfigurationError(
                 "There is no memory left for the working space of a step; free some memory."
             )
-        return logits
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """(largest value [R], its token int64 [R]) of `logits` float32 [R, V], contiguous. Of those that tie the

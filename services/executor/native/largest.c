@@ -3,21 +3,40 @@
 
 #include <math.h>
 
+/* Whether (value, at) goes before (than, its at). */
+static int goes_before(float value, int at, float than, int than_at)
+{
+    if (isnan(value) || isnan(than))
+        return isnan(value) && (!isnan(than) || at < than_at);
+    return value > than || (value == than && at < than_at);
+}
+
+long rz_best_of(const rz_best *bests, long count, long stride, float *value)
+{
+    float largest = -INFINITY;
+    int index = -1;
+    for (long i = 0; i < count; i++) {
+        float values[LANES];
+        int at[LANES];
+        _mm512_storeu_ps(values, bests[i * stride].value);
+        _mm512_storeu_si512(at, bests[i * stride].at);
+        for (int lane = 0; lane < LANES; lane++)
+            if (at[lane] >= 0 && (index < 0 || goes_before(values[lane], at[lane], largest, index))) {
+                largest = values[lane];
+                index = at[lane];
+            }
+    }
+    *value = largest;
+    return index < 0 ? 0 : index;
+}
+
 long rz_largest(const float *values, long count)
 {
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    __m512 best = _mm512_set1_ps(-INFINITY);
-    __m512i at = lanes; /* each lane's index of its best */
+    rz_best best = rz_best_none();
     for (long i = 0; i < count; i += LANES) {
         __mmask16 there = count - i >= LANES ? 0xffff : (__mmask16)((1u << (count - i)) - 1);
-        __m512 value = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), there, values + i);
-        __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-        if (__builtin_expect(nan, 0))
-            return i + __builtin_ctz(nan);
-        __mmask16 larger = _mm512_cmp_ps_mask(value, best, _CMP_GT_OQ);
-        best = _mm512_mask_mov_ps(best, larger, value);
-        at = _mm512_mask_mov_epi32(at, larger, _mm512_add_epi32(lanes, _mm512_set1_epi32((int)i)));
+        rz_best_add(&best, _mm512_maskz_loadu_ps(there, values + i), there, i);
     }
-    __mmask16 winners = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
-    return _mm512_mask_reduce_min_epi32(winners, at);
+    float value;
+    return rz_best_of(&best, 1, 1, &value);
 }

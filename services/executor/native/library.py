@@ -101,6 +101,8 @@ class Step(ctypes.Structure):
         ),
         ("sample_rows", c_void_p),
         ("logits", c_void_p),
+        ("values", c_void_p),
+        ("indices", c_void_p),
         ("progress", c_void_p),
     ]
 

@@ -2,6 +2,7 @@
 #include "products.h"
 
 #include "gemm.h"
+#include "largest.h"
 
 enum { ROWS_OF_TASK = 96 /* rows of a task: they stay in the second cache for a panel */ };
 
@@ -18,33 +19,42 @@ static void end_activate(const rz_product *job, const float *sums, long row, lon
     store_bf16((bf16 *)job->out + row * (job->linear->outputs / 2) + column / 2, _mm512_mul_ps(gate, up));
 }
 
+/* `before`: what is added to; zeros where nothing is. */
+RZ_INLINE __m512 scaled(const rz_product *job, const float *sums, long column, __mmask16 lanes, __m512 before)
+{
+    __m512 value = _mm512_loadu_ps(sums), scale = _mm512_set1_ps(job->scale);
+    if (job->linear->bias)
+        value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, job->linear->bias + column));
+    value = job->end == ADD ? _mm512_fmadd_ps(value, scale, before) : _mm512_mul_ps(value, scale);
+    if (job->cap > 0) {
+        __m512 cap = _mm512_set1_ps(job->cap);
+        value = _mm512_mul_ps(cap, tanh_ps(_mm512_div_ps(value, cap)));
+    }
+    return value;
+}
+
 static void end_float(const rz_product *job, const float *sums, long row, long column)
 {
-    long columns = job->linear->outputs;
-    __m512 scale = _mm512_set1_ps(job->scale);
+    const long columns = job->linear->outputs;
     for (int half = 0; half < 2; half++, column += LANES, sums += LANES) {
         __mmask16 lanes = lanes_left(column, columns);
-        if (!lanes)
-            return;
         float *to = (float *)job->out + row * columns + column;
-        __m512 value = _mm512_loadu_ps(sums);
-        if (job->linear->bias)
-            value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, job->linear->bias + column));
-        if (job->end == ADD)
-            value = _mm512_fmadd_ps(value, scale, _mm512_maskz_loadu_ps(lanes, to));
-        else
-            value = _mm512_mul_ps(value, scale);
-        if (job->cap > 0) {
-            __m512 cap = _mm512_set1_ps(job->cap);
-            value = _mm512_mul_ps(cap, tanh_ps(_mm512_div_ps(value, cap)));
-        }
-        _mm512_mask_storeu_ps(to, lanes, value);
+        __m512 before = job->end == ADD ? _mm512_maskz_loadu_ps(lanes, to) : _mm512_setzero_ps();
+        _mm512_mask_storeu_ps(to, lanes, scaled(job, sums, column, lanes, before));
+    }
+}
+
+static void end_largest(const rz_product *job, const float *sums, long row, long column, int thread)
+{
+    rz_best *best = (rz_best *)job->out + thread * job->rows + row;
+    for (int half = 0; half < 2; half++, column += LANES, sums += LANES) {
+        __mmask16 lanes = lanes_left(column, job->linear->outputs);
+        rz_best_add(best, scaled(job, sums, column, lanes, _mm512_setzero_ps()), lanes, column);
     }
 }
 
 static void product_task(void *argument, long task, long next, int thread)
 {
-    (void)thread;
     const rz_product *job = argument;
     const long inputs = job->linear->inputs, pairs = (inputs + 1) / 2;
     const long pieces = (job->rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
@@ -62,6 +72,8 @@ static void product_task(void *argument, long task, long next, int thread)
         for (int i = 0; i < here; i++) {
             if (job->end == ACTIVATE)
                 end_activate(job, sums + i * PANEL, row + i, panel * PANEL);
+            else if (job->end == LARGEST)
+                end_largest(job, sums + i * PANEL, row + i, panel * PANEL, thread);
             else
                 end_float(job, sums + i * PANEL, row + i, panel * PANEL);
         }
@@ -71,6 +83,8 @@ static void product_task(void *argument, long task, long next, int thread)
 
 void rz_multiply(rz_decoder *decoder, int thread, int part, rz_product job)
 {
+    for (long row = 0; job.end == LARGEST && row < job.rows; row++)
+        ((rz_best *)job.out)[thread * job.rows + row] = rz_best_none(); /* this thread's own */
     long panels = (job.linear->outputs + PANEL - 1) / PANEL, pieces = (job.rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
     rz_run_stage(decoder, thread, part, panels * pieces, product_task, &job);
 }

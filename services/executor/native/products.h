@@ -4,14 +4,15 @@
 
 #include "state.h"
 
-typedef enum { STORE, ADD, ACTIVATE } rz_product_end;
+typedef enum { STORE, ADD, ACTIVATE, LARGEST } rz_product_end;
 
 typedef struct {
     const rz_linear *linear;
     const bf16 *x;
     long rows;
     rz_product_end end;
-    void *out; /* STORE: float32 [rows, outputs]; ADD: float32, added to; ACTIVATE: bf16 [rows, outputs / 2] */
+    void *out; /* STORE: float32 [rows, outputs]; ADD: float32, added to; ACTIVATE: bf16 [rows, outputs / 2];
+                  LARGEST: rz_best [threads, rows], which are set anew */
     float scale, cap;
     int activation;
 } rz_product;

@@ -50,8 +50,18 @@ int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens
     return there;
 }
 
+int rz_workspace_reserve_bests(rz_workspace *space, long bests)
+{
+    if (bests <= space->bests_room)
+        return 1;
+    int there = renew(&space->bests, (size_t)bests * 2 * sizeof *space->bests);
+    space->bests_room = there ? bests * 2 : 0;
+    return there;
+}
+
 void rz_workspace_free(rz_workspace *space)
 {
+    free(space->bests);
     free(space->residual);
     free(space->delta);
     free(space->normed);

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "decoder.h"
+#include "largest.h"
 
 typedef struct {
     long tokens;      /* that there is room for */
@@ -20,6 +21,8 @@ typedef struct {
     long parts_room;
     float *partial;
     long partial_room;
+    rz_best *bests; /* [threads, sampled]: see LARGEST of products.h */
+    long bests_room;
     unsigned char *scratch; /* one piece per thread */
     size_t scratch_piece;
 } rz_workspace;
@@ -27,6 +30,7 @@ typedef struct {
 /* 0 when there is no memory. */
 int rz_workspace_new(rz_workspace *space, const rz_model *model, int threads);
 int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens, long parts, long partial);
+int rz_workspace_reserve_bests(rz_workspace *space, long bests);
 void rz_workspace_free(rz_workspace *space);
 
 #endif

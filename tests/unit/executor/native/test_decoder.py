@@ -199,10 +199,26 @@ def test_finds_the_largest_logit(tmp_path: Path, width: int) -> None:
     logits[1], logits[2] = -torch.inf, -5.0
     logits[3, -1] = torch.nan
     logits[4, 0] = torch.inf
+    logits[5, width // 2 :] = torch.nan
     values, tokens = decoder.largest(logits)
     expected, at = largest_of(logits)
     assert torch.equal(tokens, at)
     assert torch.equal(values.nan_to_num(nan=99), expected.nan_to_num(nan=99))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rows", [1, 100])
+def test_finds_the_largest_logit_while_it_computes(tmp_path: Path, threads: int, rows: int) -> None:
+    directory = make_model(tmp_path, "granite", head_dim=32, logits_scaling=-3.0, vocab_size=131)
+    runner = runner_of(directory, native=True, threads=threads)
+    decoder = runner._decoder
+    assert decoder is not None
+    plan, _ = Script([100]).step({0: 100})
+    plan = structs.replace(plan, sample_rows=to_bytes(list(range(100 - rows, 100))))
+    expected = decoder.largest(decoder.forward(plan, Progress.unread()))
+    values, tokens = decoder.forward_to_largest(plan, Progress.unread())
+    assert torch.equal(values, expected[0])
+    assert torch.equal(tokens, expected[1])
 
 
 @pytest.mark.parametrize(
