@@ -109,7 +109,17 @@ def remarks(summaries: Sequence[Summary]) -> list[str]:
         for each in summaries
         for message, count in list(each.error_messages.items())[:5]
     ]
-    return found
+    return found + [_computed(each) for each in summaries if each.turns]
+
+
+def _computed(summary: Summary) -> str:
+    """What the first tokens of the turns had to wait for."""
+    new = [turn.prompt_tokens - turn.cached_tokens for turn in summary.turns]
+    each = [turn.first_token_ms / max(tokens, 1) for turn, tokens in zip(summary.turns, new, strict=True)]
+    return (
+        f"{summary.workload}: prompt tokens not found in the cache, by turn: {'/'.join(map(number, new))}; "
+        f"ms to the first token for each of them: {'/'.join(f'{ms:.2f}' for ms in each)}."
+    )
 
 
 def peers_row(summaries: Sequence[Summary]) -> str | None:

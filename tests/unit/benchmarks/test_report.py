@@ -11,6 +11,7 @@ from benchmarks.report import (
     markdown,
     number,
     peers_row,
+    remarks,
     show,
     to_json,
     versions,
@@ -97,6 +98,15 @@ def test_markdown_is_a_table_with_all_that_is_needed_to_repeat_it() -> None:
     assert "2026-11-20, seed 7; python 3.11.7" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len({row.count("|") for row in rows}) == 1
+
+
+def test_turns_say_what_they_had_to_compute() -> None:
+    turns = [Turn(first_token_ms=30, prompt_tokens=100, cached_tokens=40), Turn(40, 264, 160)]
+    said = remarks([summary("W4s", turns=turns), summary("W1")])
+    assert said == [
+        "W4s: prompt tokens not found in the cache, by turn: 60/104; "
+        "ms to the first token for each of them: 0.50/0.38."
+    ]
 
 
 def test_all_workloads_give_a_row_of_the_peers_table() -> None:
