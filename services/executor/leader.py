@@ -281,10 +281,12 @@ class Leader:
         await self._publish(self._batcher.fail_all(error))
 
     async def _beat(self) -> None:
-        """Shows that the event loop turns, which a stopped process cannot."""
+        """Shows that the event loop turns, which a stopped process cannot; looks at the clock."""
         with contextlib.suppress(asyncio.CancelledError):
             while True:
                 self._board.loop_beat()
+                if self._batcher.expire(time.time()):
+                    self._wake.set()
                 await asyncio.sleep(LOOP_BEAT_INTERVAL)
 
 

@@ -91,6 +91,11 @@ class Sequence:
         """Whether it makes way for whoever is in a hurry."""
         return self.request.lane == "batch"
 
+    def is_late(self, now: float) -> bool:
+        """Whether nobody waits for its first token any more, at `now` (unix seconds)."""
+        silent = self.output_tokens == len(self.request.generated)
+        return silent and 0 < self.request.deadline <= now
+
     @property
     def output_tokens(self) -> int:
         """Output tokens over all attempts; the position of the next one."""
