@@ -133,7 +133,7 @@ class Service(abc.ABC):
             raise self._failure
 
     async def _start_up(self) -> None:
-        self._bus = await Bus.connect(self.settings, f"{self.name}/{self.instance}")
+        self._bus = await Bus.connect(self.settings, subjects.connection(self.name, self.instance))
         await self._bus.ensure_streams()
         self.spawn(self._beat(), "heartbeat")
         await self.start()

@@ -196,6 +196,16 @@ class RankBeat(msgspec.Struct, frozen=True):
     """Whether the rank has begun a step that it has not finished."""
 
 
+class GroupWork(msgspec.Struct, frozen=True):
+    """What a ring has done since it started."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """Time that these steps took."""
+    tokens: int = 0
+    """Prompt tokens computed and output tokens generated."""
+
+
 class GroupBeat(msgspec.Struct, frozen=True):
     """What an executor says of its group."""
 
@@ -209,6 +219,7 @@ class GroupBeat(msgspec.Struct, frozen=True):
     """Share of the weights that has been read, 0 to 1."""
     message: str = ""
     """Why the group is not ready, where there is something to say."""
+    work: GroupWork = GroupWork()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -247,6 +258,11 @@ class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     loaded: float = 0.0
     message: str = ""
     updated_at: float = 0.0
+    """Unix seconds at which this was true, by the monitor's clock."""
+    weight: float = 1.0
+    """How fast the group is, against its own past and its peers, 0.05 to 1; below 1 it is degraded."""
+    heard_at: float = 0.0
+    """Unix seconds of the heartbeat that this is known from: of two monitors the one with the later is right."""
 
 
 class GroupEvent(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Generic, TypeVar
 
 import msgspec
@@ -10,6 +10,7 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig
 from nats.js.errors import (
+    APIError,
     BadRequestError,
     BucketNotFoundError,
     KeyNotFoundError,
@@ -31,6 +32,7 @@ READ_TIMEOUT = 10.0
 """Seconds to read a whole bucket or object: nats-py waits for ever for a part that is lost."""
 WATCH_PAUSE = 0.2
 """Seconds before a lost watcher is opened again."""
+_WRONG_LAST_SEQUENCE = 10071  # error code of the JetStream API
 
 
 class Entry(msgspec.Struct, Generic[T], frozen=True):
@@ -95,9 +97,18 @@ class Bucket(Generic[T]):
             except KeyWrongLastSequenceError:
                 return None
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, revision: int | None = None) -> bool:
+        """Deletes the key, with `revision` only if it still has that one; False when somebody was first."""
         with self._writing():
-            await self._store.delete(escape(key))
+            try:
+                await self._store.delete(escape(key), last=revision)
+            except KeyWrongLastSequenceError:
+                return False
+            except APIError as error:  # nats-py translates it for puts alone
+                if error.err_code != _WRONG_LAST_SEQUENCE:
+                    raise
+                return False
+        return True
 
     async def items(self) -> dict[str, T]:
         """All keys and values."""
@@ -115,7 +126,15 @@ class Bucket(Generic[T]):
     async def watch(self) -> AsyncIterator[tuple[str, T | None] | None]:
         """Yields every present (key, value), then None once, then each change; a value of None is a deletion.
 
-        Goes on for ever. A watcher is opened again when it is lost or the connection was: everything
+        Goes on for ever, over lost watchers and connections."""
+        async with contextlib.aclosing(self.watch_revisions()) as updates:
+            async for update in updates:
+                yield None if update is None else update[:2]
+
+    async def watch_revisions(self) -> AsyncGenerator[tuple[str, T | None, int] | None, None]:
+        """As `watch`, with the revision of each value; 0: not known.
+
+        A watcher is opened again when it is lost or the connection was: everything
         present is yielded anew, and what was deleted meanwhile as a deletion.
         """
         known: set[str] = set()
@@ -127,7 +146,7 @@ class Bucket(Generic[T]):
                     async for update in watcher:
                         if update is None:  # all that was there has been yielded
                             for key in known - (present or set()):
-                                yield key, None
+                                yield key, None, 0
                             known, present = present or set(), None
                             if first:
                                 first = False
@@ -140,7 +159,7 @@ class Bucket(Generic[T]):
                             continue
                         current = known if present is None else present
                         (current.discard if deleted else current.add)(key)
-                        yield key, value
+                        yield key, value, update.revision or 0
             except BROKER_ERRORS as error:
                 log.debug("watch_lost", bucket=self._name, error=reason_of(error))
             known |= present or set()

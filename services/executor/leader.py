@@ -95,7 +95,9 @@ class Leader:
             self._model,
         )
         self._report_load()
-        self._bus = await Bus.connect(self._settings, f"executor/{self._spec.instance}/rank-0")
+        self._bus = await Bus.connect(
+            self._settings, subjects.connection("executor", self._spec.instance, subjects.LEADER)
+        )
         self._bus.on_reconnect(self._on_reconnect)
         beating = asyncio.create_task(self._beat())
         try:

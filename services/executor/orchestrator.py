@@ -17,7 +17,7 @@ from services.executor.ring import Ring, RingEnd
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError, RingLost, error_from_code
 from shared.lifecycle import Service
-from shared.messages import GroupBeat, GroupLoad, ServiceName
+from shared.messages import GroupBeat, GroupLoad, GroupWork, ServiceName
 from shared.progress import ProgressWatch
 from shared.telemetry import Health
 
@@ -175,6 +175,7 @@ class ExecutorService(Service):
                 self.group, self._model, self._epoch, "starting", [], GroupLoad(), message=self._message
             )
         draining = self.state == "draining" or ring.board.state is RingState.DRAINING
+        totals = ring.board.totals
         return GroupBeat(
             group=self.group,
             model=self._model,
@@ -184,6 +185,7 @@ class ExecutorService(Service):
             load=ring.board.load,
             loaded=1.0 if ready else ring.board.loaded,
             message=self._message,
+            work=GroupWork(totals.steps, totals.step_seconds, totals.prompt_tokens + totals.output_tokens),
         )
 
     def health(self) -> Health:
