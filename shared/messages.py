@@ -125,10 +125,17 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Accept nothing more, finish what runs, then leave."""
+    """Accept nothing more, finish what runs, hand back what has not finished in time, then leave."""
+
+    grace: float = -1.0
+    """Seconds that what runs may take to finish; below 0: as the executor's settings say."""
 
 
-ControlCommand = Cancel | Drain
+class Undrain(msgspec.Struct, frozen=True, tag="undrain"):
+    """Stay after all, and accept requests again. Too late for a group that has left."""
+
+
+ControlCommand = Cancel | Drain | Undrain
 
 
 class ControlReply(msgspec.Struct, frozen=True, omit_defaults=True):
