@@ -12,7 +12,7 @@ from datetime import datetime
 
 import msgspec
 
-GRACE = 0.4
+GRACE = 0.25
 """Seconds in which a client that lives is back: nats-py waits 0.1 s before it connects again."""
 _BY_THE_PROCESS = ("Client Closed", "Read Error", "Write Error")
 """How nats-server calls what the operating system does for a process that is gone (`ClosedState`)."""

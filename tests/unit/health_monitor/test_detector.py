@@ -342,3 +342,37 @@ def test_records_carry_what_the_beat_said() -> None:
     assert record == GroupRecord(
         "g", "m", "ready", 1, [rank(1, step=4, progress=9)], WORK, "executor-1", 0.5, "loading"
     )
+
+
+def test_a_model_that_loads_for_an_hour_is_starting() -> None:
+    seen = detector()
+    for second in range(3600):
+        assert seen.tick(float(second)) == []
+        loading = beat(rank(in_flight=False), state="starting", load=GroupLoad())
+        assert seen.observe(loading, float(second)) == []
+        assert state(seen) == "starting"
+
+
+def test_a_prompt_that_takes_a_minute_is_work() -> None:
+    """No step ends; a layer is computed every two seconds."""
+    seen = detector()
+    for second in range(60):
+        seen.tick(float(second))
+        seen.observe(beat(rank(step=3, progress=second // 2), load=WORK), float(second))
+        assert state(seen) == "ready"
+
+
+def test_old_news_that_a_stopped_monitor_finds_blame_nobody() -> None:
+    """Heartbeats of the ten seconds for which it was stopped come in at once, and then the next ones."""
+    seen = detector()
+    seen.tick(0.0)
+    seen.observe(beat(rank(progress=7), load=WORK), 0.0)
+    for _ in range(3):
+        assert seen.observe(beat(rank(progress=7), load=WORK), 10.0) == []
+    assert state(seen) == "ready"
+    seen.observe(beat(rank(progress=8), load=WORK), 10.1)
+    assert state(seen) == "ready"
+    for second in range(11, 16):
+        seen.tick(float(second))
+        seen.observe(beat(rank(progress=8), load=WORK), second + 0.1)
+    assert state(seen) == "hung"
