@@ -11,7 +11,7 @@ from shared.messages import GroupBeat, GroupEvent, GroupLoad, GroupStatus, Heart
 
 SERVICE = subjects.connection("executor", "executor-1")
 LEADER = subjects.connection("executor", "executor-1", subjects.LEADER)
-SOON, DUE = GRACE / 2, GRACE
+SOON, DUE = GRACE / 2, GRACE + 0.01
 
 
 def beat(epoch: int = 1, state: str = "ready") -> Heartbeat:
