@@ -25,7 +25,9 @@ from shared.broker_errors import (
     BROKER_ERRORS,
     broker_error,
     lacks_jetstream,
+    lacks_leader,
     lacks_room,
+    lacks_servers,
     reason_of,
     server_urls,
     without_password,
@@ -42,6 +44,11 @@ _encoder = msgspec.msgpack.Encoder()
 DEFAULT_PENDING_MESSAGES = 65_536
 DEFAULT_PENDING_BYTES = 64 << 20
 CLOSE_TIMEOUT = 2.0
+CLUSTER_REPLICAS = 3
+ELECTION = 15.0
+"""Seconds within which a cluster has chosen a new leader: nats-server takes 4 to 9 to miss the old one."""
+LEADER_PAUSE = 0.1
+_ELECTIONS = "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED"
 REPEAT_INTERVAL = 1.0
 """Seconds between two log lines about the same fault."""
 
@@ -58,6 +65,7 @@ class Bus:
         self._client = client
         self._settings = settings
         self._gap_callbacks: list[tuple[Subscription | None, Callable[[], None]]] = []
+        self._election_callbacks: list[Callable[[str], None]] = []
         self._where = without_password(settings.nats_url)
         self._last_error = ""
         self._refused = asyncio.Event()
@@ -85,6 +93,8 @@ class Bus:
                 f"NATS at {bus._where} cannot be reached ({reason_of(error)}); "
                 "start it, or set RYZANSTEIN_NATS_URL or --nats-url."
             ) from None
+        if bus.clustered:
+            await bus._client.subscribe(f"{_ELECTIONS}.*", cb=bus._on_election)
         return bus
 
     async def _connect(self, urls: list[str], name: str) -> None:
@@ -123,6 +133,21 @@ class Bus:
     @property
     def connected(self) -> bool:
         return self._client.is_connected
+
+    @property
+    def clustered(self) -> bool:
+        """Whether the server is one of a cluster."""
+        return bool(self._client._server_info.get("cluster"))  # noqa: SLF001  # nats-py shows it nowhere else
+
+    @property
+    def replicas(self) -> int:
+        """Servers that should keep each stream and bucket."""
+        return self._settings.nats_replicas or (CLUSTER_REPLICAS if self.clustered else 1)
+
+    def replica_choices(self) -> list[int]:
+        """How many to ask for, the best first: where nothing is set, a cluster of too few servers will do."""
+        wanted = self.replicas
+        return [wanted] if self._settings.nats_replicas or wanted == 1 else [wanted, 1]
 
     @property
     def client(self) -> Client:
@@ -166,7 +191,7 @@ class Bus:
 
     async def _ensure_stream(self, config: StreamConfig) -> None:
         try:
-            await self._add_or_update(config)
+            await self._when_led(lambda: self._add_or_update(config))
         except BROKER_ERRORS as error:
             if lacks_jetstream(error):
                 raise ConfigurationError(
@@ -175,13 +200,37 @@ class Bus:
                 ) from None
             raise broker_error(f"create the stream {config.name}", error) from None
 
+    async def _when_led(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Does `work` again while the cluster has no leader, for `nats_connect_timeout` seconds."""
+        give_up = asyncio.get_running_loop().time() + self._settings.nats_connect_timeout
+        while True:
+            try:
+                await work()
+                return
+            except BROKER_ERRORS as error:
+                waits = self.clustered and (lacks_leader(error) or isinstance(error, TimeoutError))
+                if not waits or asyncio.get_running_loop().time() >= give_up:
+                    raise
+            await asyncio.sleep(LEADER_PAUSE)
+
     async def _add_or_update(self, config: StreamConfig) -> None:
         jetstream = self.jetstream()
-        try:
-            await jetstream.add_stream(config)
-            return
-        except BadRequestError as error:  # it exists with other limits: ours are the newer ones
-            refusal: APIError = error
+        refusal: APIError | None = None
+        for replicas in self.replica_choices():
+            config.num_replicas = replicas
+            try:
+                await jetstream.add_stream(config)
+                return
+            except BadRequestError as error:
+                refusal = error
+                if not lacks_servers(error):
+                    break  # it exists with other limits: ours are the newer ones
+        assert refusal is not None, "the loop ends with an answer"
+        if lacks_servers(refusal):
+            raise ConfigurationError(
+                f"NATS at {self._where} cannot keep {config.num_replicas} replicas ({refusal.description}); set "
+                "RYZANSTEIN_NATS_REPLICAS to the number of its servers, or less."
+            )
         try:
             await jetstream.update_stream(config)
         except NotFoundError:  # it does not exist, so the first answer says what is wrong
@@ -207,13 +256,21 @@ class Bus:
             raise BrokerUnavailable(f"NATS took no message on {subject} ({error}); try again.") from error
 
     async def publish_durable(self, subject: str, message: object, *, timeout: float = 5.0) -> int:
-        """Publishes into a stream and waits until it is stored; returns its sequence number."""
+        """Publishes into a stream and waits until it is stored; returns its sequence number.
+
+        While a cluster chooses the stream's leader it is tried again, for ELECTION seconds: it is certain then
+        that it was not stored.
+        """
         payload = self._checked(message)
-        try:
-            ack = await self.jetstream().publish(subject, payload, timeout=timeout)
-        except (nats.errors.Error, TimeoutError) as error:
-            raise broker_error(f"store a message on {subject} within {timeout:g} s", error) from error
-        return ack.seq
+        give_up = asyncio.get_running_loop().time() + ELECTION
+        while True:
+            try:
+                return (await self.jetstream().publish(subject, payload, timeout=timeout)).seq
+            except (nats.errors.Error, TimeoutError) as error:
+                waits = self.clustered and lacks_leader(error)
+                if not waits or asyncio.get_running_loop().time() >= give_up:
+                    raise broker_error(f"store a message on {subject} within {timeout:g} s", error) from error
+            await asyncio.sleep(LEADER_PAUSE)
 
     async def request(self, subject: str, message: object, reply_type: type[T], *, timeout: float) -> T:
         """Asks and waits for the answer. Raises `BrokerUnavailable` when none comes in `timeout` seconds."""
@@ -276,6 +333,13 @@ class Bus:
         self._gap_callbacks.append(entry)
         return lambda: self._gap_callbacks.remove(entry)
 
+    def on_election(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Calls `callback` with the name of a stream whenever the cluster has chosen its leader, until what is
+        returned is called. What was published to it meanwhile without an acknowledgement may not be in it, and
+        consumers of it may be gone."""
+        self._election_callbacks.append(callback)
+        return lambda: self._election_callbacks.remove(callback)
+
     def _checked(self, message: object) -> bytes:
         payload = encode(message)
         if len(payload) > self._client.max_payload:
@@ -327,6 +391,12 @@ class Bus:
             log.warning(event, about=about, times=count)
             self._repeats[key] = 0
             asyncio.get_running_loop().call_later(REPEAT_INTERVAL, self._warn_again, key)
+
+    async def _on_election(self, message: Msg) -> None:
+        stream = message.subject.rpartition(".")[2]
+        log.debug("leader_elected", stream=stream)
+        for callback in list(self._election_callbacks):
+            callback(stream)
 
     async def _on_disconnected(self) -> None:
         if not self._client.is_closed:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 import structlog
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig
+from nats.js.api import KeyValueConfig, ObjectStoreConfig
 from nats.js.errors import (
     APIError,
     BadRequestError,
@@ -19,8 +19,9 @@ from nats.js.errors import (
 )
 from nats.js.errors import NotFoundError as StreamNotFoundError
 from nats.js.kv import KeyValue
+from nats.js.object_store import ObjectStore as NatsObjectStore
 
-from shared.broker_errors import BROKER_ERRORS, reason_of, translated
+from shared.broker_errors import BROKER_ERRORS, lacks_servers, reason_of, translated
 from shared.bus import Bus, encode
 from shared.subjects import escape, unescape
 
@@ -64,7 +65,7 @@ class Bucket(Generic[T]):
             try:
                 store = await jetstream.key_value(name)
             except BucketNotFoundError:
-                store = await _create(jetstream, name, ttl)
+                store = await _create(bus, name, ttl)
         return cls(bus, name, store, value_type)
 
     async def get(self, key: str) -> Entry[T] | None:
@@ -167,15 +168,21 @@ class Bucket(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def _watcher(self, *, ignore_deletes: bool = False) -> AsyncIterator[KeyValue.KeyWatcher]:
-        """A watcher of all keys, which ends when the connection was lost: the broker may have forgotten
-        it, and nats-py would notice that only after many seconds. Always stopped: else it would stay."""
+        """A watcher of all keys, which ends when the connection was lost, or a cluster has lost a server: the
+        broker may have forgotten it, and nats-py would notice that only after many seconds. Always stopped:
+        else it would stay."""
         watcher = await self._store.watchall(ignore_deletes=ignore_deletes)
         stopping: set[asyncio.Task[None]] = set()
-        forget = self._bus.on_reconnect(lambda: stopping.add(asyncio.create_task(_stop(watcher))))
+
+        def end(*_: object) -> None:
+            stopping.add(asyncio.create_task(_stop(watcher)))
+
+        forgets = (self._bus.on_reconnect(end), self._bus.on_election(end))
         try:
             yield watcher
         finally:
-            forget()
+            for forget in forgets:
+                forget()
             await _stop(watcher)
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:
@@ -194,11 +201,16 @@ async def _stop(watcher: KeyValue.KeyWatcher) -> None:
         await watcher.stop()  # type: ignore[no-untyped-call]
 
 
-async def _create(jetstream: JetStreamContext, name: str, ttl: float | None) -> KeyValue:
-    try:
-        return await jetstream.create_key_value(KeyValueConfig(bucket=name, history=1, ttl=ttl))
-    except BadRequestError:  # another service was first, with another time to live
-        return await jetstream.key_value(name)
+async def _create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
+    jetstream = bus.jetstream()
+    for replicas in bus.replica_choices():
+        config = KeyValueConfig(bucket=name, history=1, ttl=ttl, replicas=replicas)
+        try:
+            return await jetstream.create_key_value(config)
+        except BadRequestError as error:
+            if not lacks_servers(error):
+                break  # another service was first, with another time to live
+    return await jetstream.key_value(name)
 
 
 class ObjectStore:
@@ -215,10 +227,7 @@ class ObjectStore:
             try:
                 store = await jetstream.object_store(self._name)
             except (BucketNotFoundError, StreamNotFoundError):
-                try:
-                    store = await jetstream.create_object_store(self._name)
-                except BadRequestError:
-                    store = await jetstream.object_store(self._name)
+                store = await self._create(jetstream)
             await store.put(escape(key), data)
 
     async def get(self, key: str) -> bytes | None:
@@ -231,3 +240,14 @@ class ObjectStore:
             except (BucketNotFoundError, ObjectNotFoundError, StreamNotFoundError):
                 return None
         return result.data
+
+    async def _create(self, jetstream: JetStreamContext) -> NatsObjectStore:
+        for replicas in self._bus.replica_choices():
+            try:
+                return await jetstream.create_object_store(
+                    self._name, ObjectStoreConfig(bucket=self._name, replicas=replicas)
+                )
+            except BadRequestError as error:
+                if not lacks_servers(error):
+                    break  # another service was first
+        return await jetstream.object_store(self._name)

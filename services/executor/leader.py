@@ -101,6 +101,7 @@ class Leader:
             self._settings, subjects.connection("executor", self._spec.instance, subjects.LEADER)
         )
         self._bus.on_reconnect(self._on_reconnect)
+        self._bus.on_election(self._on_election)
         beating = asyncio.create_task(self._beat())
         try:
             await self._announce(engine_spec)
@@ -285,8 +286,13 @@ class Leader:
     def _on_reconnect(self) -> None:
         self._republishing = asyncio.create_task(self._republish())
 
+    def _on_election(self, stream: str) -> None:
+        """While the journal had no leader, nobody recorded what was published."""
+        if stream == subjects.JOURNAL_STREAM:
+            self._on_reconnect()
+
     async def _republish(self) -> None:
-        """Publishes again what may have been lost with the connection; readers drop what they know."""
+        """Publishes again what may have been lost on its way; readers drop what they know."""
         for consumer, frame in self._recent:
             await self._publish_frame(consumer, frame)
 
