@@ -11,7 +11,7 @@ Batch work may starve while others keep the ring full: that is what the lane is 
 request's deadline (`ContinuousBatcher.expire`).
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from operator import attrgetter
 
 from services.executor.engine.admission import BatchSettings
@@ -19,8 +19,11 @@ from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.plan_builder import Chunk
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sequence import Sequence, SequenceState
+from shared.messages import LANES
 
 URGENCY = attrgetter("urgency")
+_BATCH = (LANES.index("batch"),)
+"""Comes before the urgency of any batch request, and after that of any other."""
 
 
 class _Step:
@@ -93,11 +96,16 @@ class StepPlanner:
             assert sequences == sorted(sequences, key=URGENCY), "a queue is out of order"
         assert len(self.running) <= self._settings.max_sequences, "too many sequences run"
 
+    def _running_in(self, batch_lane: bool) -> list[Sequence]:
+        """Those of the batch lane, or all others."""
+        first = bisect_left(self.running, _BATCH, key=URGENCY)
+        return self.running[first:] if batch_lane else self.running[:first]
+
     # --- decodes ---------------------------------------------------------------------------------
 
     def _add_decodes(self, step: _Step, batch_lane: bool) -> None:
         """One token for every running sequence of the lanes that has only one to compute."""
-        for sequence in [s for s in self.running if s.is_batch == batch_lane]:
+        for sequence in self._running_in(batch_lane):
             if not step.budget:
                 return
             if (
@@ -125,7 +133,7 @@ class StepPlanner:
     def _add_prefills(self, step: _Step, batch_lane: bool) -> None:
         """Fills the token budget with prompts of the lanes, most urgent first. An admitted one may need one
         token only."""
-        prefills = [s for s in reversed(self.running) if s.is_batch == batch_lane and s.remaining > 1]
+        prefills = [s for s in reversed(self._running_in(batch_lane)) if s.remaining > 1]
         admitting = True
         while step.budget:
             while prefills and prefills[-1].state is not SequenceState.RUNNING:
@@ -192,7 +200,7 @@ class StepPlanner:
     def _make_way(self, step: _Step, sequence: Sequence) -> list[int] | None:
         """Sequences of the batch lane, the last first, give up their places to a more urgent one, unless all
         of theirs would not be enough. Returns its place."""
-        lent = [s for s in self.running if s.is_batch]
+        lent = self._running_in(batch_lane=True)
         if sequence.is_batch or not lent or not self._tables.could_place(sequence, self.running, lent):
             return None
         found = None
