@@ -18,22 +18,19 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 from shared import subjects
 from shared.broker_errors import (
     BROKER_ERRORS,
     broker_error,
-    lacks_jetstream,
     lacks_leader,
-    lacks_room,
-    lacks_servers,
     reason_of,
     server_urls,
     without_password,
 )
 from shared.config import CommonSettings
-from shared.errors import BrokerUnavailable, ConfigurationError, PayloadTooLarge
+from shared.errors import BrokerUnavailable, PayloadTooLarge
+from shared.streams import LEADER_PAUSE, ensure_stream
 
 T = TypeVar("T")
 Reply = bytes | msgspec.Struct | None
@@ -47,7 +44,6 @@ CLOSE_TIMEOUT = 2.0
 CLUSTER_REPLICAS = 3
 ELECTION = 15.0
 """Seconds within which a cluster has chosen a new leader: nats-server takes 4 to 9 to miss the old one."""
-LEADER_PAUSE = 0.1
 _ELECTIONS = "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED"
 REPEAT_INTERVAL = 1.0
 """Seconds between two log lines about the same fault."""
@@ -66,7 +62,8 @@ class Bus:
         self._settings = settings
         self._gap_callbacks: list[tuple[Subscription | None, Callable[[], None]]] = []
         self._election_callbacks: list[Callable[[str], None]] = []
-        self._where = without_password(settings.nats_url)
+        self.where = without_password(settings.nats_url)
+        """Its address, as it may be shown."""
         self._last_error = ""
         self._refused = asyncio.Event()
         self._repeats: dict[tuple[str, str], int] = {}
@@ -85,12 +82,12 @@ class Bus:
         except TimeoutError:
             reason = f" ({bus._last_error})" if bus._last_error else ""
             raise BrokerUnavailable(
-                f"NATS at {bus._where} did not answer within {settings.nats_connect_timeout:g} s{reason}; "
+                f"NATS at {bus.where} did not answer within {settings.nats_connect_timeout:g} s{reason}; "
                 "start it, or set RYZANSTEIN_NATS_URL or --nats-url."
             ) from None
         except (nats.errors.Error, OSError, ValueError) as error:
             raise BrokerUnavailable(
-                f"NATS at {bus._where} cannot be reached ({reason_of(error)}); "
+                f"NATS at {bus.where} cannot be reached ({reason_of(error)}); "
                 "start it, or set RYZANSTEIN_NATS_URL or --nats-url."
             ) from None
         if bus.clustered:
@@ -120,7 +117,7 @@ class Bus:
             await asyncio.wait({connecting, refused}, return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
                 raise BrokerUnavailable(
-                    f"NATS at {self._where} refused the user name or password; "
+                    f"NATS at {self.where} refused the user name or password; "
                     "set RYZANSTEIN_NATS_USER and RYZANSTEIN_NATS_PASSWORD."
                 )
             await connecting
@@ -159,6 +156,11 @@ class Bus:
         """Largest message the broker takes, in bytes."""
         return self._client.max_payload
 
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a broker that starts."""
+        return self._settings.nats_connect_timeout
+
     def jetstream(self) -> JetStreamContext:
         return self._client.jetstream()
 
@@ -170,15 +172,17 @@ class Bus:
         Raises `BrokerUnavailable`, and `ConfigurationError` for a server that has no JetStream or has
         other streams under these names.
         """
-        await self._ensure_stream(
+        await ensure_stream(
+            self,
             StreamConfig(
                 name=subjects.INTAKE_STREAM,
                 subjects=[subjects.ALL_INTAKE],
                 retention=RetentionPolicy.WORK_QUEUE,
                 storage=StorageType.FILE,
-            )
+            ),
         )
-        await self._ensure_stream(
+        await ensure_stream(
+            self,
             StreamConfig(
                 name=subjects.JOURNAL_STREAM,
                 subjects=[subjects.ALL_TOKENS],
@@ -186,64 +190,7 @@ class Bus:
                 storage=StorageType.FILE,
                 max_age=self._settings.journal_max_age,
                 max_bytes=self._settings.journal_max_bytes,
-            )
-        )
-
-    async def _ensure_stream(self, config: StreamConfig) -> None:
-        try:
-            await self._when_led(lambda: self._add_or_update(config))
-        except BROKER_ERRORS as error:
-            if lacks_jetstream(error):
-                raise ConfigurationError(
-                    f"NATS at {self._where} runs without JetStream; start nats-server with -js -sd DIRECTORY. "
-                    "(Its log says why, if JetStream was switched off: a full disk does that.)"
-                ) from None
-            raise broker_error(f"create the stream {config.name}", error) from None
-
-    async def _when_led(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Does `work` again while the cluster has no leader, for `nats_connect_timeout` seconds."""
-        give_up = asyncio.get_running_loop().time() + self._settings.nats_connect_timeout
-        while True:
-            try:
-                await work()
-                return
-            except BROKER_ERRORS as error:
-                waits = self.clustered and (lacks_leader(error) or isinstance(error, TimeoutError))
-                if not waits or asyncio.get_running_loop().time() >= give_up:
-                    raise
-            await asyncio.sleep(LEADER_PAUSE)
-
-    async def _add_or_update(self, config: StreamConfig) -> None:
-        jetstream = self.jetstream()
-        refusal: APIError | None = None
-        for replicas in self.replica_choices():
-            config.num_replicas = replicas
-            try:
-                await jetstream.add_stream(config)
-                return
-            except BadRequestError as error:
-                refusal = error
-                if not lacks_servers(error):
-                    break  # it exists with other limits: ours are the newer ones
-        assert refusal is not None, "the loop ends with an answer"
-        if lacks_servers(refusal):
-            raise ConfigurationError(
-                f"NATS at {self._where} cannot keep {config.num_replicas} replicas ({refusal.description}); set "
-                "RYZANSTEIN_NATS_REPLICAS to the number of its servers, or less."
-            )
-        try:
-            await jetstream.update_stream(config)
-        except NotFoundError:  # it does not exist, so the first answer says what is wrong
-            raise self._other_stream(config, refusal) from None
-        except APIError as error:
-            if error.code == 503 or lacks_room(error):
-                raise
-            raise self._other_stream(config, error) from None
-
-    def _other_stream(self, config: StreamConfig, error: APIError) -> ConfigurationError:
-        return ConfigurationError(
-            f"NATS at {self._where} cannot have the stream {config.name} as it must be "
-            f"({error.description}); delete the stream that is in its way, or use another server."
+            ),
         )
 
     # --- publish, request, subscribe -------------------------------------------------------------

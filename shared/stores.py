@@ -207,9 +207,12 @@ async def _create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
         config = KeyValueConfig(bucket=name, history=1, ttl=ttl, replicas=replicas)
         try:
             return await jetstream.create_key_value(config)
-        except BadRequestError as error:
-            if not lacks_servers(error):
-                break  # another service was first, with another time to live
+        except APIError as error:
+            if lacks_servers(error):
+                continue
+            if not isinstance(error, BadRequestError):
+                raise
+            break  # another service was first, with another time to live
     return await jetstream.key_value(name)
 
 
@@ -247,7 +250,10 @@ class ObjectStore:
                 return await jetstream.create_object_store(
                     self._name, ObjectStoreConfig(bucket=self._name, replicas=replicas)
                 )
-            except BadRequestError as error:
-                if not lacks_servers(error):
-                    break  # another service was first
+            except APIError as error:
+                if lacks_servers(error):
+                    continue
+                if not isinstance(error, BadRequestError):
+                    raise
+                break  # another service was first
         return await jetstream.object_store(self._name)
