@@ -13,6 +13,7 @@ from shared.messages import (
     GroupLoad,
     GroupRecord,
     GroupStatus,
+    GroupWork,
     Heartbeat,
     RankBeat,
     ServiceRecord,
@@ -376,3 +377,21 @@ def test_old_news_that_a_stopped_monitor_finds_blame_nobody() -> None:
         seen.tick(float(second))
         seen.observe(beat(rank(progress=8), load=WORK), second + 0.1)
     assert state(seen) == "hung"
+
+
+def test_a_slow_group_is_degraded_and_serves() -> None:
+    seen = detector()
+    work = GroupWork()
+    for second in range(60):
+        length = 0.01 if second < 30 else 0.05
+        steps = round(1 / length)
+        work = GroupWork(work.steps + steps, work.seconds + 1.0, work.tokens + 8 * steps)
+        heard = beat(rank(step=work.steps, progress=second), load=WORK)
+        assert heard.group is not None
+        said = msgspec.structs.replace(heard.group, work=work)
+        seen.tick(float(second))
+        seen.observe(msgspec.structs.replace(heard, group=said), float(second))
+        (record,) = seen.groups()
+        assert record.state == "ready"
+        assert record.weight == 1 or second >= 30
+    assert record.weight < 0.5
