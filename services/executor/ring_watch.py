@@ -15,10 +15,16 @@ class RingWatch:
 
     def __init__(self, limit: float) -> None:
         """`limit`: seconds without progress."""
+        self._limit = limit
         self._watch = ProgressWatch(limit)
+        self._looked: float | None = None
 
     def verdict(self, epoch: int, loop_beats: int, ranks: Iterable[RankBeat], now: float) -> str:
         """Why the ring is hung, at `now` (monotonic seconds); empty while it is not."""
+        if self._looked is not None and now - self._looked >= self._limit:
+            # We stood still ourselves, perhaps with everybody else: what was seen before proves nothing.
+            self._watch = ProgressWatch(self._limit)
+        self._looked = now
         reason = ""
         work: tuple[int, ...] = ()
         for beat in ranks:

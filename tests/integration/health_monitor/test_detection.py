@@ -141,6 +141,8 @@ async def test_a_stopped_process_is_known_by_what_stands_still(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         await seen.until(lambda: seen.groups["g"].state == "ready")
+        if stopped in ("the orchestrator", "everything"):
+            assert ring(process).epoch == before.epoch, "a ring that wakes is not shot for having slept"
 
 
 async def test_one_of_two_monitors_is_killed_while_a_ring_fails(

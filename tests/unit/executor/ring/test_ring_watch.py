@@ -46,6 +46,14 @@ def test_a_long_prefill_is_busy_while_its_layers_advance() -> None:
         assert watch.verdict(1, tick, ranks, tick / 2) == ""
 
 
+def test_an_orchestrator_that_was_stopped_with_its_ring_blames_nobody() -> None:
+    watch = RingWatch(LIMIT)
+    assert watch.verdict(1, 9, [rank()], 0.0) == ""
+    assert watch.verdict(1, 9, [rank()], 60.0) == ""
+    assert watch.verdict(1, 9, [rank()], 62.9) == ""
+    assert watch.verdict(1, 9, [rank()], 63.0), "now it has been seen to stand still"
+
+
 def test_the_next_ring_begins_anew() -> None:
     watch = RingWatch(LIMIT)
     watch.verdict(1, 9, [rank()], 0.0)
