@@ -250,6 +250,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     state: ServiceStatus
     address: str = ""
     updated_at: float = 0.0
+    heard_at: float = 0.0
+    """As a group's."""
 
 
 class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -62,6 +62,4 @@ def _lasting(record: GroupRecord | ServiceRecord) -> object:
 
 
 def _content(record: GroupRecord | ServiceRecord) -> GroupRecord | ServiceRecord:
-    if isinstance(record, GroupRecord):
-        return msgspec.structs.replace(record, updated_at=0.0, heard_at=0.0)
-    return msgspec.structs.replace(record, updated_at=0.0)
+    return msgspec.structs.replace(record, updated_at=0.0, heard_at=0.0)

@@ -49,9 +49,13 @@ class _Instance:
     state: ServiceStatus
     address: str
     heard: float
+    heard_at: float = 0.0
+    """As a group's."""
 
     def record(self) -> ServiceRecord:
-        return ServiceRecord(self.name, self.instance, self.pid, self.state, self.address)
+        return ServiceRecord(
+            self.name, self.instance, self.pid, self.state, self.address, heard_at=self.heard_at
+        )
 
 
 @dataclass(slots=True)
@@ -114,9 +118,7 @@ class Detector:
     def restore(self, services: Iterable[ServiceRecord], groups: Iterable[GroupRecord], now: float) -> None:
         """Begins with what an earlier monitor wrote; everybody has `gone_after` to be heard of."""
         for service in services:
-            self._instances[service.instance] = _Instance(
-                service.name, service.instance, service.pid, service.state, service.address, now
-            )
+            self._instances[service.instance] = _instance_of(service, now)
         for record in groups:
             self._groups[record.group] = self._entry_of(record, now)
 
@@ -149,6 +151,25 @@ class Detector:
             self._take_over(entry, record)
         elif _badness(record.state) > _badness(entry.state):
             self._take_over(entry, record)
+
+    def merge_service(self, record: ServiceRecord, now: float, at: float) -> None:
+        """As `merge`, for a service instance."""
+        entry = self._instances.get(record.instance)
+        ahead = record.heard_at - (entry.heard_at if entry is not None else 0.0)
+        if entry is None or ahead > SAME:
+            heard = min(now, now - at + record.heard_at) if record.heard_at else now
+            self._instances[record.instance] = _instance_of(record, heard)
+        elif ahead >= -SAME and record.state == "gone":
+            entry.state = "gone"
+
+    def drop(self, group: str = "", instance: str = "") -> None:
+        """Another monitor has taken it off the list; what we hear ourselves stays on it."""
+        entry = self._groups.get(group)
+        if entry is not None and entry.state == "gone":
+            del self._groups[group]
+        service = self._instances.get(instance)
+        if service is not None and service.state == "gone":
+            del self._instances[instance]
 
     @staticmethod
     def _take_over(entry: _Group, record: GroupRecord) -> None:
@@ -208,7 +229,7 @@ class Detector:
         self._notice_stall(now)
         self._presence.heard(subjects.connection(beat.service, beat.instance))
         self._instances[beat.instance] = _Instance(
-            beat.service, beat.instance, beat.pid, beat.state, beat.address, now
+            beat.service, beat.instance, beat.pid, beat.state, beat.address, now, at
         )
         if beat.state == "gone":
             return self._lose_groups(beat.instance, "its executor has stopped")
@@ -329,6 +350,12 @@ def _hung_ranks(progress: ProgressWatch, said: GroupBeat, now: float) -> list[in
             beat.rank, (beat.pid, beat.step, beat.progress), beat.in_flight and work, now
         )
     ]
+
+
+def _instance_of(record: ServiceRecord, heard: float) -> _Instance:
+    return _Instance(
+        record.name, record.instance, record.pid, record.state, record.address, heard, record.heard_at
+    )
 
 
 def _badness(state: GroupStatus) -> int:

@@ -9,7 +9,7 @@ already is not written again, and a monitor that was stopped cannot bring back w
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Generic
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -22,7 +22,17 @@ from shared.errors import RyzansteinError
 from shared.messages import GroupEvent, GroupRecord, ServiceRecord
 from shared.stores import Bucket
 
+Said = TypeVar("Said", GroupRecord, ServiceRecord, contravariant=True)
+
 log = structlog.get_logger(__name__)
+
+
+class Others(Protocol[Said]):
+    """What other monitors do to a bucket."""
+
+    def wrote(self, record: Said, /) -> None: ...
+
+    def deleted(self, key: str, /) -> None: ...
 
 
 class SharedRecords(Generic[Record]):
@@ -33,13 +43,12 @@ class SharedRecords(Generic[Record]):
         bucket: Bucket[Record],
         load_interval: float,
         metrics: HealthMetrics,
-        on_other: Callable[[Record], None],
+        others: Others[Record],
     ) -> None:
-        """`on_other` is called with what another monitor has written."""
         self._bucket: Bucket[Record] = bucket
         self._changes: Changes[Record] = Changes(load_interval)
         self._metrics = metrics
-        self._on_other: Callable[[Record], None] = on_other
+        self._others: Others[Record] = others
         self._revisions: dict[str, int] = {}
 
     async def load(self, now: float) -> list[Record]:
@@ -92,10 +101,11 @@ class SharedRecords(Generic[Record]):
         if record is None:
             self._revisions.pop(key, None)
             self._changes.deleted(key)
+            self._others.deleted(key)
         elif revision > self._revisions.get(key, 0):
             self._revisions[key] = revision
             self._changes.written(key, record, now)
-            self._on_other(record)
+            self._others.wrote(record)
 
 
 class Registry:
@@ -119,15 +129,15 @@ class Registry:
         bus: Bus,
         metrics: HealthMetrics,
         load_interval: float,
-        on_other: Callable[[GroupRecord], None],
+        other_groups: Others[GroupRecord],
+        other_services: Others[ServiceRecord],
     ) -> "Registry":
-        """`on_other` is called with what another monitor has written of a group."""
         groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
         services = await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)
         return cls(
             bus,
-            SharedRecords(groups, load_interval, metrics, on_other),
-            SharedRecords(services, load_interval, metrics, lambda record: None),
+            SharedRecords(groups, load_interval, metrics, other_groups),
+            SharedRecords(services, load_interval, metrics, other_services),
             metrics,
         )
 

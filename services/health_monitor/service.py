@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -14,7 +15,7 @@ from services.health_monitor.registry import Registry
 from services.health_monitor.settings import HealthMonitorSettings
 from shared import subjects
 from shared.lifecycle import Service
-from shared.messages import GroupRecord, Heartbeat
+from shared.messages import GroupRecord, Heartbeat, ServiceRecord
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +46,11 @@ class HealthMonitorService(Service):
     async def start(self) -> None:
         clock = asyncio.get_running_loop().time
         registry = self._registry = await Registry.open(
-            self.bus, self._metrics, self._settings.load_interval, self._on_record
+            self.bus,
+            self._metrics,
+            self._settings.load_interval,
+            _OtherGroups(self._detector, self._dirty),
+            _OtherServices(self._detector, self._dirty),
         )
         now = clock()
         services, groups = await registry.services.load(now), await registry.groups.load(now)
@@ -73,10 +78,6 @@ class HealthMonitorService(Service):
         self._metrics.beats.labels(beat.service).inc()
         events = self._detector.observe(beat, asyncio.get_running_loop().time(), time.time())
         await self._registry.announce(events)
-        self._dirty.set()
-
-    def _on_record(self, record: GroupRecord) -> None:
-        self._detector.merge(record, asyncio.get_running_loop().time(), time.time())
         self._dirty.set()
 
     async def _on_opened(self, message: Msg) -> None:
@@ -117,6 +118,36 @@ class HealthMonitorService(Service):
             self._metrics.weight.labels(group.group).set(group.weight)
         for service in detector.services():
             self._metrics.instances.labels(service.name, service.state).inc()
+
+
+@dataclass(frozen=True)
+class _OtherGroups:
+    """What other monitors write of groups goes to the detector."""
+
+    detector: Detector
+    dirty: asyncio.Event
+
+    def wrote(self, record: GroupRecord) -> None:
+        self.detector.merge(record, asyncio.get_running_loop().time(), time.time())
+        self.dirty.set()
+
+    def deleted(self, key: str) -> None:
+        self.detector.drop(group=key)
+
+
+@dataclass(frozen=True)
+class _OtherServices:
+    """The same of service instances."""
+
+    detector: Detector
+    dirty: asyncio.Event
+
+    def wrote(self, record: ServiceRecord) -> None:
+        self.detector.merge_service(record, asyncio.get_running_loop().time(), time.time())
+        self.dirty.set()
+
+    def deleted(self, key: str) -> None:
+        self.detector.drop(instance=key)
 
 
 _decoder = msgspec.json.Decoder(ConnectionEvent)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.health_monitor.detector import Detector
-from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupStatus, Heartbeat, RankBeat
+from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupStatus, Heartbeat, RankBeat, ServiceRecord
 
 GONE = 4.0
 UNIX = 1_000_000.0
@@ -120,6 +120,40 @@ def test_records_without_evidence_come_from_an_older_version_and_do_not_count() 
     one.hear(beat(0), 0.0)
     one.read(msgspec.structs.replace(one.record, state="gone", heard_at=0.0), 0.1)
     assert one.state == "ready"
+
+
+def service(seen: Detector) -> ServiceRecord:
+    (record,) = seen.services()
+    return record
+
+
+def test_services_are_agreed_on_alike() -> None:
+    old, new = Monitor(0.0), Monitor(50.0)
+    hello = Heartbeat("gateway", "gateway-1", 7, "ready")
+    old.hear(hello, 0.0)
+    new.seen.restore([service(old.seen)], [], 3.9 + new.offset)
+    for tenth in range(41):
+        old.tick(tenth / 10)
+    assert (service(old.seen).state, service(new.seen).state) == ("gone", "ready")
+    new.seen.merge_service(service(old.seen), 4.1 + new.offset, UNIX + 4.1)
+    assert service(new.seen).state == "gone", "it has not heard it later"
+    new.hear(hello, 5.0)
+    new.seen.merge_service(service(old.seen), 5.1 + new.offset, UNIX + 5.1)
+    assert service(new.seen).state == "ready"
+    old.seen.merge_service(service(new.seen), 5.1, UNIX + 5.1)
+    assert service(old.seen).state == "ready"
+
+
+def test_what_another_has_taken_off_the_list_goes_unless_it_is_heard() -> None:
+    one = Monitor(0.0)
+    one.hear(beat(0), 0.0)
+    one.seen.drop("g", "executor-1")
+    assert one.state == "ready"
+    assert service(one.seen).state == "ready"
+    for tenth in range(41):
+        one.tick(tenth / 10)
+    one.seen.drop("g", "executor-1")
+    assert (one.seen.groups(), one.seen.services()) == ([], [])
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=60, max_size=120))
