@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import nats.errors
-from nats.js.errors import APIError, ServiceUnavailableError
+from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
 from shared.errors import BrokerUnavailable, ConfigurationError, PayloadTooLarge, RyzansteinError
 
@@ -15,6 +15,8 @@ BROKER_ERRORS = (nats.errors.Error, TimeoutError, OSError)
 # Error codes of the JetStream API: github.com/nats-io/nats-server, server/errors.json.
 _NOT_ENABLED = (None, 10039, 10076)
 _NO_ROOM = (10002, 10023, 10028, 10047, 10077)
+_TOO_FEW_SERVERS = (10005, 10074)
+_NO_LEADER = (10008, 10009)
 
 
 def lacks_jetstream(error: Exception) -> bool:
@@ -25,6 +27,17 @@ def lacks_jetstream(error: Exception) -> bool:
 def lacks_room(error: Exception) -> bool:
     """Whether the broker has no disk space or memory left, or none that it may use."""
     return isinstance(error, APIError) and error.err_code in _NO_ROOM
+
+
+def lacks_servers(error: Exception) -> bool:
+    """Whether there are fewer servers than replicas were asked for."""
+    return isinstance(error, APIError) and error.err_code in _TOO_FEW_SERVERS
+
+
+def lacks_leader(error: Exception) -> bool:
+    """Whether a cluster is choosing a leader: what was asked was not done, and can be in some seconds."""
+    unheard = isinstance(error, NoStreamResponseError)
+    return unheard or (isinstance(error, APIError) and error.err_code in _NO_LEADER)
 
 
 def broker_error(doing: str, error: Exception) -> RyzansteinError:

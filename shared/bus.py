@@ -18,20 +18,19 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 from shared import subjects
 from shared.broker_errors import (
     BROKER_ERRORS,
     broker_error,
-    lacks_jetstream,
-    lacks_room,
+    lacks_leader,
     reason_of,
     server_urls,
     without_password,
 )
 from shared.config import CommonSettings
-from shared.errors import BrokerUnavailable, ConfigurationError, PayloadTooLarge
+from shared.errors import BrokerUnavailable, PayloadTooLarge
+from shared.streams import LEADER_PAUSE, ensure_stream
 
 T = TypeVar("T")
 Reply = bytes | msgspec.Struct | None
@@ -42,6 +41,10 @@ _encoder = msgspec.msgpack.Encoder()
 DEFAULT_PENDING_MESSAGES = 65_536
 DEFAULT_PENDING_BYTES = 64 << 20
 CLOSE_TIMEOUT = 2.0
+CLUSTER_REPLICAS = 3
+ELECTION = 15.0
+"""Seconds within which a cluster has chosen a new leader: nats-server takes 4 to 9 to miss the old one."""
+_ELECTIONS = "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED"
 REPEAT_INTERVAL = 1.0
 """Seconds between two log lines about the same fault."""
 
@@ -58,7 +61,9 @@ class Bus:
         self._client = client
         self._settings = settings
         self._gap_callbacks: list[tuple[Subscription | None, Callable[[], None]]] = []
-        self._where = without_password(settings.nats_url)
+        self._election_callbacks: list[Callable[[str], None]] = []
+        self.where = without_password(settings.nats_url)
+        """Its address, as it may be shown."""
         self._last_error = ""
         self._refused = asyncio.Event()
         self._repeats: dict[tuple[str, str], int] = {}
@@ -77,14 +82,16 @@ class Bus:
         except TimeoutError:
             reason = f" ({bus._last_error})" if bus._last_error else ""
             raise BrokerUnavailable(
-                f"NATS at {bus._where} did not answer within {settings.nats_connect_timeout:g} s{reason}; "
+                f"NATS at {bus.where} did not answer within {settings.nats_connect_timeout:g} s{reason}; "
                 "start it, or set RYZANSTEIN_NATS_URL or --nats-url."
             ) from None
         except (nats.errors.Error, OSError, ValueError) as error:
             raise BrokerUnavailable(
-                f"NATS at {bus._where} cannot be reached ({reason_of(error)}); "
+                f"NATS at {bus.where} cannot be reached ({reason_of(error)}); "
                 "start it, or set RYZANSTEIN_NATS_URL or --nats-url."
             ) from None
+        if bus.clustered:
+            await bus._client.subscribe(f"{_ELECTIONS}.*", cb=bus._on_election)
         return bus
 
     async def _connect(self, urls: list[str], name: str) -> None:
@@ -110,7 +117,7 @@ class Bus:
             await asyncio.wait({connecting, refused}, return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
                 raise BrokerUnavailable(
-                    f"NATS at {self._where} refused the user name or password; "
+                    f"NATS at {self.where} refused the user name or password; "
                     "set RYZANSTEIN_NATS_USER and RYZANSTEIN_NATS_PASSWORD."
                 )
             await connecting
@@ -125,6 +132,21 @@ class Bus:
         return self._client.is_connected
 
     @property
+    def clustered(self) -> bool:
+        """Whether the server is one of a cluster."""
+        return bool(self._client._server_info.get("cluster"))  # noqa: SLF001  # nats-py shows it nowhere else
+
+    @property
+    def replicas(self) -> int:
+        """Servers that should keep each stream and bucket."""
+        return self._settings.nats_replicas or (CLUSTER_REPLICAS if self.clustered else 1)
+
+    def replica_choices(self) -> list[int]:
+        """How many to ask for, the best first: where nothing is set, a cluster of too few servers will do."""
+        wanted = self.replicas
+        return [wanted] if self._settings.nats_replicas or wanted == 1 else [wanted, 1]
+
+    @property
     def client(self) -> Client:
         """The nats-py client, for what this class has no word for."""
         return self._client
@@ -133,6 +155,11 @@ class Bus:
     def max_payload(self) -> int:
         """Largest message the broker takes, in bytes."""
         return self._client.max_payload
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a broker that starts."""
+        return self._settings.nats_connect_timeout
 
     def jetstream(self) -> JetStreamContext:
         return self._client.jetstream()
@@ -145,15 +172,17 @@ class Bus:
         Raises `BrokerUnavailable`, and `ConfigurationError` for a server that has no JetStream or has
         other streams under these names.
         """
-        await self._ensure_stream(
+        await ensure_stream(
+            self,
             StreamConfig(
                 name=subjects.INTAKE_STREAM,
                 subjects=[subjects.ALL_INTAKE],
                 retention=RetentionPolicy.WORK_QUEUE,
                 storage=StorageType.FILE,
-            )
+            ),
         )
-        await self._ensure_stream(
+        await ensure_stream(
+            self,
             StreamConfig(
                 name=subjects.JOURNAL_STREAM,
                 subjects=[subjects.ALL_TOKENS],
@@ -161,40 +190,7 @@ class Bus:
                 storage=StorageType.FILE,
                 max_age=self._settings.journal_max_age,
                 max_bytes=self._settings.journal_max_bytes,
-            )
-        )
-
-    async def _ensure_stream(self, config: StreamConfig) -> None:
-        try:
-            await self._add_or_update(config)
-        except BROKER_ERRORS as error:
-            if lacks_jetstream(error):
-                raise ConfigurationError(
-                    f"NATS at {self._where} runs without JetStream; start nats-server with -js -sd DIRECTORY. "
-                    "(Its log says why, if JetStream was switched off: a full disk does that.)"
-                ) from None
-            raise broker_error(f"create the stream {config.name}", error) from None
-
-    async def _add_or_update(self, config: StreamConfig) -> None:
-        jetstream = self.jetstream()
-        try:
-            await jetstream.add_stream(config)
-            return
-        except BadRequestError as error:  # it exists with other limits: ours are the newer ones
-            refusal: APIError = error
-        try:
-            await jetstream.update_stream(config)
-        except NotFoundError:  # it does not exist, so the first answer says what is wrong
-            raise self._other_stream(config, refusal) from None
-        except APIError as error:
-            if error.code == 503 or lacks_room(error):
-                raise
-            raise self._other_stream(config, error) from None
-
-    def _other_stream(self, config: StreamConfig, error: APIError) -> ConfigurationError:
-        return ConfigurationError(
-            f"NATS at {self._where} cannot have the stream {config.name} as it must be "
-            f"({error.description}); delete the stream that is in its way, or use another server."
+            ),
         )
 
     # --- publish, request, subscribe -------------------------------------------------------------
@@ -207,13 +203,21 @@ class Bus:
             raise BrokerUnavailable(f"NATS took no message on {subject} ({error}); try again.") from error
 
     async def publish_durable(self, subject: str, message: object, *, timeout: float = 5.0) -> int:
-        """Publishes into a stream and waits until it is stored; returns its sequence number."""
+        """Publishes into a stream and waits until it is stored; returns its sequence number.
+
+        While a cluster chooses the stream's leader it is tried again, for ELECTION seconds: it is certain then
+        that it was not stored.
+        """
         payload = self._checked(message)
-        try:
-            ack = await self.jetstream().publish(subject, payload, timeout=timeout)
-        except (nats.errors.Error, TimeoutError) as error:
-            raise broker_error(f"store a message on {subject} within {timeout:g} s", error) from error
-        return ack.seq
+        give_up = asyncio.get_running_loop().time() + ELECTION
+        while True:
+            try:
+                return (await self.jetstream().publish(subject, payload, timeout=timeout)).seq
+            except (nats.errors.Error, TimeoutError) as error:
+                waits = self.clustered and lacks_leader(error)
+                if not waits or asyncio.get_running_loop().time() >= give_up:
+                    raise broker_error(f"store a message on {subject} within {timeout:g} s", error) from error
+            await asyncio.sleep(LEADER_PAUSE)
 
     async def request(self, subject: str, message: object, reply_type: type[T], *, timeout: float) -> T:
         """Asks and waits for the answer. Raises `BrokerUnavailable` when none comes in `timeout` seconds."""
@@ -276,6 +280,13 @@ class Bus:
         self._gap_callbacks.append(entry)
         return lambda: self._gap_callbacks.remove(entry)
 
+    def on_election(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Calls `callback` with the name of a stream whenever the cluster has chosen its leader, until what is
+        returned is called. What was published to it meanwhile without an acknowledgement may not be in it, and
+        consumers of it may be gone."""
+        self._election_callbacks.append(callback)
+        return lambda: self._election_callbacks.remove(callback)
+
     def _checked(self, message: object) -> bytes:
         payload = encode(message)
         if len(payload) > self._client.max_payload:
@@ -327,6 +338,12 @@ class Bus:
             log.warning(event, about=about, times=count)
             self._repeats[key] = 0
             asyncio.get_running_loop().call_later(REPEAT_INTERVAL, self._warn_again, key)
+
+    async def _on_election(self, message: Msg) -> None:
+        stream = message.subject.rpartition(".")[2]
+        log.debug("leader_elected", stream=stream)
+        for callback in list(self._election_callbacks):
+            callback(stream)
 
     async def _on_disconnected(self) -> None:
         if not self._client.is_closed:

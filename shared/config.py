@@ -39,6 +39,8 @@ class CommonSettings(BaseSettings):
     nats_password: CliSuppress[SecretStr] = SecretStr("")
     nats_connect_timeout: float = Field(default=30.0, gt=0)
     """Seconds to wait for NATS at start before giving up."""
+    nats_replicas: int = Field(default=0, ge=0, le=5)
+    """Servers that keep each stream and bucket; 0: three where NATS is a cluster of so many, else one."""
     instance: str = ""
     """Name of this instance; made up when empty. A container sets it to its pod's name."""
     host: str = "127.0.0.1"

@@ -70,6 +70,18 @@ class HttpServer:
                 raise ConfigurationError(f"The HTTP server on {self.address} ended at its start.")
             await asyncio.sleep(0.005)
 
+    def stop_accepting(self) -> None:
+        """Refuses new connections and closes idle ones; answers and WebSockets under way go on.
+
+        A client finds another server then, instead of an error here. Twice is safe.
+        """
+        for server in self._server.servers if self._server.started else ():
+            server.close()
+        for connection in list(self._server.server_state.connections):
+            # uvicorn's `shutdown` of a connection: HTTP ends after the answer, a WebSocket at once.
+            if not type(connection).__module__.startswith("uvicorn.protocols.websockets"):
+                connection.shutdown()
+
     async def stop(self, *, grace: float = 5.0) -> None:
         """Stops accepting, waits up to `grace` seconds for open responses, then closes; twice is safe."""
         if self._task is None:

@@ -106,6 +106,11 @@ class Service(abc.ABC):
         task.add_done_callback(self._on_task_done)
         return task
 
+    def stop_accepting(self) -> None:
+        """Refuses new connections on the service's HTTP port; what is under way goes on."""
+        if self._http is not None:
+            self._http.stop_accepting()
+
     def fail(self, error: BaseException) -> None:
         """Ends the service because of `error`."""
         self._failure = self._failure or error
@@ -133,7 +138,7 @@ class Service(abc.ABC):
             raise self._failure
 
     async def _start_up(self) -> None:
-        self._bus = await Bus.connect(self.settings, f"{self.name}/{self.instance}")
+        self._bus = await Bus.connect(self.settings, subjects.connection(self.name, self.instance))
         await self._bus.ensure_streams()
         self.spawn(self._beat(), "heartbeat")
         await self.start()

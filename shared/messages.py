@@ -125,10 +125,17 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Accept nothing more, finish what runs, then leave."""
+    """Accept nothing more, finish what runs, hand back what has not finished in time, then leave."""
+
+    grace: float = -1.0
+    """Seconds that what runs may take to finish; below 0: as the executor's settings say."""
 
 
-ControlCommand = Cancel | Drain
+class Undrain(msgspec.Struct, frozen=True, tag="undrain"):
+    """Stay after all, and accept requests again. Too late for a group that has left."""
+
+
+ControlCommand = Cancel | Drain | Undrain
 
 
 class ControlReply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -196,6 +203,16 @@ class RankBeat(msgspec.Struct, frozen=True):
     """Whether the rank has begun a step that it has not finished."""
 
 
+class GroupWork(msgspec.Struct, frozen=True):
+    """What a ring has done since it started."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """Time that these steps took."""
+    tokens: int = 0
+    """Prompt tokens computed and output tokens generated."""
+
+
 class GroupBeat(msgspec.Struct, frozen=True):
     """What an executor says of its group."""
 
@@ -209,6 +226,7 @@ class GroupBeat(msgspec.Struct, frozen=True):
     """Share of the weights that has been read, 0 to 1."""
     message: str = ""
     """Why the group is not ready, where there is something to say."""
+    work: GroupWork = GroupWork()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -232,6 +250,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     state: ServiceStatus
     address: str = ""
     updated_at: float = 0.0
+    heard_at: float = 0.0
+    """As a group's."""
 
 
 class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -247,6 +267,11 @@ class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     loaded: float = 0.0
     message: str = ""
     updated_at: float = 0.0
+    """Unix seconds at which this was true, by the monitor's clock."""
+    weight: float = 1.0
+    """How fast the group is, against its own past and its peers, 0.05 to 1; below 1 it is degraded."""
+    heard_at: float = 0.0
+    """Unix seconds of the heartbeat that this is known from: of two monitors the one with the later is right."""
 
 
 class GroupEvent(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Generic, TypeVar
 
 import msgspec
 import structlog
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig
+from nats.js.api import KeyValueConfig, ObjectStoreConfig
 from nats.js.errors import (
+    APIError,
     BadRequestError,
     BucketNotFoundError,
     KeyNotFoundError,
@@ -18,8 +19,9 @@ from nats.js.errors import (
 )
 from nats.js.errors import NotFoundError as StreamNotFoundError
 from nats.js.kv import KeyValue
+from nats.js.object_store import ObjectStore as NatsObjectStore
 
-from shared.broker_errors import BROKER_ERRORS, reason_of, translated
+from shared.broker_errors import BROKER_ERRORS, lacks_servers, reason_of, translated
 from shared.bus import Bus, encode
 from shared.subjects import escape, unescape
 
@@ -31,6 +33,7 @@ READ_TIMEOUT = 10.0
 """Seconds to read a whole bucket or object: nats-py waits for ever for a part that is lost."""
 WATCH_PAUSE = 0.2
 """Seconds before a lost watcher is opened again."""
+_WRONG_LAST_SEQUENCE = 10071  # error code of the JetStream API
 
 
 class Entry(msgspec.Struct, Generic[T], frozen=True):
@@ -62,7 +65,7 @@ class Bucket(Generic[T]):
             try:
                 store = await jetstream.key_value(name)
             except BucketNotFoundError:
-                store = await _create(jetstream, name, ttl)
+                store = await _create(bus, name, ttl)
         return cls(bus, name, store, value_type)
 
     async def get(self, key: str) -> Entry[T] | None:
@@ -95,9 +98,18 @@ class Bucket(Generic[T]):
             except KeyWrongLastSequenceError:
                 return None
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, revision: int | None = None) -> bool:
+        """Deletes the key, with `revision` only if it still has that one; False when somebody was first."""
         with self._writing():
-            await self._store.delete(escape(key))
+            try:
+                await self._store.delete(escape(key), last=revision)
+            except KeyWrongLastSequenceError:
+                return False
+            except APIError as error:  # nats-py translates it for puts alone
+                if error.err_code != _WRONG_LAST_SEQUENCE:
+                    raise
+                return False
+        return True
 
     async def items(self) -> dict[str, T]:
         """All keys and values."""
@@ -115,7 +127,15 @@ class Bucket(Generic[T]):
     async def watch(self) -> AsyncIterator[tuple[str, T | None] | None]:
         """Yields every present (key, value), then None once, then each change; a value of None is a deletion.
 
-        Goes on for ever. A watcher is opened again when it is lost or the connection was: everything
+        Goes on for ever, over lost watchers and connections."""
+        async with contextlib.aclosing(self.watch_revisions()) as updates:
+            async for update in updates:
+                yield None if update is None else update[:2]
+
+    async def watch_revisions(self) -> AsyncGenerator[tuple[str, T | None, int] | None, None]:
+        """As `watch`, with the revision of each value; 0: not known.
+
+        A watcher is opened again when it is lost or the connection was: everything
         present is yielded anew, and what was deleted meanwhile as a deletion.
         """
         known: set[str] = set()
@@ -127,7 +147,7 @@ class Bucket(Generic[T]):
                     async for update in watcher:
                         if update is None:  # all that was there has been yielded
                             for key in known - (present or set()):
-                                yield key, None
+                                yield key, None, 0
                             known, present = present or set(), None
                             if first:
                                 first = False
@@ -140,7 +160,7 @@ class Bucket(Generic[T]):
                             continue
                         current = known if present is None else present
                         (current.discard if deleted else current.add)(key)
-                        yield key, value
+                        yield key, value, update.revision or 0
             except BROKER_ERRORS as error:
                 log.debug("watch_lost", bucket=self._name, error=reason_of(error))
             known |= present or set()
@@ -148,15 +168,21 @@ class Bucket(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def _watcher(self, *, ignore_deletes: bool = False) -> AsyncIterator[KeyValue.KeyWatcher]:
-        """A watcher of all keys, which ends when the connection was lost: the broker may have forgotten
-        it, and nats-py would notice that only after many seconds. Always stopped: else it would stay."""
+        """A watcher of all keys, which ends when the connection was lost, or a cluster has lost a server: the
+        broker may have forgotten it, and nats-py would notice that only after many seconds. Always stopped:
+        else it would stay."""
         watcher = await self._store.watchall(ignore_deletes=ignore_deletes)
         stopping: set[asyncio.Task[None]] = set()
-        forget = self._bus.on_reconnect(lambda: stopping.add(asyncio.create_task(_stop(watcher))))
+
+        def end(*_: object) -> None:
+            stopping.add(asyncio.create_task(_stop(watcher)))
+
+        forgets = (self._bus.on_reconnect(end), self._bus.on_election(end))
         try:
             yield watcher
         finally:
-            forget()
+            for forget in forgets:
+                forget()
             await _stop(watcher)
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:
@@ -175,11 +201,19 @@ async def _stop(watcher: KeyValue.KeyWatcher) -> None:
         await watcher.stop()  # type: ignore[no-untyped-call]
 
 
-async def _create(jetstream: JetStreamContext, name: str, ttl: float | None) -> KeyValue:
-    try:
-        return await jetstream.create_key_value(KeyValueConfig(bucket=name, history=1, ttl=ttl))
-    except BadRequestError:  # another service was first, with another time to live
-        return await jetstream.key_value(name)
+async def _create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
+    jetstream = bus.jetstream()
+    for replicas in bus.replica_choices():
+        config = KeyValueConfig(bucket=name, history=1, ttl=ttl, replicas=replicas)
+        try:
+            return await jetstream.create_key_value(config)
+        except APIError as error:
+            if lacks_servers(error):
+                continue
+            if not isinstance(error, BadRequestError):
+                raise
+            break  # another service was first, with another time to live
+    return await jetstream.key_value(name)
 
 
 class ObjectStore:
@@ -196,10 +230,7 @@ class ObjectStore:
             try:
                 store = await jetstream.object_store(self._name)
             except (BucketNotFoundError, StreamNotFoundError):
-                try:
-                    store = await jetstream.create_object_store(self._name)
-                except BadRequestError:
-                    store = await jetstream.object_store(self._name)
+                store = await self._create(jetstream)
             await store.put(escape(key), data)
 
     async def get(self, key: str) -> bytes | None:
@@ -212,3 +243,17 @@ class ObjectStore:
             except (BucketNotFoundError, ObjectNotFoundError, StreamNotFoundError):
                 return None
         return result.data
+
+    async def _create(self, jetstream: JetStreamContext) -> NatsObjectStore:
+        for replicas in self._bus.replica_choices():
+            try:
+                return await jetstream.create_object_store(
+                    self._name, ObjectStoreConfig(bucket=self._name, replicas=replicas)
+                )
+            except APIError as error:
+                if lacks_servers(error):
+                    continue
+                if not isinstance(error, BadRequestError):
+                    raise
+                break  # another service was first
+        return await jetstream.object_store(self._name)

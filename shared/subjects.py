@@ -18,6 +18,11 @@ ALL_TOKENS = "tokens.*"
 ALL_BEATS = "health.beats.>"
 HEALTH_EVENTS = "health.events"
 CANCEL = "generations.cancel"
+CONNECTION_OPENED = "health.connections.opened"
+CONNECTION_CLOSED = "health.connections.closed"
+"""The broker's own news (JSON), where its configuration passes them on: see docs/operations.md."""
+LEADER = "rank-0"
+"""The part of an executor that talks to the broker beside its orchestrator."""
 
 _SAFE = re.compile(r"[A-Za-z0-9_-]")
 
@@ -62,3 +67,8 @@ def tokens(consumer: str) -> str:
 
 def beats(service: str, instance: str) -> str:
     return f"health.beats.{escape(service)}.{escape(instance)}"
+
+
+def connection(service: str, instance: str, part: str = "") -> str:
+    """Name of a process's connection to the broker; `part` where an instance has more than one."""
+    return "/".join(filter(None, (service, instance, part)))

@@ -13,6 +13,7 @@ from rich.console import Console
 from services.cli import models as model_store
 from services.cli.bars import model_bars
 from services.cli.chat import ChatClient
+from services.cli.drain import drain_group, left_of, print_groups, undrain_group
 from services.cli.nats_address import existing_nats
 from services.cli.prepare import prepare_model
 from services.cli.run_file import RunFile, read_run_file
@@ -23,7 +24,7 @@ from services.cli.status import print_status, read_status
 from services.cli.terminal import AnswerPrinter, console, print_columns
 from services.cli.up import Up, UpOptions
 from shared.config import CommonSettings, load_settings
-from shared.errors import ConfigurationError, RyzansteinError
+from shared.errors import ConfigurationError, DeadlineExceeded, RyzansteinError
 from shared.telemetry import configure_logging
 
 app = typer.Typer(
@@ -131,6 +132,56 @@ def status(
         print(msgspec.json.encode(found).decode())  # noqa: T201
     else:
         print_status(found, console())
+
+
+@app.command()
+def drain(
+    group: Annotated[str, typer.Argument(help="The group, as `ryzanstein status` names it.")],
+    wait: Annotated[bool, typer.Option(help="Wait until the group has left.")] = True,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that what runs may take to finish; the rest goes on in other groups.",
+            min=0,
+            show_default="as the executor is set",
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait; 0: for ever.", min=0)] = 0,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Take a group out of service: it accepts nothing more, finishes or hands over what runs, and leaves."""
+    settings = _nats_of_stack(data_dir, nats_url)
+    screen = console()
+    with screen.status(f"{group}: draining") as progress:
+        end = asyncio.run(
+            drain_group(
+                settings,
+                group,
+                grace=-1.0 if grace is None else grace,
+                wait=wait,
+                timeout=timeout,
+                report=lambda record: progress.update(left_of(record)),
+            )
+        )
+    print_groups(end.groups, screen)
+    if end.left:
+        screen.print(f"{group} has left.", markup=False, highlight=False)
+    elif wait:
+        raise DeadlineExceeded(
+            f"{group} has not left within {timeout:g} s; it goes on draining. See `ryzanstein status`."
+        )
+
+
+@app.command()
+def undrain(
+    group: Annotated[str, typer.Argument(help="The group, as `ryzanstein status` names it.")],
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Have a group that is draining stay and take requests again; one that has left must be started."""
+    asyncio.run(undrain_group(_nats_of_stack(data_dir, nats_url), group))
+    console().print(f"{group} takes requests.", markup=False, highlight=False)
 
 
 @app.command()

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from shared import subjects
 from shared.errors import ConfigurationError
 
 START_TIMEOUT = 20.0
 MAX_PAYLOAD = 8 << 20
+ACCOUNT = "RYZANSTEIN"
 
 
 def find_binary() -> Path:
@@ -27,6 +29,32 @@ def find_binary() -> Path:
     return Path(found)
 
 
+def accounts(user: str, password: str) -> str:
+    """The part of a configuration that has one user, and tells its account whose connections open and close.
+
+    Nobody can log in to the system account: of all that it hears, these two subjects are passed on, about our
+    own account alone.
+    """
+    events = [(subjects.CONNECTION_OPENED, "CONNECT"), (subjects.CONNECTION_CLOSED, "DISCONNECT")]
+    source = f"$SYS.ACCOUNT.{ACCOUNT}"
+    exports = ", ".join(f'{{ stream: "{source}.{event}", accounts: [{ACCOUNT}] }}' for _, event in events)
+    imports = ", ".join(
+        f'{{ stream: {{ account: SYS, subject: "{source}.{event}" }}, to: "{subject}" }}'
+        for subject, event in events
+    )
+    return (
+        "accounts {\n"
+        f"  SYS {{ exports: [{exports}] }}\n"
+        f"  {ACCOUNT} {{\n"
+        "    jetstream: enabled\n"
+        f'    users: [{{ user: "{user}", password: "{password}" }}]\n'
+        f"    imports: [{imports}]\n"
+        "  }\n"
+        "}\n"
+        "system_account: SYS\n"
+    )
+
+
 class LocalNats:
     """Starts and stops one server. The store lies in `directory`; the credentials are this object's.
 
@@ -34,8 +62,10 @@ class LocalNats:
     User and password stand in a file that only its owner can read, never in the process's arguments.
     """
 
-    def __init__(self, directory: Path, *, port: int = -1) -> None:
+    def __init__(self, directory: Path, *, port: int = -1, more: str = "") -> None:
+        """`more`: lines that are added to the server's configuration."""
         self._directory = directory
+        self._more = more
         self._port = port
         self.user = "ryzanstein"
         self.password = secrets.token_urlsafe(24)
@@ -90,7 +120,8 @@ class LocalNats:
             f"ports_file_dir: {quoted['ports']}\n"
             f"max_payload: {MAX_PAYLOAD}\n"
             f"jetstream {{ store_dir: {quoted['store']} }}\n"
-            f'authorization {{ user: "{self.user}", password: "{self.password}" }}\n'
+            f"{accounts(self.user, self.password)}"
+            f"{self._more}"
         )
         return config
 

@@ -29,5 +29,7 @@ class StackSettings(LocalSettings):
     """Executor groups that share this host's memory; 0: those of the stack."""
     drain_grace: float = Field(default=10.0, ge=0)
     """Seconds that an executor takes to finish what runs; only then may it be killed."""
+    drain_delay: float = Field(default=0.0, ge=0)
+    """Seconds that the gateway goes on taking requests before that."""
     drain_timeout: float = Field(default=20.0, ge=0)
     """Seconds that the gateway takes to finish its streams; only then may it be killed."""

@@ -193,7 +193,8 @@ class LocalStack:
         }
 
     def _grace(self, service: str) -> float:
-        work = {"executor": self._settings.drain_grace, "gateway": self._settings.drain_timeout}
+        settings = self._settings
+        work = {"executor": settings.drain_grace, "gateway": settings.drain_delay + settings.drain_timeout}
         return work.get(service, 0.0) + STOP_MARGIN
 
     async def _on_beat(self, beat: Heartbeat) -> None:

@@ -35,6 +35,8 @@ class GroupStatus(msgspec.Struct, frozen=True):
     kv_used: float
     """Share of the KV blocks that sequences hold, 0 to 1."""
     ranks: list[RankStatus]
+    weight: float = 1.0
+    """Speed against the group's own past and its peers; below 1 it is degraded."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -73,6 +75,7 @@ def _group(record: GroupRecord) -> GroupStatus:
         waiting=load.waiting,
         kv_used=round(used, 4),
         ranks=[RankStatus(rank.rank, rank.pid, rank.step) for rank in record.ranks],
+        weight=record.weight,
     )
 
 
@@ -86,7 +89,8 @@ def print_status(status: Status, console: Console) -> None:
         services.add_row(service.name, service.instance, str(service.pid), state, *_usage(service.pid))
     for group in status.groups:
         load = (str(group.running), str(group.waiting), f"{group.kv_used:.1%}")
-        groups.add_row(escape(group.group), escape(group.model), _coloured(group.state), *load)
+        slow = f" [yellow](speed {group.weight:.0%})[/]" if group.weight < 1 else ""
+        groups.add_row(escape(group.group), escape(group.model), _coloured(group.state) + slow, *load)
         for rank in group.ranks:
             memory = _usage(rank.pid)[1]
             ranks.add_row(escape(group.group), str(rank.rank), str(rank.pid), str(rank.step), memory)

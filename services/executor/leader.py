@@ -35,6 +35,7 @@ from shared.messages import (
     ControlReply,
     DispatchBatch,
     DispatchReply,
+    Drain,
     GenerationRequest,
     GroupLoad,
     GroupRecord,
@@ -73,6 +74,7 @@ class Leader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._wake = asyncio.Event()
         self._draining = False
+        self._leaving = False
         self._drain_by = 0.0
         self._load_version = 0
         self._recent = RecentFrames()
@@ -81,7 +83,7 @@ class Leader:
     async def run(self) -> None:
         """Loads, serves until drained. Raises what makes the ring unusable."""
         loop = asyncio.get_running_loop()
-        self._orchestrator.on_drain(lambda: loop.call_soon_threadsafe(self._drain))
+        self._orchestrator.on_drain(lambda: loop.call_soon_threadsafe(self._leave))
         engine_spec = await loop.run_in_executor(self._thread, self._engine.load, lambda done, total: None)
         self._batcher = ContinuousBatcher(
             engine_spec,
@@ -95,8 +97,11 @@ class Leader:
             self._model,
         )
         self._report_load()
-        self._bus = await Bus.connect(self._settings, f"executor/{self._spec.instance}/rank-0")
+        self._bus = await Bus.connect(
+            self._settings, subjects.connection("executor", self._spec.instance, subjects.LEADER)
+        )
         self._bus.on_reconnect(self._on_reconnect)
+        self._bus.on_election(self._on_election)
         beating = asyncio.create_task(self._beat())
         try:
             await self._announce(engine_spec)
@@ -174,8 +179,11 @@ class Leader:
         if isinstance(command, Cancel):
             self._batcher.cancel(command.generation_ids, command.attempt)
             self._wake.set()
-        else:
-            self._drain()
+        elif isinstance(command, Drain):
+            self._drain(command.grace)
+        elif not self._undrain():
+            group = self._spec.group
+            return ControlReply(False, f"The executor of the group {group} is stopping; start it again.")
         return ControlReply(ok=True)
 
     def _report_load(self) -> GroupLoad:
@@ -191,14 +199,30 @@ class Leader:
         reason = f"The group {self._spec.group} is draining; another takes the request."
         return Refusal(request.generation_id, NoGroupAvailable.code, reason)
 
-    def _drain(self) -> None:
-        """Nothing more is accepted; what runs may finish within the grace time."""
-        if not self._draining:
-            self._draining = True
-            self._drain_by = time.monotonic() + self._settings.drain_grace
-            self._board.set_state(RingState.DRAINING)
-            log.info("draining", group=self._spec.group)
-            self._wake.set()
+    def _leave(self) -> None:
+        """The orchestrator ends, and takes the ring with it."""
+        self._leaving = True
+        self._drain()
+
+    def _drain(self, grace: float = -1.0) -> None:
+        """Nothing more is accepted; what runs may finish within `grace` seconds (below 0: as set). Said
+        again, the earlier end holds."""
+        by = time.monotonic() + (self._settings.drain_grace if grace < 0 else grace)
+        self._drain_by = min(by, self._drain_by) if self._draining else by
+        self._draining = True
+        self._board.set_state(RingState.DRAINING)
+        log.info("draining", group=self._spec.group)
+        self._wake.set()
+
+    def _undrain(self) -> bool:
+        """Takes a drain back that is under way; False when the executor is about to end."""
+        if self._leaving:
+            return False
+        if self._draining:
+            self._draining = False
+            self._board.set_state(RingState.READY)
+            log.info("not_draining", group=self._spec.group)
+        return True
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -206,6 +230,7 @@ class Leader:
         """One step after the other while there is work; returns when the group is drained."""
         while True:
             if self._draining and (not self._batcher.has_work or time.monotonic() >= self._drain_by):
+                self._leaving = True
                 await self._hand_back()
                 return
             scheduled = self._batcher.schedule(time.monotonic())
@@ -261,8 +286,13 @@ class Leader:
     def _on_reconnect(self) -> None:
         self._republishing = asyncio.create_task(self._republish())
 
+    def _on_election(self, stream: str) -> None:
+        """While the journal had no leader, nobody recorded what was published."""
+        if stream == subjects.JOURNAL_STREAM:
+            self._on_reconnect()
+
     async def _republish(self) -> None:
-        """Publishes again what may have been lost with the connection; readers drop what they know."""
+        """Publishes again what may have been lost on its way; readers drop what they know."""
         for consumer, frame in self._recent:
             await self._publish_frame(consumer, frame)
 
@@ -281,10 +311,12 @@ class Leader:
         await self._publish(self._batcher.fail_all(error))
 
     async def _beat(self) -> None:
-        """Shows that the event loop turns, which a stopped process cannot."""
+        """Shows that the event loop turns, which a stopped process cannot; looks at the clock."""
         with contextlib.suppress(asyncio.CancelledError):
             while True:
                 self._board.loop_beat()
+                if self._batcher.expire(time.time()):
+                    self._wake.set()
                 await asyncio.sleep(LOOP_BEAT_INTERVAL)
 
 

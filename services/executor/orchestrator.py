@@ -14,11 +14,11 @@ from services.executor.board import RingState
 from services.executor.metrics import RingCollector
 from services.executor.naming import served_name
 from services.executor.ring import Ring, RingEnd
+from services.executor.ring_watch import RingWatch
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError, RingLost, error_from_code
 from shared.lifecycle import Service
-from shared.messages import GroupBeat, GroupLoad, ServiceName
-from shared.progress import ProgressWatch
+from shared.messages import GroupBeat, GroupLoad, GroupWork, ServiceName
 from shared.telemetry import Health
 
 log = structlog.get_logger(__name__)
@@ -153,19 +153,16 @@ class ExecutorService(Service):
 
     async def _watch_progress(self) -> None:
         """Gives the ring up when a rank, or the leader's event loop, has stood still for too long."""
-        watch = ProgressWatch(self._executor_settings.hung_after)
+        watch = RingWatch(self._executor_settings.hung_after)
         while True:
             await asyncio.sleep(min(0.5, self._executor_settings.hung_after / 4))
             ring = self._ring
             if ring is None or not ring.ready.is_set():
                 continue
-            now = time.monotonic()
-            if watch.stands_still((ring.epoch, "loop"), (ring.board.loop_beats,), True, now):
-                ring.lose("the leader has stood still")
-            for beat in ring.board.beats():
-                counters = (beat.step, beat.progress)
-                if watch.stands_still((ring.epoch, beat.rank), counters, beat.in_flight, now):
-                    ring.lose(f"rank {beat.rank} (process {beat.pid}) is hung in step {beat.step + 1}")
+            board = ring.board
+            reason = watch.verdict(ring.epoch, board.loop_beats, board.beats(), time.monotonic())
+            if reason:
+                ring.lose(reason)
 
     def group_beat(self) -> GroupBeat:
         ring = self._ring
@@ -175,6 +172,7 @@ class ExecutorService(Service):
                 self.group, self._model, self._epoch, "starting", [], GroupLoad(), message=self._message
             )
         draining = self.state == "draining" or ring.board.state is RingState.DRAINING
+        totals = ring.board.totals
         return GroupBeat(
             group=self.group,
             model=self._model,
@@ -184,6 +182,7 @@ class ExecutorService(Service):
             load=ring.board.load,
             loaded=1.0 if ready else ring.board.loaded,
             message=self._message,
+            work=GroupWork(totals.steps, totals.step_seconds, totals.prompt_tokens + totals.output_tokens),
         )
 
     def health(self) -> Health:

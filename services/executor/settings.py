@@ -38,7 +38,8 @@ class ExecutorSettings(CommonSettings):
     max_batch_tokens: int = Field(default=512, ge=1)
     """Token budget of one step: long prompts are prefilled in chunks of at most this."""
     max_waiting: int = Field(default=1024, ge=1)
-    """Most accepted sequences that wait for the batch; more are refused for the time being."""
+    """Most accepted sequences that wait for the batch; more are refused for the time being. Those of the batch
+    lane keep no others out."""
     speculation: str = "auto"
     """Tokens that a step checks ahead per sequence where the text repeats itself: `auto` (as many as pay),
     `off`, or the most there may be. It changes the speed, never the text."""

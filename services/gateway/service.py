@@ -78,6 +78,10 @@ class GatewayService(Service):
         self._backend.open(Intake(parts, catalog, tokenizers), catalog)
 
     async def stop(self) -> None:
+        """In this order: not ready (said before), no new connections, no new requests, streams at their end."""
+        if self._generations is not None:
+            await asyncio.sleep(self.settings.drain_delay)
+        self.stop_accepting()
         self._backend.drain()
         if self._generations is None or self._catalog is None:
             return

@@ -26,6 +26,9 @@ class GatewaySettings(CommonSettings):
     """Output tokens of a chat completion that names no limit; 0: what is left of the context."""
     recovery_attempts: int = Field(default=3, ge=0)
     """Times that a request is handed in again after its group was lost."""
+    drain_delay: float = Field(default=0.0, ge=0)
+    """Seconds that the gateway goes on taking requests once it is told to stop and says that it is not ready:
+    as long as a load balancer takes to notice."""
     drain_timeout: float = Field(default=20.0, ge=0)
     """Seconds that running streams get to end when the gateway stops."""
     pending_frames: int = Field(default=65_536, gt=0)

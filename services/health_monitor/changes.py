@@ -9,8 +9,9 @@ from shared.messages import GroupRecord, ServiceRecord
 
 Record = TypeVar("Record", GroupRecord, ServiceRecord)
 
-CONFIRM_INTERVAL = 10.0
-"""Seconds after which an unchanged record is written again, so that readers see that it is not stale."""
+CONFIRM_INTERVAL = 2.0
+"""Seconds after which an unchanged record is written again, so that readers see that it is not stale, and
+another monitor that the group is heard."""
 
 
 class Due(msgspec.Struct, Generic[Record], frozen=True):
@@ -56,9 +57,9 @@ def _lasting(record: GroupRecord | ServiceRecord) -> object:
     """What must be known at once."""
     if isinstance(record, GroupRecord):
         pids = [rank.pid for rank in record.ranks]
-        return record.model, record.state, record.epoch, record.instance, pids
+        return record.model, record.state, record.epoch, record.instance, record.weight < 1, pids
     return record.name, record.pid, record.state, record.address
 
 
 def _content(record: GroupRecord | ServiceRecord) -> GroupRecord | ServiceRecord:
-    return msgspec.structs.replace(record, updated_at=0.0)
+    return msgspec.structs.replace(record, updated_at=0.0, heard_at=0.0)

@@ -2,16 +2,22 @@
 
     starting ──▶ ready ⇄ busy ──▶ draining          of a group, while its instance is heard
                    └─▶ hung ──▶ ready                counters stand still; they move again
-    any ──▶ gone                                      not heard, or said so itself
+    any ──▶ gone                                      not heard, cut off, or said so itself
 
 Events follow the states: `up` when a ring becomes ready or busy, `draining` when it leaves, `down`
 when a ring that was up is hung, gone, starting anew, or replaced by one of a later epoch.
+
+Several monitors decide side by side. What another has written counts by its evidence, the time of the
+heartbeat that it knows it from: the later evidence wins, and of equal evidence the worse state.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from services.health_monitor.presence import ConnectionEvent, Presence
+from services.health_monitor.speed import Speeds
+from shared import subjects
 from shared.messages import (
     GroupBeat,
     GroupEvent,
@@ -29,6 +35,9 @@ from shared.progress import ProgressWatch
 STALL = 1.0
 """Seconds between two ticks from which on the monitor itself was not listening, and blames nobody."""
 
+SAME = 0.5
+"""Seconds by which two monitors may have heard the same heartbeat at different times."""
+
 _SERVING = ("ready", "busy")
 
 
@@ -40,9 +49,13 @@ class _Instance:
     state: ServiceStatus
     address: str
     heard: float
+    heard_at: float = 0.0
+    """As a group's."""
 
     def record(self) -> ServiceRecord:
-        return ServiceRecord(self.name, self.instance, self.pid, self.state, self.address)
+        return ServiceRecord(
+            self.name, self.instance, self.pid, self.state, self.address, heard_at=self.heard_at
+        )
 
 
 @dataclass(slots=True)
@@ -60,6 +73,12 @@ class _Group:
     message: str = ""
     announced: Literal["", "up", "draining"] = ""
     """The last event about this ring, unless it was a loss."""
+    weight: float = 1.0
+    heard_at: float = 0.0
+    """Unix seconds of the last heartbeat, whichever monitor has heard it. `heard` is when its silence began to
+    count, which may be later."""
+    cut_off: bool = False
+    """Whether its leader's connection to the broker is gone."""
 
     def record(self) -> GroupRecord:
         return GroupRecord(
@@ -72,6 +91,8 @@ class _Group:
             instance=self.instance,
             loaded=self.loaded,
             message=self.message,
+            weight=self.weight,
+            heard_at=self.heard_at,
         )
 
 
@@ -84,6 +105,8 @@ class Detector:
         self._forget_after = forget_after
         self._instances: dict[str, _Instance] = {}
         self._groups: dict[str, _Group] = {}
+        self._presence = Presence()
+        self._speeds = Speeds()
         self._ticked: float | None = None
 
     def services(self) -> list[ServiceRecord]:
@@ -95,24 +118,9 @@ class Detector:
     def restore(self, services: Iterable[ServiceRecord], groups: Iterable[GroupRecord], now: float) -> None:
         """Begins with what an earlier monitor wrote; everybody has `gone_after` to be heard of."""
         for service in services:
-            self._instances[service.instance] = _Instance(
-                service.name, service.instance, service.pid, service.state, service.address, now
-            )
+            self._instances[service.instance] = _instance_of(service, now)
         for record in groups:
-            self._groups[record.group] = _Group(
-                group=record.group,
-                model=record.model,
-                epoch=record.epoch,
-                instance=record.instance,
-                heard=now,
-                progress=ProgressWatch(self._hung_after),
-                state=record.state,
-                load=record.load,
-                ranks=record.ranks,
-                loaded=record.loaded,
-                message=record.message,
-                announced=_announced(record.state),
-            )
+            self._groups[record.group] = self._entry_of(record, now)
 
     def pardon(self, now: float) -> None:
         """The monitor has not been listening: everybody who was alive has `gone_after` once more."""
@@ -122,21 +130,114 @@ class Detector:
         for group in self._groups.values():
             if group.state != "gone":
                 group.heard = now
+                group.cut_off = False
+        self._presence.pardon(now)
+
+    # --- other monitors --------------------------------------------------------------------------
+
+    def merge(self, record: GroupRecord, now: float, at: float) -> None:
+        """Takes in what another monitor has written. `at`: unix seconds, as `now`."""
+        entry = self._groups.get(record.group)
+        if entry is None or record.epoch > entry.epoch:
+            entry = self._groups[record.group] = self._entry_of(record, now)
+            entry.heard = min(now, now - at + record.heard_at) if record.heard_at else now
+            return
+        ahead = record.heard_at - entry.heard_at
+        if record.epoch < entry.epoch or ahead < -SAME:
+            return
+        if ahead > SAME:
+            entry.heard = max(entry.heard, min(now, now - at + record.heard_at))
+            entry.heard_at = record.heard_at
+            self._take_over(entry, record)
+        elif _badness(record.state) > _badness(entry.state):
+            self._take_over(entry, record)
+
+    def merge_service(self, record: ServiceRecord, now: float, at: float) -> None:
+        """As `merge`, for a service instance."""
+        entry = self._instances.get(record.instance)
+        ahead = record.heard_at - (entry.heard_at if entry is not None else 0.0)
+        if entry is None or ahead > SAME:
+            heard = min(now, now - at + record.heard_at) if record.heard_at else now
+            self._instances[record.instance] = _instance_of(record, heard)
+        elif ahead >= -SAME and record.state == "gone":
+            entry.state = "gone"
+
+    def drop(self, group: str = "", instance: str = "") -> None:
+        """Another monitor has taken it off the list; what we hear ourselves stays on it."""
+        entry = self._groups.get(group)
+        if entry is not None and entry.state == "gone":
+            del self._groups[group]
+        service = self._instances.get(instance)
+        if service is not None and service.state == "gone":
+            del self._instances[instance]
+
+    @staticmethod
+    def _take_over(entry: _Group, record: GroupRecord) -> None:
+        """Its writer has told the world already."""
+        entry.state, entry.message = record.state, record.message
+        entry.announced = _announced(record.state)
+
+    def _entry_of(self, record: GroupRecord, now: float) -> _Group:
+        return _Group(
+            group=record.group,
+            model=record.model,
+            epoch=record.epoch,
+            instance=record.instance,
+            heard=now,
+            progress=ProgressWatch(self._hung_after),
+            state=record.state,
+            load=record.load,
+            ranks=record.ranks,
+            loaded=record.loaded,
+            message=record.message,
+            announced=_announced(record.state),
+            weight=record.weight,
+            heard_at=record.heard_at,
+        )
+
+    # --- connections -----------------------------------------------------------------------------
+
+    def opened(self, event: ConnectionEvent) -> None:
+        """A process has connected to the broker."""
+        self._presence.opened(event)
+        for group in self._groups.values():
+            if _leader_of(group) == event.client.name:
+                group.cut_off = False
+
+    def closed(self, event: ConnectionEvent, now: float) -> None:
+        """A connection to the broker has closed; `tick` says what comes of it."""
+        self._presence.closed(event, now)
+
+    def _cut(self, name: str) -> list[GroupEvent]:
+        """The process that had the connection `name` is gone, or cannot reach the broker."""
+        events: list[GroupEvent] = []
+        for instance in self._instances.values():
+            if name == subjects.connection(instance.name, instance.instance) and instance.state != "gone":
+                instance.state = "gone"
+                events += self._lose_groups(instance.instance, "its executor has lost its connection to NATS")
+        for group in self._groups.values():
+            if name == _leader_of(group) and group.state != "gone":
+                group.cut_off = True
+                group.message = "its leader has lost its connection to NATS"
+                events += self._set_state(group, "gone")
+        return events
 
     # --- heartbeats ------------------------------------------------------------------------------
 
-    def observe(self, beat: Heartbeat, now: float) -> list[GroupEvent]:
-        """Takes in one heartbeat; returns what has happened to groups."""
+    def observe(self, beat: Heartbeat, now: float, at: float = 0.0) -> list[GroupEvent]:
+        """Takes in one heartbeat, at `now` (`at` in unix seconds); returns what has happened to groups."""
+        self._notice_stall(now)
+        self._presence.heard(subjects.connection(beat.service, beat.instance))
         self._instances[beat.instance] = _Instance(
-            beat.service, beat.instance, beat.pid, beat.state, beat.address, now
+            beat.service, beat.instance, beat.pid, beat.state, beat.address, now, at
         )
         if beat.state == "gone":
-            return self._lose_groups(beat.instance)
+            return self._lose_groups(beat.instance, "its executor has stopped")
         if beat.group is None:
             return []
-        return self._observe_group(beat, beat.group, now)
+        return self._observe_group(beat, beat.group, now, at)
 
-    def _observe_group(self, beat: Heartbeat, said: GroupBeat, now: float) -> list[GroupEvent]:
+    def _observe_group(self, beat: Heartbeat, said: GroupBeat, now: float, at: float) -> list[GroupEvent]:
         entry = self._groups.get(said.group)
         if entry is not None and said.epoch < entry.epoch and not _has_lost_its_ring(beat, said, entry):
             return []  # from a life that is over
@@ -147,8 +248,9 @@ class Detector:
             progress = ProgressWatch(self._hung_after)
             entry = _Group(said.group, said.model, said.epoch, beat.instance, now, progress)
             self._groups[said.group] = entry
-        entry.heard = now
+        entry.heard, entry.heard_at = now, at
         entry.instance = beat.instance
+        entry.weight = self._speeds.observe(said.group, said.model, said.epoch, said.work, now)
         entry.load, entry.ranks = said.load, said.ranks
         entry.loaded, entry.message = said.loaded, said.message
         hung = _hung_ranks(entry.progress, said, now)
@@ -158,6 +260,9 @@ class Detector:
         """The state that a beat shows."""
         if said.state == "starting":
             return "starting"
+        if entry.cut_off:
+            entry.message = "its leader has lost its connection to NATS"
+            return "hung"
         if hung:
             ranks = ", ".join(map(str, hung))
             entry.message = f"no progress for {self._hung_after:g} s on rank {ranks}"
@@ -171,10 +276,11 @@ class Detector:
 
     def tick(self, now: float) -> list[GroupEvent]:
         """Looks who has not been heard of; to be called several times per second."""
-        if self._ticked is not None and now - self._ticked > STALL:
-            self.pardon(now)
+        self._notice_stall(now)
         self._ticked = now
         events: list[GroupEvent] = []
+        for name in self._presence.cut(now):
+            events += self._cut(name)
         for instance in self._instances.values():
             if instance.state != "gone" and now - instance.heard >= self._gone_after:
                 instance.state = "gone"
@@ -185,12 +291,21 @@ class Detector:
         self._forget(now)
         return events
 
-    def _lose_groups(self, instance: str) -> list[GroupEvent]:
-        """An instance has said that it is gone: so are its groups."""
+    def _notice_stall(self, now: float) -> None:
+        """Whoever was not listening, since it was stopped or had no processor, blames nobody: what comes in
+        now is old, and stands closer together than it was sent."""
+        if self._ticked is not None and now - self._ticked > STALL:
+            self._ticked = now
+            self.pardon(now)
+            for group in self._groups.values():
+                group.progress = ProgressWatch(self._hung_after)
+
+    def _lose_groups(self, instance: str, reason: str) -> list[GroupEvent]:
+        """An instance is gone: so are its groups."""
         events: list[GroupEvent] = []
         for group in self._groups.values():
             if group.instance == instance and group.state != "gone":
-                group.message = "its executor has stopped"
+                group.message = reason
                 events += self._set_state(group, "gone")
         return events
 
@@ -202,6 +317,7 @@ class Detector:
         self._groups = {
             name: entry for name, entry in self._groups.items() if not self._forgotten(entry, now)
         }
+        self._speeds.keep(self._groups)
 
     def _forgotten(self, entry: _Instance | _Group, now: float) -> bool:
         return entry.state == "gone" and now - entry.heard >= self._gone_after + self._forget_after
@@ -234,6 +350,21 @@ def _hung_ranks(progress: ProgressWatch, said: GroupBeat, now: float) -> list[in
             beat.rank, (beat.pid, beat.step, beat.progress), beat.in_flight and work, now
         )
     ]
+
+
+def _instance_of(record: ServiceRecord, heard: float) -> _Instance:
+    return _Instance(
+        record.name, record.instance, record.pid, record.state, record.address, heard, record.heard_at
+    )
+
+
+def _badness(state: GroupStatus) -> int:
+    return {"hung": 1, "gone": 2}.get(state, 0)
+
+
+def _leader_of(group: _Group) -> str:
+    """Name of the connection of the group's leader."""
+    return subjects.connection("executor", group.instance, subjects.LEADER)
 
 
 def _announced(state: GroupStatus) -> Literal["", "up", "draining"]:

@@ -14,6 +14,12 @@ class HealthMetrics:
             f"{_PREFIX}_instances", "Service instances by state.", ["service", "state"], registry=registry
         )
         self.groups = Gauge(f"{_PREFIX}_groups", "Executor groups by state.", ["state"], registry=registry)
+        self.weight = Gauge(
+            f"{_PREFIX}_group_weight",
+            "Speed of a group against its past and its peers; below 1: degraded.",
+            ["group"],
+            registry=registry,
+        )
         self.events = Counter(f"{_PREFIX}_events", "Group events published.", ["kind"], registry=registry)
         self.writes = Counter(f"{_PREFIX}_writes", "Records written.", registry=registry)
         self.write_failures = Counter(

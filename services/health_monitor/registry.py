@@ -1,10 +1,15 @@
 """Writes what the detector decides: the buckets `groups` and `services`, and the events.
 
-Several monitors may write side by side: they decide alike, and saying a thing twice does no harm.
+Several monitors write side by side, each over what it knows to stand there (compare-and-set): what is written
+already is not written again, and a monitor that was stopped cannot bring back what it last believed.
+
+    due ──▶ update(revision) ──▶ written
+                 └─ somebody was first ──▶ read, merge into the detector ──▶ due again, if they differ
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -17,7 +22,90 @@ from shared.errors import RyzansteinError
 from shared.messages import GroupEvent, GroupRecord, ServiceRecord
 from shared.stores import Bucket
 
+Said = TypeVar("Said", GroupRecord, ServiceRecord, contravariant=True)
+
 log = structlog.get_logger(__name__)
+
+
+class Others(Protocol[Said]):
+    """What other monitors do to a bucket."""
+
+    def wrote(self, record: Said, /) -> None: ...
+
+    def deleted(self, key: str, /) -> None: ...
+
+
+class SharedRecords(Generic[Record]):
+    """One bucket that several monitors write."""
+
+    def __init__(
+        self,
+        bucket: Bucket[Record],
+        load_interval: float,
+        metrics: HealthMetrics,
+        others: Others[Record],
+    ) -> None:
+        self._bucket: Bucket[Record] = bucket
+        self._changes: Changes[Record] = Changes(load_interval)
+        self._metrics = metrics
+        self._others: Others[Record] = others
+        self._revisions: dict[str, int] = {}
+
+    async def load(self, now: float) -> list[Record]:
+        """What stands in the bucket."""
+        records = await self._bucket.items()
+        self._changes.restore(records, now)
+        return list(records.values())
+
+    async def follow(self, clock: Callable[[], float]) -> None:
+        """Learns what others write, until it is cancelled."""
+        async for update in self._bucket.watch_revisions():
+            if update is not None:
+                key, record, revision = update
+                self._learn(key, record, revision, clock())
+
+    async def write(self, records: Mapping[str, Record], now: float, stamp: float) -> None:
+        """Brings the bucket up to date. Raises `BrokerUnavailable`: the rest is due again at the next call."""
+        due = self._changes.due(records, now)
+        for key, record in due.put.items():
+            await self._put(key, msgspec.structs.replace(record, updated_at=stamp), now)
+        for key in due.delete:
+            if await self._bucket.delete(key, self._revisions.get(key)):
+                self._revisions.pop(key, None)
+                self._changes.deleted(key)
+            else:
+                await self._read(key, now)
+
+    async def _put(self, key: str, record: Record, now: float) -> None:
+        known = self._revisions.get(key)
+        if known is None:
+            revision = await self._bucket.create(key, record)
+        else:
+            revision = await self._bucket.update(key, record, known)
+        if revision is None:
+            await self._read(key, now)
+            return
+        self._revisions[key] = max(revision, self._revisions.get(key, 0))
+        self._changes.written(key, record, now)
+        self._metrics.writes.inc()
+
+    async def _read(self, key: str, now: float) -> None:
+        """Another monitor was first."""
+        entry = await self._bucket.get(key)
+        if entry is None:
+            self._learn(key, None, 0, now)
+        else:
+            self._learn(key, entry.value, entry.revision, now)
+
+    def _learn(self, key: str, record: Record | None, revision: int, now: float) -> None:
+        if record is None:
+            self._revisions.pop(key, None)
+            self._changes.deleted(key)
+            self._others.deleted(key)
+        elif revision > self._revisions.get(key, 0):
+            self._revisions[key] = revision
+            self._changes.written(key, record, now)
+            self._others.wrote(record)
 
 
 class Registry:
@@ -26,30 +114,32 @@ class Registry:
     def __init__(
         self,
         bus: Bus,
-        groups: Bucket[GroupRecord],
-        services: Bucket[ServiceRecord],
+        groups: SharedRecords[GroupRecord],
+        services: SharedRecords[ServiceRecord],
         metrics: HealthMetrics,
-        load_interval: float,
     ) -> None:
         self._bus = bus
-        self._groups = groups
-        self._services = services
+        self.groups = groups
+        self.services = services
         self._metrics = metrics
-        self._group_changes: Changes[GroupRecord] = Changes(load_interval)
-        self._service_changes: Changes[ServiceRecord] = Changes(load_interval)
 
     @classmethod
-    async def open(cls, bus: Bus, metrics: HealthMetrics, load_interval: float) -> "Registry":
+    async def open(
+        cls,
+        bus: Bus,
+        metrics: HealthMetrics,
+        load_interval: float,
+        other_groups: Others[GroupRecord],
+        other_services: Others[ServiceRecord],
+    ) -> "Registry":
         groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
         services = await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)
-        return cls(bus, groups, services, metrics, load_interval)
-
-    async def load(self, now: float) -> tuple[list[ServiceRecord], list[GroupRecord]]:
-        """What stands in the buckets."""
-        services, groups = await self._services.items(), await self._groups.items()
-        self._service_changes.restore(services, now)
-        self._group_changes.restore(groups, now)
-        return list(services.values()), list(groups.values())
+        return cls(
+            bus,
+            SharedRecords(groups, load_interval, metrics, other_groups),
+            SharedRecords(services, load_interval, metrics, other_services),
+            metrics,
+        )
 
     async def announce(self, events: list[GroupEvent]) -> None:
         """Publishes group events; everybody reads them."""
@@ -71,27 +161,8 @@ class Registry:
         """
         stamp = time.time()
         try:
-            await self._write(self._groups, self._group_changes, {g.group: g for g in groups}, now, stamp)
-            await self._write(
-                self._services, self._service_changes, {s.instance: s for s in services}, now, stamp
-            )
+            await self.groups.write({group.group: group for group in groups}, now, stamp)
+            await self.services.write({one.instance: one for one in services}, now, stamp)
         except RyzansteinError as error:
             self._metrics.write_failures.inc()
             log.warning("record_not_written", error=str(error))
-
-    async def _write(
-        self,
-        bucket: Bucket[Record],
-        changes: Changes[Record],
-        records: Mapping[str, Record],
-        now: float,
-        stamp: float,
-    ) -> None:
-        due = changes.due(records, now)
-        for key, record in due.put.items():
-            await bucket.put(key, msgspec.structs.replace(record, updated_at=stamp))
-            changes.written(key, record, now)
-            self._metrics.writes.inc()
-        for key in due.delete:
-            await bucket.delete(key)
-            changes.deleted(key)

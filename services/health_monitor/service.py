@@ -1,14 +1,23 @@
-"""The health monitor service: heartbeats in, group states out."""
+"""The health monitor service: heartbeats and the broker's own news in, group states out."""
 
 import asyncio
+import time
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+from nats.aio.msg import Msg
 
 from services.health_monitor.detector import Detector
 from services.health_monitor.metrics import HealthMetrics
+from services.health_monitor.presence import ConnectionEvent
 from services.health_monitor.registry import Registry
 from services.health_monitor.settings import HealthMonitorSettings
 from shared import subjects
 from shared.lifecycle import Service
-from shared.messages import Heartbeat
+from shared.messages import GroupRecord, Heartbeat, ServiceRecord
+
+log = structlog.get_logger(__name__)
 
 TICK = 0.1
 """Seconds between two looks at who has not been heard of."""
@@ -35,12 +44,23 @@ class HealthMonitorService(Service):
         self._stopping = False
 
     async def start(self) -> None:
-        registry = self._registry = await Registry.open(self.bus, self._metrics, self._settings.load_interval)
-        now = asyncio.get_running_loop().time()
-        services, groups = await registry.load(now)
+        clock = asyncio.get_running_loop().time
+        registry = self._registry = await Registry.open(
+            self.bus,
+            self._metrics,
+            self._settings.load_interval,
+            _OtherGroups(self._detector, self._dirty),
+            _OtherServices(self._detector, self._dirty),
+        )
+        now = clock()
+        services, groups = await registry.services.load(now), await registry.groups.load(now)
         self._detector.restore(services, groups, now)
-        self.bus.on_reconnect(lambda: self._detector.pardon(asyncio.get_running_loop().time()))
+        self.bus.on_reconnect(lambda: self._detector.pardon(clock()))
         await self.bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
+        await self.bus.client.subscribe(subjects.CONNECTION_OPENED, cb=self._on_opened)
+        await self.bus.client.subscribe(subjects.CONNECTION_CLOSED, cb=self._on_closed)
+        self.spawn(registry.groups.follow(clock), "groups")
+        self.spawn(registry.services.follow(clock), "services")
         self.spawn(self._tick(), "tick")
         self.spawn(self._write(registry), "registry")
 
@@ -56,9 +76,19 @@ class HealthMonitorService(Service):
     async def _on_beat(self, beat: Heartbeat) -> None:
         assert self._registry is not None, "the registry is opened before beats arrive"
         self._metrics.beats.labels(beat.service).inc()
-        events = self._detector.observe(beat, asyncio.get_running_loop().time())
+        events = self._detector.observe(beat, asyncio.get_running_loop().time(), time.time())
         await self._registry.announce(events)
         self._dirty.set()
+
+    async def _on_opened(self, message: Msg) -> None:
+        event = _decoded(message)
+        if event is not None:
+            self._detector.opened(event)
+
+    async def _on_closed(self, message: Msg) -> None:
+        event = _decoded(message)
+        if event is not None:
+            self._detector.closed(event, asyncio.get_running_loop().time())
 
     async def _tick(self) -> None:
         assert self._registry is not None, "the registry is opened before the first tick"
@@ -82,7 +112,50 @@ class HealthMonitorService(Service):
         """Sets the gauges."""
         self._metrics.groups.clear()
         self._metrics.instances.clear()
+        self._metrics.weight.clear()
         for group in detector.groups():
             self._metrics.groups.labels(group.state).inc()
+            self._metrics.weight.labels(group.group).set(group.weight)
         for service in detector.services():
             self._metrics.instances.labels(service.name, service.state).inc()
+
+
+@dataclass(frozen=True)
+class _OtherGroups:
+    """What other monitors write of groups goes to the detector."""
+
+    detector: Detector
+    dirty: asyncio.Event
+
+    def wrote(self, record: GroupRecord) -> None:
+        self.detector.merge(record, asyncio.get_running_loop().time(), time.time())
+        self.dirty.set()
+
+    def deleted(self, key: str) -> None:
+        self.detector.drop(group=key)
+
+
+@dataclass(frozen=True)
+class _OtherServices:
+    """The same of service instances."""
+
+    detector: Detector
+    dirty: asyncio.Event
+
+    def wrote(self, record: ServiceRecord) -> None:
+        self.detector.merge_service(record, asyncio.get_running_loop().time(), time.time())
+        self.dirty.set()
+
+    def deleted(self, key: str) -> None:
+        self.detector.drop(instance=key)
+
+
+_decoder = msgspec.json.Decoder(ConnectionEvent)
+
+
+def _decoded(message: Msg) -> ConnectionEvent | None:
+    try:
+        return _decoder.decode(message.data)
+    except msgspec.DecodeError as error:
+        log.warning("undecodable_message", subject=message.subject, error=str(error))
+        return None

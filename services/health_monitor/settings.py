@@ -11,8 +11,9 @@ class HealthMonitorSettings(CommonSettings):
     hung_after: float = Field(default=2.5, gt=0)
     """Seconds without progress after which a rank with a step in flight is hung. Heartbeats show it: a
     rank that stops is known within this and two beats."""
-    gone_after: float = Field(default=5.0, gt=0)
-    """Seconds without a heartbeat after which an instance is gone."""
+    gone_after: float = Field(default=4.0, gt=0)
+    """Seconds without a heartbeat after which an instance is gone. One that is killed is known at once where
+    the broker tells of closed connections."""
     forget_after: float = Field(default=60.0, gt=0)
     """Seconds for which something that is gone is still listed."""
     load_interval: float = Field(default=1.0, ge=0)

@@ -293,3 +293,23 @@ async def test_a_closed_connection_is_no_riddle(nats_settings: CommonSettings) -
         await pins.put("a", SessionPin("g", 1))
     with pytest.raises(BrokerUnavailable, match="did not store an object"):
         await ObjectStore(connection, "files").put("a", b"x")
+
+
+async def test_more_replicas_than_there_are_servers_are_refused_in_one_sentence(
+    nats_settings: CommonSettings,
+) -> None:
+    connection = await Bus.connect(nats_settings.model_copy(update={"nats_replicas": 3}), "test")
+    with pytest.raises(ConfigurationError, match=r"cannot keep 3 replicas .* RYZANSTEIN_NATS_REPLICAS"):
+        await connection.ensure_streams()
+    await connection.close()
+
+
+async def test_a_key_is_deleted_only_as_it_is_known(bus: Bus) -> None:
+    pins = await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin, ttl=60)
+    old = await pins.put("s", SessionPin("g1", 1))
+    new = await pins.put("s", SessionPin("g2", 1))
+    assert not await pins.delete("s", old)
+    assert await pins.get("s") is not None
+    assert await pins.delete("s", new)
+    assert await pins.get("s") is None
+    assert await pins.delete("s")

@@ -23,7 +23,8 @@ class BatchSettings(msgspec.Struct, frozen=True):
     max_sequences: int = 64
     """Sequences that run at once."""
     max_waiting: int = 1024
-    """Accepted sequences that wait for a place; more are refused, to be tried elsewhere or later."""
+    """Accepted sequences that wait for a place; more are refused, to be tried elsewhere or later. Those of the
+    batch lane count against batch requests alone."""
     session_ttl: float = 0.0
     """Seconds after its last use for which a session's blocks are kept before others'."""
     max_drafts: int = 0

@@ -6,10 +6,10 @@ calls, `schedule()` and `update()`; requests may be added and cancelled between 
       add ──▶ waiting ──admit──▶ running ──▶ ended          urgency: lane (recovery, interactive,
                  ▲                  │                       batch), then arrival
                  └────preempt───────┘
-    one step:  1. decodes, most urgent first; when blocks run out, the least urgent running sequence
-                  gives up its blocks and is computed again later
-               2. what is left of the token budget: prompts in chunks, most urgent first, running or
-                  admitted now
+    one step:  1. recovery and interactive requests: decodes, then prompts in chunks, running or admitted
+                  now; where there is no room, the least urgent running sequence gives up its blocks, and
+                  one of the batch lane its place too, and is computed again later (`step_planning.py`)
+               2. what is left of the token budget: the same for the batch lane
                3. what is left then: drafts of the decodes' next tokens (`drafting.py`)
 
 No hang: each step advances some sequence, or restores spilled blocks of one. The most urgent running
@@ -17,28 +17,27 @@ sequence may take every other's blocks, and one that does not fit the whole cach
 With none running, the first that waits is admitted, since it fits the whole cache.
 """
 
-from bisect import insort
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from operator import attrgetter
+
+import msgspec
 
 from services.executor.engine import admission
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.drafting import Drafter
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.plan_builder import NO_STEP, Chunk, Row, Step, build_plan, rows_of
+from services.executor.engine.plan_builder import NO_STEP, Row, Step, build_plan, rows_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState
+from services.executor.engine.step_planning import StepPlanner
 from services.executor.kv_cache.prefix_index import root_digest
-from shared.errors import InternalError, RyzansteinError
+from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
 
 Entries = dict[str, list[TokenEntry]]
 """New tokens and endings by consumer."""
-
-_URGENCY = attrgetter("urgency")
 
 
 class ContinuousBatcher:
@@ -59,9 +58,7 @@ class ContinuousBatcher:
         self._root = root_digest(namespace)
         self._tables = BlockTables(spec, settings)
         self.drafter = drafter or Drafter(spec, settings)
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
-        # Both lists are sorted by urgency.
+        self._planner = StepPlanner(spec, settings, self._tables)
         self._live: dict[str, Sequence] = {}
         self._ended = RecentlyEnded()
         self._owed: Entries = {}
@@ -69,8 +66,6 @@ class ContinuousBatcher:
         self._arrivals = 0
         self.step = 0
         """The last step that was scheduled; the first is 1."""
-        self.preemptions = 0
-        """Sequences that have had to give up their blocks."""
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -91,15 +86,13 @@ class ContinuousBatcher:
             self._owe(request.consumer, entry)
             self._ended.add(request)
             return None
-        error = admission.too_long(request, self._spec)
-        if error is None and len(self._waiting) >= self._settings.max_waiting:
-            error = admission.queue_full(len(self._waiting))
+        error = admission.too_long(request, self._spec) or self._queue_full(request)
         if error is not None:
             return admission.refusal(request, error)
         self._arrivals += 1
         sequence = Sequence(request, self._arrivals, self._spec.block_size, self._root)
         self._live[request.generation_id] = sequence
-        insort(self._waiting, sequence, key=_URGENCY)
+        self._planner.wait(sequence)
         return None
 
     def cancel(self, generation_ids: Iterable[str], attempt: int = -1) -> None:
@@ -117,6 +110,17 @@ class ContinuousBatcher:
             if not sequence.in_flight:
                 self._end(sequence, sequence.ending_entry())
 
+    def expire(self, now: float) -> bool:
+        """Ends what waits for its first token and whose deadline is not after `now` (unix seconds): nobody
+        waits for it any more. It is what bounds the starvation of the batch lane. Safe while a step is
+        under way. Returns whether there was any."""
+        late = [s for s in self._planner.waiting if s.is_late(now) and not s.in_flight]
+        for sequence in late:
+            error = DeadlineExceeded("No room for the request before its deadline; try again later.")
+            entry = sequence.error_entry([], error)
+            self._end(sequence, msgspec.structs.replace(entry, retryable=False))  # it is late everywhere
+        return bool(late)
+
     # --- steps -----------------------------------------------------------------------------------
 
     def schedule(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
@@ -128,16 +132,12 @@ class ContinuousBatcher:
         if self._under_way is not NO_STEP:
             raise InternalError("A step was scheduled while another is under way.")
         self._tables.begin(now)
-        self._make_way()
-        preemptions = self.preemptions
-        batch = self._decodes()
-        # A sequence that has just given up its blocks must not take them back in the same step.
-        self._add_prefills(batch, admitting=self.preemptions == preemptions)
+        batch = self._planner.plan()
         if not batch and not self._tables.restoring:
             return None
         for chunk in batch:
             chunk.sequence.in_flight = True
-        self.drafter.extend(batch, self._tables, self._running)
+        self.drafter.extend(batch, self._tables, self._planner.running)
         self.step += 1
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
         self._under_way = Step(batch, sampled, rows_of(sampled))
@@ -198,7 +198,12 @@ class ContinuousBatcher:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` or `take_entries` has something to give."""
-        return bool(self._waiting or self._running or self._owed)
+        return bool(self._planner.waiting or self._planner.running or self._owed)
+
+    @property
+    def preemptions(self) -> int:
+        """Sequences that have had to give up their blocks."""
+        return self._planner.preemptions
 
     @property
     def cached_tokens(self) -> int:
@@ -207,134 +212,32 @@ class ContinuousBatcher:
 
     def load(self) -> GroupLoad:
         """How full the ring is."""
-        unfinished = sum(s.remaining for s in self._running if s.remaining > 1)
+        unfinished = sum(s.remaining for s in self._planner.running if s.remaining > 1)
         return GroupLoad(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            waiting_tokens=unfinished + sum(s.remaining for s in self._waiting),
-            free_blocks=self._tables.free_blocks(self._running),
+            running=len(self._planner.running),
+            waiting=len(self._planner.waiting),
+            waiting_tokens=unfinished + sum(s.remaining for s in self._planner.waiting),
+            free_blocks=self._tables.free_blocks(self._planner.running),
             total_blocks=self._spec.total_blocks,
         )
 
     def check(self) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
-        self._tables.check(self._running)
-        for sequences in (self._waiting, self._running):
-            assert sequences == sorted(sequences, key=_URGENCY), "a queue is out of order"
-        assert len(self._running) <= self._settings.max_sequences, "too many sequences run"
-        queued = {id(s) for s in (*self._waiting, *self._running) if s.ending is not Ending.REPLACED}
+        self._tables.check(self._planner.running)
+        self._planner.check()
+        queued = {
+            id(s) for s in (*self._planner.waiting, *self._planner.running) if s.ending is not Ending.REPLACED
+        }
         assert queued == {id(s) for s in self._live.values()}, "a sequence is in no queue, or an ended one is"
 
-    # --- scheduling ------------------------------------------------------------------------------
+    # --- admission -------------------------------------------------------------------------------
 
-    def _make_way(self) -> None:
-        """Sequences of the batch lane give up their places to a more urgent one that waits."""
-        if not self._waiting or self._waiting[0].is_batch:
-            return
-        head = self._waiting[0]
-        lent = [s for s in self._running if s.is_batch]
-        if not self._tables.could_place(head, self._running, lent):
-            return
-        while self._running and self._running[-1].is_batch and self._place(head) is None:
-            self._preempt(self._running[-1])
-
-    def _decodes(self) -> list[Chunk]:
-        """One token for every running sequence that has only one to compute."""
-        batch = []
-        for sequence in list(self._running):
-            if (
-                sequence.state is SequenceState.RUNNING
-                and sequence.remaining == 1
-                and (not sequence.restoring or self._tables.restore(sequence))
-                and self._grow(sequence)
-            ):
-                batch.append(Chunk(sequence, 1))
-        return batch
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """Sees that the table covers all tokens; False when the sequence itself had to give up its blocks.
-
-        Victims come from the end of the order of urgency, so they are not in the batch yet.
-        """
-        while not self._tables.cover(sequence, len(sequence.tokens), self._running):
-            victim = self._running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _add_prefills(self, batch: list[Chunk], admitting: bool) -> None:
-        """Fills the token budget with prompts, most urgent first. An admitted one may need one token only."""
-        budget = self._settings.max_batch_tokens - len(batch)
-        prefills = [s for s in reversed(self._running) if s.remaining > 1]
-        before: list[Sequence] = []
-        while budget > 0:
-            head = self._waiting[0] if admitting and self._waiting else None
-            if head is not None and (not prefills or head.urgency < prefills[-1].urgency):
-                admitting = self._admit(head)
-                if not admitting:
-                    continue
-                sequence = head
-            elif prefills:
-                sequence = prefills.pop()
-            else:
-                return
-            preemptions = self.preemptions
-            length = self._prefill(sequence, budget, before, batch)
-            if length:
-                batch.append(Chunk(sequence, length))
-                budget -= length
-            before.append(sequence)
-            if self.preemptions > preemptions:
-                admitting = False
-                prefills = [s for s in prefills if s.state is SequenceState.RUNNING]
-
-    def _prefill(self, sequence: Sequence, budget: int, before: list[Sequence], batch: list[Chunk]) -> int:
-        """How many tokens of a prompt the step computes, `budget` at most; 0 when it has to wait.
-
-        What one of those `before` it is about to compute as well, it waits for, to share it then.
-        """
-        if sequence.restoring and not self._tables.restore(sequence):
-            return 0
-        self._tables.share_more(sequence)
-        if self._tables.is_being_computed(sequence, before):
-            return 0
-        end = sequence.num_computed + min(sequence.remaining, budget)
-        while not self._tables.cover(sequence, end, self._running):
-            covered = len(sequence.table) * self._spec.block_size
-            if covered > sequence.num_computed:
-                return covered - sequence.num_computed
-            victim = self._running[-1]
-            if victim is sequence or any(chunk.sequence is victim for chunk in batch):
-                return 0  # those in the batch advance, and will end or give up their blocks
-            self._preempt(victim)
-        return end - sequence.num_computed
-
-    def _place(self, sequence: Sequence) -> list[int] | None:
-        """What is in the cache of a waiting sequence's beginning; None when there is no room for it now."""
-        if len(self._running) >= self._settings.max_sequences:
-            return None
-        return self._tables.place(sequence, self._running)
-
-    def _admit(self, sequence: Sequence) -> bool:
-        """Moves the first waiting sequence into the batch, where there is room for all tokens it has."""
-        found = self._place(sequence)
-        if found is None:
-            return False
-        self._tables.admit(sequence, found)
-        self._waiting.remove(sequence)
-        insort(self._running, sequence, key=_URGENCY)
-        sequence.state = SequenceState.RUNNING
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Its tokens stay; what is still cached or spilled when its turn comes again is not computed again."""
-        self._running.remove(sequence)
-        sequence.preempted = True
-        self._tables.free(sequence, wanted=True)
-        sequence.state = SequenceState.WAITING
-        insort(self._waiting, sequence, key=_URGENCY)
-        self.preemptions += 1
+    def _queue_full(self, request: GenerationRequest) -> RyzansteinError | None:
+        """Whether as many wait before the request as may: the batch lane keeps no other out."""
+        ahead = len(self._planner.waiting)
+        if request.lane != "batch":
+            ahead = sum(1 for sequence in self._planner.waiting if not sequence.is_batch)
+        return admission.queue_full(ahead) if ahead >= self._settings.max_waiting else None
 
     # --- results ---------------------------------------------------------------------------------
 
@@ -344,7 +247,7 @@ class ContinuousBatcher:
             chunk.sequence.in_flight = False
             self._tables.trim(chunk.sequence)
         for sequence in self._tables.close(failed_slots):
-            self._preempt(sequence)
+            self._planner.preempt(sequence)
         return step
 
     def _receive(self, sequence: Sequence, new: list[SampledToken]) -> None:
@@ -360,7 +263,7 @@ class ContinuousBatcher:
 
     def _settle(self) -> None:
         """Ends the sequences that were cancelled or replaced while the step was under way."""
-        for sequences in (self._running, self._waiting):
+        for sequences in (self._planner.running, self._planner.waiting):
             for sequence in [s for s in sequences if s.ending is not Ending.NONE]:
                 self._end(sequence, sequence.ending_entry())
 
@@ -383,10 +286,10 @@ class ContinuousBatcher:
     def _end(self, sequence: Sequence, entry: TokenEntry | None) -> None:
         """Takes the sequence out of everything; without `entry` nobody is told."""
         if sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
+            self._planner.running.remove(sequence)
             self._tables.free(sequence)
         else:
-            self._waiting.remove(sequence)
+            self._planner.waiting.remove(sequence)
         sequence.state = SequenceState.ENDED
         if entry is not None:
             del self._live[sequence.request.generation_id]

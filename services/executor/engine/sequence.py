@@ -60,6 +60,8 @@ class Sequence:
         self.request = request
         self.arrival = arrival
         self.urgency: Urgency = (LANES.index(request.lane), arrival)
+        self.is_batch = request.lane == "batch"
+        """Whether it makes way for whoever is in a hurry."""
         self.prompt_tokens = len(request.prompt)
         self.tokens: array[int] = array("i", request.prompt)
         self.tokens.extend(request.generated)
@@ -86,10 +88,10 @@ class Sequence:
         """Whether it may carry drafts."""
         self._announced = False
 
-    @property
-    def is_batch(self) -> bool:
-        """Whether it makes way for whoever is in a hurry."""
-        return self.request.lane == "batch"
+    def is_late(self, now: float) -> bool:
+        """Whether nobody waits for its first token any more, at `now` (unix seconds)."""
+        silent = self.output_tokens == len(self.request.generated)
+        return silent and 0 < self.request.deadline <= now
 
     @property
     def output_tokens(self) -> int:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from pydantic import SecretStr
@@ -34,6 +35,7 @@ from shared.messages import (
     SamplingParams,
     TokenEntry,
     TokenFrame,
+    Undrain,
 )
 from shared.stores import Bucket
 from tests.processes import ServiceProcess, service_process
@@ -208,6 +210,55 @@ async def test_shutdown_hands_back_what_it_cannot_finish(
         tokens, last = await reader.finish("a")
         assert (last.finish, last.retryable) == ("error", True)
         assert tokens == expected(1, 0, len(tokens)), "what was sent stays valid"
+
+
+async def test_batch_work_makes_way_and_goes_on_where_it_was(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    """The ring has one place."""
+    options = ("--stub-step-ms", "5", "--max-sequences", "1")
+    async with executor(bus, nats_settings, tmp_path, *options) as process:
+        await process.wait_ready()
+        bulk = msgspec.structs.replace(request("b", max_tokens=600), lane="batch")
+        await dispatch(bus, bulk)
+        await reader.some()
+        await dispatch(bus, request("i", seed=2, max_tokens=20))
+        assert (await reader.finish("i"))[0] == expected(2, 0, 20)
+        assert not [entry for entry in reader.entries if entry.generation_id == "b" and entry.finish]
+        assert (await reader.finish("b"))[0] == expected(1, 0, 600)
+
+
+async def test_starved_batch_work_ends_at_its_deadline(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    options = ("--stub-step-ms", "5", "--max-sequences", "1")
+    async with executor(bus, nats_settings, tmp_path, *options) as process:
+        await process.wait_ready()
+        late = msgspec.structs.replace(request("b"), lane="batch", deadline=time.time() + 0.5)
+        await dispatch(bus, request("i", seed=2, max_tokens=1000), late)
+        _, last = await reader.finish("b")
+        assert (last.error_code, last.retryable) == ("deadline_exceeded", False)
+        assert not [entry for entry in reader.entries if entry.generation_id == "i" and entry.finish]
+
+
+async def test_a_drain_can_be_taken_back_until_the_executor_stops(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5") as process:
+        await process.wait_ready()
+        await dispatch(bus, request("a", max_tokens=8000))
+        assert (await control(bus, Drain(600.0))).ok
+        assert (await dispatch(bus, request("b"))).refused
+        assert (await control(bus, Undrain())).ok
+        assert (await dispatch(bus, request("c", seed=3))).accepted == ["c"]
+        assert (await reader.finish("c"))[0] == expected(3, 0, 8)
+        process.process.send_signal(signal.SIGTERM)
+        await process.wait_for(lambda beat: beat.state == "draining")
+        while not (await dispatch(bus, request("d"))).refused:
+            pass  # the leader hears of it a moment later
+        reply = await control(bus, Undrain())
+        assert not reply.ok
+        assert reply.error == "The executor of the group g is stopping; start it again."
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -13,6 +13,7 @@ from shared.messages import (
     GroupLoad,
     GroupRecord,
     GroupStatus,
+    GroupWork,
     Heartbeat,
     RankBeat,
     ServiceRecord,
@@ -342,3 +343,55 @@ def test_records_carry_what_the_beat_said() -> None:
     assert record == GroupRecord(
         "g", "m", "ready", 1, [rank(1, step=4, progress=9)], WORK, "executor-1", 0.5, "loading"
     )
+
+
+def test_a_model_that_loads_for_an_hour_is_starting() -> None:
+    seen = detector()
+    for second in range(3600):
+        assert seen.tick(float(second)) == []
+        loading = beat(rank(in_flight=False), state="starting", load=GroupLoad())
+        assert seen.observe(loading, float(second)) == []
+        assert state(seen) == "starting"
+
+
+def test_a_prompt_that_takes_a_minute_is_work() -> None:
+    """No step ends; a layer is computed every two seconds."""
+    seen = detector()
+    for second in range(60):
+        seen.tick(float(second))
+        seen.observe(beat(rank(step=3, progress=second // 2), load=WORK), float(second))
+        assert state(seen) == "ready"
+
+
+def test_old_news_that_a_stopped_monitor_finds_blame_nobody() -> None:
+    """Heartbeats of the ten seconds for which it was stopped come in at once, and then the next ones."""
+    seen = detector()
+    seen.tick(0.0)
+    seen.observe(beat(rank(progress=7), load=WORK), 0.0)
+    for _ in range(3):
+        assert seen.observe(beat(rank(progress=7), load=WORK), 10.0) == []
+    assert state(seen) == "ready"
+    seen.observe(beat(rank(progress=8), load=WORK), 10.1)
+    assert state(seen) == "ready"
+    for second in range(11, 16):
+        seen.tick(float(second))
+        seen.observe(beat(rank(progress=8), load=WORK), second + 0.1)
+    assert state(seen) == "hung"
+
+
+def test_a_slow_group_is_degraded_and_serves() -> None:
+    seen = detector()
+    work = GroupWork()
+    for second in range(60):
+        length = 0.01 if second < 30 else 0.05
+        steps = round(1 / length)
+        work = GroupWork(work.steps + steps, work.seconds + 1.0, work.tokens + 8 * steps)
+        heard = beat(rank(step=work.steps, progress=second), load=WORK)
+        assert heard.group is not None
+        said = msgspec.structs.replace(heard.group, work=work)
+        seen.tick(float(second))
+        seen.observe(msgspec.structs.replace(heard, group=said), float(second))
+        (record,) = seen.groups()
+        assert record.state == "ready"
+        assert record.weight == 1 or second >= 30
+    assert record.weight < 0.5

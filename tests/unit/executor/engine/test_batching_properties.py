@@ -16,6 +16,7 @@ from services.executor.engine.batching import ContinuousBatcher, Entries
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Row
 from services.executor.engine.protocol import EngineSpec, RestoreFailed, SampledToken
+from services.executor.engine.sequence import Sequence
 from shared.errors import InternalError
 from shared.messages import LANES, GenerationRequest, SamplingParams
 from tests.unit.executor.engine.fake_drafter import FakeDrafter
@@ -140,9 +141,28 @@ class BatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flying is None)
     @rule()
     def schedule(self) -> None:
+        running = list(self.batcher._planner.running)
         self.flying = self.batcher.schedule(self.now)
         if self.flying is None:
             self.receive(self.batcher.take_entries())
+            return
+        self.check_lanes(running)
+
+    def check_lanes(self, before: list[Sequence]) -> None:
+        """A step has something of the batch lane only where it leaves nobody more urgent without a place or
+        a token that the batch lane could have given. `before`: those that ran before it was planned."""
+        planner, tables = self.batcher._planner, self.batcher._tables
+        chunks = {chunk.sequence: chunk for chunk in self.batcher._under_way.batch}
+        lent = [s for s in planner.running if s.is_batch]
+        if not any(s.is_batch for s in chunks):
+            return
+        for sequence, chunk in chunks.items():
+            short = not sequence.is_batch and not chunk.samples
+            assert not short or chunk.end % BLOCK == 0, "a prompt is cut though tokens were left"
+        preempted = [s for s in before if not s.is_batch and s not in planner.running]
+        waiting = [s for s in planner.waiting if not s.is_batch]
+        if waiting and not preempted:
+            assert not tables.could_place(waiting[0], planner.running, lent), "batch work is in the way"
 
     @precondition(lambda self: self.flying is not None)
     @rule()

@@ -191,7 +191,7 @@ def test_a_bad_row_behind_a_draft_ends_drafts_and_not_the_text() -> None:
     assert bad
     hit = {rows[at].request.generation_id for at in bad}
     ring.take(ring.batcher.fail_step(InternalError("NaN"), bad))
-    for sequence in ring.batcher._running:
+    for sequence in ring.batcher._planner.running:
         assert sequence.speculates == (sequence.request.generation_id not in hit)
     ring.run()
     for name in "ab":

@@ -117,7 +117,7 @@ def test_check_sees_a_lost_sequence() -> None:
     ring = Ring()
     ring.add(ask("a"))
     ring.step()
-    ring.batcher._running.clear()
+    ring.batcher._planner.running.clear()
     with pytest.raises(AssertionError):
         ring.batcher.check()
 

@@ -1,0 +1,111 @@
+"""`ryzanstein drain` and `undrain` on a local stack with the stub engine."""
+
+import json
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.stack import Stack, run_cli
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+STUB = ("--engine", "stub", "--no-proof", "--replicas", "2")
+SLOW = {"RYZANSTEIN_STUB_STEP_MS": "20"}
+
+
+def cli(stack: Stack, *arguments: str) -> tuple[int, str]:
+    result = run_cli(*arguments, "--data-dir", str(stack.data_dir))
+    return result.returncode, result.stdout + result.stderr
+
+
+class Stream(threading.Thread):
+    """One long answer, read to its end."""
+
+    def __init__(self, stack: Stack, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._url = f"{stack.url}/v1/completions"
+        self._body = {"model": "stub", "prompt": "x", "max_tokens": tokens, "stream": True, "seed": 3}
+        self.begun = threading.Event()
+        self.text = ""
+        self.end = ""
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, trust_env=False, timeout=60) as response:
+            for line in response.iter_lines():
+                self.end = line or self.end
+                if line.startswith("data: {"):
+                    self.text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    self.begun.set()
+
+    def finish(self) -> str:
+        self.join(60)
+        assert self.end == "data: [DONE]", self.end
+        return self.text
+
+
+def group_of(stack: Stack) -> str:
+    """The group that runs the only generation there is."""
+    found = [group["group"] for group in stack.status()["groups"] if group["running"]]
+    assert len(found) == 1
+    return str(found[0])
+
+
+def test_a_group_is_drained_and_its_generation_goes_on_elsewhere(tmp_path: Path) -> None:
+    with Stack(tmp_path, *STUB, **SLOW) as stack:
+        undisturbed = Stream(stack, 300).finish()
+        stream = Stream(stack, 300)
+        assert stream.begun.wait(30)
+        while not any(group["running"] for group in stack.status()["groups"]):
+            pass  # the monitor writes what it hears each second
+        group = group_of(stack)
+        code, said = cli(stack, "drain", group, "--grace", "0.2")
+        assert code == 0, said
+        assert f"{group} has left." in said
+        assert stream.finish() == undisturbed
+        stack.read_until("was drained and has left.")
+
+        code, said = cli(stack, "drain", group)
+        assert code == 1
+        assert said.startswith(f"error: The group {group} has left (")
+        assert "start its executor to have it back" in said
+
+
+def test_a_drain_that_takes_longer_than_one_waits_says_what_is_left_and_can_be_taken_back(
+    tmp_path: Path,
+) -> None:
+    with Stack(tmp_path, *STUB, **SLOW) as stack:
+        stream = Stream(stack, 1500)
+        assert stream.begun.wait(30)
+        while not any(group["running"] for group in stack.status()["groups"]):
+            pass
+        group = group_of(stack)
+        code, said = cli(stack, "drain", group, "--grace", "600", "--timeout", "1")
+        assert code == 1
+        lines = [line.split() for line in said.splitlines()]
+        assert [group, "draining", "1", "0"] in [line[:4] for line in lines], said
+        assert f"error: {group} has not left within 1 s; it goes on draining." in said
+
+        code, said = cli(stack, "undrain", group)
+        assert (code, said.strip()) == (0, f"{group} takes requests.")
+        states = {one["group"]: one["state"] for one in stack.status()["groups"]}
+        while states[group] == "draining":
+            states = {one["group"]: one["state"] for one in stack.status()["groups"]}
+        assert states[group] == "ready"
+        assert len(stream.finish()) == 1500
+        code, said = cli(stack, "drain", group, "--no-wait")
+        assert code == 0, said
+        stack.read_until("was drained and has left.")
+
+
+def test_unknown_groups_are_named_with_those_that_are_there(tmp_path: Path) -> None:
+    with Stack(tmp_path, *STUB) as stack:
+        for command in ("drain", "undrain"):
+            code, said = cli(stack, command, "group-7")
+            assert code == 1
+            assert said.strip() == "error: There is no group group-7; the groups are: group-0, group-1."
+    code, said = cli(stack, "drain", "group-0")
+    assert code == 1
+    assert "No stack runs on the data directory" in said

@@ -1,0 +1,32 @@
+"""Everything is restarted, one after the other, and no request fails."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.bus import Bus
+from shared.config import CommonSettings
+from tests.integration.rollout.house import House, Load
+
+pytestmark = pytest.mark.timeout(300)
+
+ORDER = ("gateway", "scheduler", "monitor", "executor")
+
+
+async def test_a_rolling_restart_of_everything_fails_no_request(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    async with House(bus, nats_settings, tmp_path) as house:
+        await house.start_two_of_each()
+        before = {name: process.process.pid for name, process in house.processes.items()}
+        async with Load(house.urls()).running() as load:
+            for service in ORDER:
+                for number in range(2):
+                    await house.restart(f"{service}-{number}")
+                    await load.more(8)
+        after = {name: process.process.pid for name, process in house.processes.items()}
+        assert not set(before.items()) & set(after.items()), "each is another process"
+        assert load.moves, "clients have met gateways that had left"
+        assert '"event": "recovering"' in house.logs("gateway-*.log"), (
+            "groups have handed back what they could not finish"
+        )

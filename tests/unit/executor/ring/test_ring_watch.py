@@ -1,0 +1,72 @@
+"""Hung or busy, by the board's counters."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.executor.ring_watch import RingWatch
+from shared.messages import RankBeat
+
+LIMIT = 3.0
+
+
+def rank(number: int = 0, *, step: int = 5, progress: int = 0, in_flight: bool = True) -> RankBeat:
+    return RankBeat(number, 100 + number, step, progress, in_flight)
+
+
+def test_a_rank_without_progress_is_hung_and_named() -> None:
+    watch = RingWatch(LIMIT)
+    for tick in range(6):
+        now = tick / 2
+        ranks = [rank(0, progress=tick), rank(1, progress=7)]
+        assert watch.verdict(1, tick, ranks, now) == ""
+    reason = watch.verdict(1, 6, [rank(0, progress=6), rank(1, progress=7)], 3.0)
+    assert reason == "rank 1 (process 101) is hung in step 6"
+
+
+def test_a_leader_that_is_stopped_is_hung_without_work_too() -> None:
+    watch = RingWatch(LIMIT)
+    idle = [rank(in_flight=False)]
+    assert watch.verdict(1, 9, idle, 0.0) == ""
+    assert watch.verdict(1, 9, idle, 2.9) == ""
+    assert watch.verdict(1, 9, idle, 3.0) == "the leader has stood still"
+
+
+def test_a_starved_event_loop_beside_a_long_step_is_busy() -> None:
+    """Layers advance for a minute, and the loop gets no turn."""
+    watch = RingWatch(LIMIT)
+    for tick in range(120):
+        assert watch.verdict(1, 9, [rank(progress=tick)], tick / 2) == ""
+
+
+def test_a_long_prefill_is_busy_while_its_layers_advance() -> None:
+    """A layer takes two seconds, the step a minute."""
+    watch = RingWatch(LIMIT)
+    for tick in range(120):
+        ranks = [rank(number, progress=tick // 4) for number in range(2)]
+        assert watch.verdict(1, tick, ranks, tick / 2) == ""
+
+
+def test_an_orchestrator_that_was_stopped_with_its_ring_blames_nobody() -> None:
+    watch = RingWatch(LIMIT)
+    assert watch.verdict(1, 9, [rank()], 0.0) == ""
+    assert watch.verdict(1, 9, [rank()], 60.0) == ""
+    assert watch.verdict(1, 9, [rank()], 62.9) == ""
+    assert watch.verdict(1, 9, [rank()], 63.0), "now it has been seen to stand still"
+
+
+def test_the_next_ring_begins_anew() -> None:
+    watch = RingWatch(LIMIT)
+    watch.verdict(1, 9, [rank()], 0.0)
+    assert watch.verdict(2, 9, [rank()], 3.0) == ""
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 20.0), st.integers(1, 5)), max_size=40), st.integers(1, 4))
+def test_whoever_moves_is_never_hung_however_seldom_we_look(
+    looks: list[tuple[float, int]], ranks: int
+) -> None:
+    """Our own loop may be starved as well."""
+    watch, now, progress = RingWatch(LIMIT), 0.0, 0
+    for gap, moved in looks:
+        now += gap
+        progress += moved
+        assert watch.verdict(1, 0, [rank(number, progress=progress) for number in range(ranks)], now) == ""
