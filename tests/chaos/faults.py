@@ -18,6 +18,8 @@ class Fault(Protocol):
     """One thing that goes wrong. Times are seconds of `time.monotonic`."""
 
     name: str
+    target: str
+    """The instance that is hit, or `nats`."""
     may_refuse: bool
     """Whether new requests may be told to come again meanwhile."""
 
@@ -44,9 +46,13 @@ def group_of(executor: str) -> str:
 class _OfRing:
     """Faults of a ring that its orchestrator sees: it is taken down and up without our help."""
 
-    executor: str = "executor-1"
+    executor: str
     rank: int = 0
     may_refuse = False
+
+    @property
+    def target(self) -> str:
+        return self.executor
 
     async def detected(self, house: House, at: float) -> float | None:
         return await house.watch.down(group_of(self.executor), at)
@@ -115,6 +121,10 @@ class _OfService:
     may_refuse: bool = False
 
     @property
+    def target(self) -> str:
+        return self.instance
+
+    @property
     def service(self) -> str:
         return self.instance.rpartition("-")[0].replace("-", " ")
 
@@ -176,6 +186,7 @@ class PartitionExecutor(Partition):
 @dataclass
 class KillNats:
     name: str = "kill -9 of NATS"
+    target: str = "nats"
     may_refuse: bool = True
 
     async def inject(self, house: House) -> None:
@@ -196,6 +207,7 @@ class StopNats:
     """Shorter than the services' patience: nothing is to be noticed but the wait."""
 
     name: str = "SIGSTOP of NATS"
+    target: str = "nats"
     may_refuse: bool = True
 
     async def inject(self, house: House) -> None:
@@ -221,21 +233,25 @@ async def _poll(holds: Callable[[], bool], seconds: float = 30) -> float:
     return time.monotonic()
 
 
-def all_faults() -> dict[str, Callable[[], Fault]]:
-    """By a short name, which tests and schedules use. Made anew for each use."""
+def all_faults(number: int = 1) -> dict[str, Callable[[], Fault]]:
+    """By a short name, which tests and schedules use; made anew for each use.
+
+    `number`: of the instance that is hit, where that can be chosen.
+    """
+    executor = f"executor-{number}"
     return {
-        "kill-rank-0": lambda: KillRank(rank=0),
-        "kill-rank-1": lambda: KillRank(rank=1),
-        "stop-rank-0": lambda: StopRank(rank=0),
-        "stop-rank-1": lambda: StopRank(rank=1),
-        "kill-ring": KillRing,
-        "stop-ring": StopRing,
-        "kill-gateway": lambda: KillService("gateway-1"),
-        "stop-gateway": lambda: StopService("gateway-1"),
-        "kill-scheduler": lambda: KillService("scheduler-1"),
-        "stop-scheduler": lambda: StopService("scheduler-1"),
-        "kill-monitor": lambda: KillService("health-monitor-1"),
-        "stop-monitor": lambda: StopService("health-monitor-1"),
+        "kill-rank-0": lambda: KillRank(executor, rank=0),
+        "kill-rank-1": lambda: KillRank(executor, rank=1),
+        "stop-rank-0": lambda: StopRank(executor, rank=0),
+        "stop-rank-1": lambda: StopRank(executor, rank=1),
+        "kill-ring": lambda: KillRing(executor),
+        "stop-ring": lambda: StopRing(executor),
+        "kill-gateway": lambda: KillService(f"gateway-{number}"),
+        "stop-gateway": lambda: StopService(f"gateway-{number}"),
+        "kill-scheduler": lambda: KillService(f"scheduler-{number}"),
+        "stop-scheduler": lambda: StopService(f"scheduler-{number}"),
+        "kill-monitor": lambda: KillService(f"health-monitor-{number}"),
+        "stop-monitor": lambda: StopService(f"health-monitor-{number}"),
         "kill-nats": KillNats,
         "stop-nats": StopNats,
         "cut-executor": lambda: PartitionExecutor("executor-0"),

@@ -26,6 +26,7 @@ from tests.chaos.links import Direct, Link, NamespaceLink, Pass, ProxyLink, name
 from tests.chaos.watch import Watch
 
 READY_TIMEOUT = 120.0
+QUOTA = 24 << 20
 SERVICES = ("health-monitor", "scheduler", "gateway", "executor")
 
 
@@ -45,7 +46,8 @@ class Plan:
     """Instances whose way to NATS can be cut."""
     mischief: dict[str, Pass] = field(default_factory=dict)
     """What changes the broker's messages to an instance."""
-    small_disk: bool = False
+    store: str = ""
+    """Of NATS: `tmpfs` for one that can be filled, `quota` for one that NATS itself limits."""
     environment: dict[str, str] = field(default_factory=dict)
 
     def count(self, service: str) -> int:
@@ -171,16 +173,15 @@ class House:
 
     async def _start(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        quota = 0
-        if self.plan.small_disk and not self.disk.mount():
-            quota = 16 << 20
-        self._broker = Broker(self.directory / "nats", quota=quota)
+        if self.plan.store == "tmpfs":
+            self.disk.mount()
+        self._broker = Broker(self.directory / "nats", quota=QUOTA if self.plan.store == "quota" else 0)
         await self._broker.up()
         common = CommonSettings(
             nats_url=self._broker.url,
             nats_user=self._broker.user,
             nats_password=SecretStr(self._broker.password),
-            journal_max_bytes=8 << 20 if self.plan.small_disk else 1 << 30,
+            journal_max_bytes=8 << 20 if self.plan.store else 1 << 30,
         )
         self._environment = {
             "RYZANSTEIN_NATS_USER": common.nats_user,
@@ -202,14 +203,14 @@ class House:
             await self.start(member.instance)
         await self.all_ready()
 
-    def _add(self, service: str, number: int) -> None:
+    def _add(self, service: str, number: int, group: str = "") -> None:
         instance = f"{service}-{number}"
         link = self._link(instance)
         arguments = ["--host", link.host]
         if service == "gateway":
             arguments += ["--port", "0"]
         if service == "executor":
-            arguments += ["--group", f"group-{number}", "--tp", str(self.plan.tp)]
+            arguments += ["--group", group or f"group-{number}", "--tp", str(self.plan.tp)]
             arguments += self.plan.executor_arguments or (
                 ["--engine", "stub", "--served-model-name", "stub", "--stub-step-ms", str(self.plan.step_ms)]
             )
@@ -232,6 +233,14 @@ class House:
         if member.service == "gateway" and beat is not None:
             member.arguments[member.arguments.index("--port") + 1] = beat.address.rpartition(":")[2]
         await member.start(self._environment, self.broker.port)
+
+    async def add_executor(self, group: str) -> str:
+        """One more, for `group`; returns its instance once it serves."""
+        number = sum(member.service == "executor" for member in self.members.values())
+        self._add("executor", number, group)
+        await self.start(f"executor-{number}")
+        await self.ready(f"executor-{number}")
+        return f"executor-{number}"
 
     async def ready(self, instance: str, seconds: float = READY_TIMEOUT) -> None:
         """Until its heartbeat says so, of its present process."""

@@ -10,7 +10,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import websockets
@@ -161,6 +161,15 @@ class Load:
         await self._until(holds, seconds, "every client is served again")
         return max((r.ended for r in self.records if r.started <= after), default=after)
 
+    async def refused(self, code: str, seconds: float = 60) -> float:
+        """Until some client was refused with `code`."""
+
+        def holds() -> bool:
+            return any(code in record.refused for record in self.records)
+
+        await self._until(holds, seconds, f"some client is refused with {code}")
+        return time.monotonic()
+
     async def finish(self) -> None:
         """No new requests; those under way come to their end."""
         self._stopping = True
@@ -210,9 +219,7 @@ class Load:
             try:
                 if record.broken and self.resumable and record.kind == "sse" and record.identity:
                     record.resumed += 1
-                    await self._read_events(
-                        resume.answer(address, record.generation, record.position), record
-                    )
+                    await self.read_events(resume.answer(address, record.generation, record.position), record)
                 else:
                     record.begin_again()
                     await self._send(address, record)
@@ -224,6 +231,7 @@ class Load:
                 if error.status not in (429, 503, 504):
                     raise
                 record.refused.append(error.code)
+                self._changed.set()
             tries += 1
             await asyncio.sleep(PAUSE)
 
@@ -234,7 +242,7 @@ class Load:
         body = {**record.task.body, "stream": record.kind == "sse"}
         answer = Answer(address, "POST", CHAT, body=body, headers=resume.REQUEST_HEADERS)
         if record.kind == "sse":
-            await self._read_events(answer, record)
+            await self.read_events(answer, record)
             return
         async with answer:
             whole = await answer.whole()
@@ -245,10 +253,15 @@ class Load:
             raise Wrong(f"counted {whole['usage']['completion_tokens']} of {record.task.tokens} tokens")
         record.finish(choice["finish_reason"])
 
-    async def _read_events(self, answer: Answer, record: Record) -> None:
+    async def read_events(
+        self, answer: Answer, record: Record, pause: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """`pause` is awaited after the first piece of text. Raises `Wrong`, `Lost`, `Refused`."""
         finish = None
         async with answer:
             async for position, data in answer.events():
+                if pause is not None and record.arrivals:
+                    await pause()
                 now = time.monotonic()
                 if data == b"[DONE]":
                     record.finish(finish)

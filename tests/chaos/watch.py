@@ -25,8 +25,9 @@ class Watch:
         """Each change of a service's record."""
         self.moved: dict[str, float] = {}
         """Generations that another attempt than the first has continued: when its first tokens came."""
-        self.rings: dict[str, tuple[str, int]] = {}
-        """The ring whose entry of a generation came last."""
+        self.late = 0
+        """Entries of an attempt that another one had taken the place of."""
+        self._attempts: dict[str, int] = {}
         self._news = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
@@ -91,10 +92,12 @@ class Watch:
 
     async def _on_frame(self, frame: TokenFrame) -> None:
         for entry in frame.entries:
-            if entry.tokens:
-                self.rings[entry.generation_id] = frame.group, frame.epoch
-            if entry.attempt and entry.tokens and entry.generation_id not in self.moved:
-                self.moved[entry.generation_id] = time.monotonic()
+            newest = self._attempts.get(entry.generation_id, 0)
+            if not entry.tokens or entry.attempt < newest:
+                self.late += bool(entry.tokens)
+            elif entry.attempt > newest:
+                self._attempts[entry.generation_id] = entry.attempt
+                self.moved.setdefault(entry.generation_id, time.monotonic())
 
     async def _follow(self) -> None:
         bucket = await Bucket.open(self._bus, subjects.SERVICES_BUCKET, ServiceRecord)
