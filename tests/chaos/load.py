@@ -8,10 +8,12 @@ missing, repeated or wrong is one, and so is a request that is not answered.
 import asyncio
 import itertools
 import json
+import secrets
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import websockets
 from websockets.asyncio.client import connect
@@ -36,10 +38,12 @@ class Record:
     task: Task
     started: float
     text: str = ""
-    position: int = 0
+    position: object = ""
     """Id of the last event, or position of the last chunk: where a reader may resume."""
     identity: str = ""
-    """The answer's id, without its prefix."""
+    """The answer's id."""
+    key: str = field(default_factory=lambda: secrets.token_hex(12))
+    finish_reason: str | None = None
     arrivals: list[float] = field(default_factory=list)
     """When text came."""
     ended: float = 0.0
@@ -52,10 +56,11 @@ class Record:
 
     @property
     def generation(self) -> str:
-        return f"{self.identity}-0"
+        """As the bus names it."""
+        return f"{self.identity.partition('-')[2]}-0"
 
     def begin_again(self) -> None:
-        self.text, self.position, self.identity = "", 0, ""
+        self.text, self.position, self.identity, self.finish_reason = "", "", "", None
 
     def take(self, text: str, now: float) -> None:
         """Raises `Wrong` at the first character that is not the expected one."""
@@ -68,8 +73,9 @@ class Record:
             expected = self.task.text[begin : begin + len(text)]
             raise Wrong(f"at {begin}: got {text!r} in place of {expected!r}")
 
-    def finish(self, reason: str | None) -> None:
+    def finish(self) -> None:
         """Raises `Wrong` when something is missing."""
+        reason = self.finish_reason
         if self.text != self.task.text:
             raise Wrong(f"ended after {len(self.text)} of {len(self.task.text)} characters ({reason})")
         if reason != self.task.finish:
@@ -147,7 +153,7 @@ class Load:
 
         await self._until(holds, seconds, "the clients receive text")
 
-    async def settled(self, after: float, seconds: float = 120) -> float:
+    async def settled(self, after: float, seconds: float = 180) -> float:
         """Until every request that began before `after` has ended, and each client has had one more answered.
 
         Returns the time at which the last of those from before had ended.
@@ -217,9 +223,9 @@ class Load:
             gateways = self._gateways()
             _, address = gateways[tries % len(gateways)]
             try:
-                if record.broken and self.resumable and record.kind == "sse" and record.identity:
+                if record.identity and self.resumable:
                     record.resumed += 1
-                    await self.read_events(resume.answer(address, record.generation, record.position), record)
+                    await self._resume(address, record)
                 else:
                     record.begin_again()
                     await self._send(address, record)
@@ -235,69 +241,76 @@ class Load:
             tries += 1
             await asyncio.sleep(PAUSE)
 
+    async def _resume(self, address: str, record: Record) -> None:
+        if record.kind == "websocket":
+            await self._websocket(address, resume.attach(record.identity, record.position), record)
+        else:
+            await self.read_events(resume.answer(address, record.identity, str(record.position)), record)
+
     async def _send(self, address: str, record: Record) -> None:
         if record.kind == "websocket":
-            await self._websocket(address, record)
-            return
-        body = {**record.task.body, "stream": record.kind == "sse"}
-        answer = Answer(address, "POST", CHAT, body=body, headers=resume.REQUEST_HEADERS)
-        if record.kind == "sse":
-            await self.read_events(answer, record)
-            return
-        async with answer:
+            message = {"type": "generate", "id": "a", "request": record.task.body}
+            await self._websocket(address, message, record)
+        elif record.kind == "sse":
+            body = {**record.task.body, "stream": True}
+            await self.read_events(Answer(address, "POST", CHAT, body=body, headers=resume.HEADERS), record)
+        else:
+            await self._whole(address, record)
+
+    async def _whole(self, address: str, record: Record) -> None:
+        headers = resume.headers(record.key)
+        async with Answer(address, "POST", CHAT, body=record.task.body, headers=headers) as answer:
             whole = await answer.whole()
         choice = whole["choices"][0]
-        record.identity = _bare(whole["id"])
+        record.identity, record.finish_reason = whole["id"], choice["finish_reason"]
         record.take(choice["message"]["content"], time.monotonic())
         if whole["usage"]["completion_tokens"] != record.task.tokens:
             raise Wrong(f"counted {whole['usage']['completion_tokens']} of {record.task.tokens} tokens")
-        record.finish(choice["finish_reason"])
+        record.finish()
 
     async def read_events(
         self, answer: Answer, record: Record, pause: Callable[[], Awaitable[object]] | None = None
     ) -> None:
         """`pause` is awaited after the first piece of text. Raises `Wrong`, `Lost`, `Refused`."""
-        finish = None
         async with answer:
             async for position, data in answer.events():
                 if pause is not None and record.arrivals:
                     await pause()
                 now = time.monotonic()
                 if data == b"[DONE]":
-                    record.finish(finish)
+                    record.finish()
                     return
-                finish = self._take_chunk(json.loads(data), record, now) or finish
+                self._take_chunk(json.loads(data), record, now)
                 record.position = record.position if position is None else position
         raise Wrong("the stream ended without [DONE]")
 
-    async def _websocket(self, address: str, record: Record) -> None:
+    async def _websocket(self, address: str, message: dict[str, object], record: Record) -> None:
         try:
             async with connect(f"ws://{address}/v1/stream", open_timeout=5, proxy=None) as socket:
-                await socket.send(json.dumps({"type": "generate", "id": "a", "request": record.task.body}))
-                finish = None
-                async for message in socket:
+                await socket.send(json.dumps(message))
+                async for answer in socket:
                     now = time.monotonic()
-                    said = json.loads(message)
+                    said = json.loads(answer)
                     if said["type"] == "error":
-                        raise Refused(503, message.encode() if isinstance(message, str) else message)
+                        raise _refusal(said)
                     if said["type"] == "done":
-                        record.finish(finish)
+                        record.finish()
                         return
-                    finish = self._take_chunk(said["chunk"], record, now) or finish
+                    self._take_chunk(said["chunk"], record, now)
                     record.position = said.get("position", record.position)
         except (OSError, TimeoutError, websockets.WebSocketException) as error:
             raise Lost(repr(error)) from None
         raise Lost("the socket was closed")
 
-    def _take_chunk(self, chunk: dict, record: Record, now: float) -> str | None:  # type: ignore[type-arg]
+    def _take_chunk(self, chunk: dict[str, Any], record: Record, now: float) -> None:
         if "error" in chunk:
             raise Refused(0, json.dumps(chunk).encode())
-        record.identity = record.identity or _bare(chunk["id"])
+        record.identity = record.identity or chunk["id"]
         choice = chunk["choices"][0]
+        record.finish_reason = choice["finish_reason"] or record.finish_reason
         record.take(choice["delta"].get("content") or "", now)
         if len(record.arrivals) == WARM:
             self._changed.set()
-        return choice["finish_reason"]
 
     async def _until(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
         try:
@@ -317,9 +330,10 @@ def _over(record: Record) -> bool:
     return bool(record.ended or record.fault)
 
 
-def _bare(identity: str) -> str:
-    """`chatcmpl-X` → `X`."""
-    return identity.partition("-")[2]
+def _refusal(said: dict[str, Any]) -> Refused:
+    """An error message of a socket, with the status that REST would have given it."""
+    retryable = said["error"]["type"] in ("server_error", "rate_limit_error")
+    return Refused(503 if retryable else 400, json.dumps(said).encode())
 
 
 def median(values: Sequence[float]) -> float:

@@ -34,7 +34,7 @@ class FrameMischief:
         self._buffer += data
         out = []
         while (message := self._next()) is not None:
-            if message.startswith((b"MSG tokens.", b"HMSG tokens.")):
+            if _is_live_frame(message):
                 out += self._play(message)
             else:
                 out.append(message)
@@ -74,6 +74,12 @@ class FrameMischief:
         kept, self._kept = self._kept, []
         self._chance.shuffle(kept)
         return kept
+
+
+def _is_live_frame(message: bytes) -> bool:
+    """A reading of the journal is one unbroken conversation, and left alone: its messages can be answered."""
+    line = message.partition(b"\r\n")[0]
+    return line.startswith((b"MSG tokens.", b"HMSG tokens.")) and b"$JS.ACK" not in line
 
 
 class Repeater:

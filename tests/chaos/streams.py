@@ -112,7 +112,7 @@ class Answer:
         self._check(body)
         return _json(body)
 
-    async def events(self) -> AsyncIterator[tuple[int | None, bytes]]:
+    async def events(self) -> AsyncIterator[tuple[str | None, bytes]]:
         """(id, data) of each event, `[DONE]` included. Raises `Lost`, `Refused`."""
         buffer = b""
         while data := await self.read():
@@ -130,12 +130,13 @@ class Answer:
             raise Refused(status, body, float(self._headers.get("retry-after", 0)))
 
 
-def _event(text: bytes) -> tuple[int | None, bytes]:
-    identity, data = None, b""
+def _event(text: bytes) -> tuple[str | None, bytes]:
+    identity: str | None = None
+    data = b""
     for line in text.split(b"\n"):
         name, _, value = line.partition(b": ")
         if name == b"id":
-            identity = int(value)
+            identity = value.decode()
         elif name == b"data":
             data = value
     return identity, data

@@ -12,7 +12,7 @@ import pytest
 from tests.chaos.conftest import Loader
 from tests.chaos.exercise import Row, exercise
 from tests.chaos.expected import stub_tasks
-from tests.chaos.faults import StopRing
+from tests.chaos.faults import Fault, PartitionExecutor, StopRing
 from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 from tests.chaos.mischief import FrameMischief, Repeater
@@ -20,7 +20,7 @@ from tests.chaos.mischief import FrameMischief, Repeater
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
 
 SMALL = {"gateways": 1, "schedulers": 1, "monitors": 1, "tp": 1}
-REQUESTS = 60
+REQUESTS = 200
 
 
 async def test_frames_that_are_repeated_shuffled_and_dropped_change_nothing(
@@ -51,18 +51,29 @@ async def test_frames_that_are_repeated_shuffled_and_dropped_change_nothing(
         assert min(mischief.repeated, mischief.swapped, mischief.dropped, repeater.published) > 0, done
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [StopRing("executor-1"), pytest.param(PartitionExecutor("executor-0"), marks=pytest.mark.chaos)],
+    ids=["stopped", "cut-off"],
+)
 async def test_a_ring_that_comes_back_from_the_dead_changes_nothing(
-    house: House, load: Loader, note: Callable[[Row], None]
+    fault: Fault, house: House, load: Loader, note: Callable[[Row], None]
 ) -> None:
-    """It is given up, its requests go on elsewhere, and then it wakes in the middle of its old step."""
-    before = house.watch.late
+    """It is given up, its requests go on elsewhere, and then it is back with what it has to say.
+
+    A ring that was stopped finds first that its requests were withdrawn; one that was cut off has
+    computed on, and brings the tokens.
+    """
+    entries, tokens = house.watch.late, house.watch.late_tokens
     async with load(house) as clients:
-        row = await exercise(house, StopRing("executor-1"), clients)
+        row = await exercise(house, fault, clients)
         await clients.finish()
     note(row)
     clients.check()
     assert row.moved, "no stream had to move: the test shows nothing"
-    assert house.watch.late > before, "the ring has not spoken after it was given up: the test shows nothing"
+    assert house.watch.late > entries, "the ring has not spoken after it was given up: the test shows nothing"
+    if isinstance(fault, PartitionExecutor):
+        assert house.watch.late_tokens > tokens
     await house.all_ready()
 
 

@@ -25,8 +25,8 @@ class Watch:
         """Each change of a service's record."""
         self.moved: dict[str, float] = {}
         """Generations that another attempt than the first has continued: when its first tokens came."""
-        self.late = 0
-        """Entries of an attempt that another one had taken the place of."""
+        self.late = self.late_tokens = 0
+        """Entries, and tokens in them, of an attempt that another one had taken the place of."""
         self._attempts: dict[str, int] = {}
         self._news = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
@@ -60,7 +60,7 @@ class Watch:
             lambda: self._event(group, "down", since), seconds, f"{group} is told to be down"
         )
 
-    async def up(self, group: str, since: float, seconds: float = 60) -> float:
+    async def up(self, group: str, since: float, seconds: float = 150) -> float:
         return await self.until(lambda: self._event(group, "up", since), seconds, f"{group} is told to be up")
 
     async def service(self, instance: str, state: str, since: float, seconds: float = 60) -> float:
@@ -93,9 +93,10 @@ class Watch:
     async def _on_frame(self, frame: TokenFrame) -> None:
         for entry in frame.entries:
             newest = self._attempts.get(entry.generation_id, 0)
-            if not entry.tokens or entry.attempt < newest:
-                self.late += bool(entry.tokens)
-            elif entry.attempt > newest:
+            if entry.attempt < newest:
+                self.late += 1
+                self.late_tokens += len(entry.tokens)
+            elif entry.attempt > newest and entry.tokens:
                 self._attempts[entry.generation_id] = entry.attempt
                 self.moved.setdefault(entry.generation_id, time.monotonic())
 
