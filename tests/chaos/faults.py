@@ -1,6 +1,7 @@
 """Everything that is done to the house, each with how it is noticed, undone, and known to be over."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -13,13 +14,19 @@ from tests.chaos.house import House
 HOLD = 4.0
 """Seconds that NATS stands still."""
 
+SAY = 2.0
+"""Seconds that a ring which wakes gets to say something."""
+UNWATCHED = 1.0
+"""Seconds without a health monitor."""
+NATS, ALL_MONITORS = "nats", "all monitors"
+
 
 class Fault(Protocol):
     """One thing that goes wrong. Times are seconds of `time.monotonic`."""
 
     name: str
     target: str
-    """The instance that is hit, or `nats`."""
+    """The instance that is hit, or `NATS`, or `ALL_MONITORS`."""
     may_refuse: bool
     """Whether new requests may be told to come again meanwhile."""
 
@@ -110,9 +117,31 @@ class StopRing(_OfRing):
             os.kill(pid, signal.SIGSTOP)
 
     async def heal(self, house: House) -> None:
-        """The ranks first: they talk before their orchestrator can end them."""
-        for pid in (*self._ranks, house.members[self.executor].pid):
+        """The ranks first, so that they talk before their orchestrator wakes and ends them: it finds that
+        they have not moved for long."""
+        late = house.watch.late
+        for pid in self._ranks:
             os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(AssertionError):  # a ring without work has nothing to say
+            await house.watch.until(lambda: house.watch.late > late, SAY, "the ring talks")
+        house.members[self.executor].signal(signal.SIGCONT)
+
+
+class KillUnwatchedRank(_OfRing):
+    """A rank dies while there is no health monitor; those that are started later must find it out."""
+
+    target = ALL_MONITORS
+    name = "kill -9 of a rank while no health monitor lives"
+
+    async def inject(self, house: House) -> None:
+        monitors = [name for name, member in house.members.items() if member.service == "health-monitor"]
+        for name in monitors:
+            house.members[name].signal(signal.SIGKILL)
+            await house.members[name].ended()
+        os.kill(house.ranks(self.executor)[self.rank], signal.SIGKILL)
+        await asyncio.sleep(UNWATCHED)
+        for name in monitors:
+            await house.start(name)
 
 
 @dataclass
@@ -186,7 +215,7 @@ class PartitionExecutor(Partition):
 @dataclass
 class KillNats:
     name: str = "kill -9 of NATS"
-    target: str = "nats"
+    target: str = NATS
     may_refuse: bool = True
 
     async def inject(self, house: House) -> None:
@@ -207,7 +236,7 @@ class StopNats:
     """Shorter than the services' patience: nothing is to be noticed but the wait."""
 
     name: str = "SIGSTOP of NATS"
-    target: str = "nats"
+    target: str = NATS
     may_refuse: bool = True
 
     async def inject(self, house: House) -> None:
@@ -246,6 +275,7 @@ def all_faults(number: int = 1) -> dict[str, Callable[[], Fault]]:
         "stop-rank-1": lambda: StopRank(executor, rank=1),
         "kill-ring": lambda: KillRing(executor),
         "stop-ring": lambda: StopRing(executor),
+        "kill-unwatched": lambda: KillUnwatchedRank(executor),
         "kill-gateway": lambda: KillService(f"gateway-{number}"),
         "stop-gateway": lambda: StopService(f"gateway-{number}"),
         "kill-scheduler": lambda: KillService(f"scheduler-{number}"),

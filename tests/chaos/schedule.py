@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.chaos.faults import all_faults
+from tests.chaos.faults import ALL_MONITORS, NATS, all_faults
 
 LONGEST_PAUSE = 3.0
 """Seconds between two rounds, at most."""
@@ -46,7 +46,7 @@ def compatible(first: Strike, second: Strike) -> bool:
     """Whether both can be noticed while both last: with both monitors gone nobody says what is down, and
     without NATS nobody hears it. Two executors may go together: then requests wait."""
     targets = {_target(first), _target(second)}
-    if "nats" in targets or len(targets) == 1:
+    if targets & {NATS, ALL_MONITORS} or len(targets) == 1:
         return False
     services = {target.rpartition("-")[0] for target in targets}
     return len(services) == 2 or services == {"executor"}

@@ -96,6 +96,7 @@ class Watch:
             if entry.attempt < newest:
                 self.late += 1
                 self.late_tokens += len(entry.tokens)
+                self._news.set()
             elif entry.attempt > newest and entry.tokens:
                 self._attempts[entry.generation_id] = entry.attempt
                 self.moved.setdefault(entry.generation_id, time.monotonic())
