@@ -33,6 +33,7 @@ class Row:
 async def exercise(house: House, fault: Fault, load: Load) -> Row:
     """Injects, waits until it is noticed, heals, waits until every client is served as before."""
     await load.flowing()
+    await house.watch.until(house.all_work, 60, "every ring has work")
     at = time.monotonic()
     await fault.inject(house)
     detected = await fault.detected(house, at)

@@ -278,6 +278,15 @@ class House:
         assert beat.group is not None
         return beat.group.epoch
 
+    def work(self, executor: str) -> int:
+        """Requests that a ring has, by its last beat."""
+        beat = self.watch.beats.get(executor)
+        return beat.group.load.running + beat.group.load.waiting if beat is not None and beat.group else 0
+
+    def all_work(self) -> bool:
+        """Whether a fault of any ring would hit somebody."""
+        return all(self.work(name) > 0 for name, m in self.members.items() if m.service == "executor")
+
     def memory(self, instance: str) -> int:
         """Resident bytes."""
         return int(psutil.Process(self.members[instance].pid).memory_info().rss)

@@ -20,7 +20,7 @@ from tests.chaos.mischief import FrameMischief, Repeater
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
 
 SMALL = {"gateways": 1, "schedulers": 1, "monitors": 1, "tp": 1}
-REQUESTS = 200
+REQUESTS = 120
 
 
 async def test_frames_that_are_repeated_shuffled_and_dropped_change_nothing(
