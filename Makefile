@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Arguments for the command behind a target: make serve ARGS="--tp 2"
 ARGS ?=
+# make chaos: how long random faults come, and which.
+MINUTES ?=
+SEED ?=
 # Package index that torch alone comes from; empty: the one that pip is set to use, whose torch may bring
 # gigabytes of CUDA. Without a GPU name the index of PyTorch's CPU wheels: make serve TORCH_INDEX=...
 TORCH_INDEX ?=
@@ -60,6 +63,15 @@ format: $(INSTALLED) ## Format the code
 .PHONY: bench
 bench: $(INSTALLED) ## Run the workloads against a running server (make bench ARGS="--workload W2")
 	@$(BIN)/python -m benchmarks.serve $(ARGS)
+
+# Without MINUTES: each fault once. With it: random faults from SEED, made up and printed when left out.
+.PHONY: chaos
+chaos: $(INSTALLED) ## Break everything under load, check every token (make chaos MINUTES=10 SEED=7: at random)
+	@if [ -n "$(MINUTES)" ]; then \
+	  $(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)); \
+	else \
+	  $(BIN)/pytest tests/chaos -m "" $(ARGS); \
+	fi
 
 .PHONY: clean
 clean: ## Remove the virtual environment and caches

@@ -103,6 +103,9 @@ class DispatchBatch(msgspec.Struct, frozen=True):
     """1-128 requests for one group."""
 
     requests: list[GenerationRequest]
+    epoch: int = 0
+    """The newest life of the group's ring that the scheduler knows of; an older ring that still listens
+    under the group's name has been replaced, and takes nothing more."""
 
 
 class DispatchReply(msgspec.Struct, frozen=True):

@@ -75,6 +75,7 @@ class Leader:
         self._wake = asyncio.Event()
         self._draining = False
         self._leaving = False
+        self._replaced = False
         self._drain_by = 0.0
         self._load_version = 0
         self._recent = RecentFrames()
@@ -154,7 +155,11 @@ class Leader:
 
     # --- from NATS -------------------------------------------------------------------------------
 
-    async def _on_dispatch(self, batch: DispatchBatch) -> DispatchReply:
+    async def _on_dispatch(self, batch: DispatchBatch) -> DispatchReply | None:
+        if batch.epoch > self._spec.epoch:
+            self._replaced = True
+            self._wake.set()
+            return None  # the ring that has taken our place answers
         accepted: list[str] = []
         refused: list[Refusal] = []
         for request in batch.requests:
@@ -227,8 +232,16 @@ class Leader:
     # --- steps -----------------------------------------------------------------------------------
 
     async def _step_loop(self) -> None:
-        """One step after the other while there is work; returns when the group is drained."""
+        """One step after the other while there is work; returns when the group is drained.
+
+        Raises `ConfigurationError` when a later ring has this group's name.
+        """
         while True:
+            if self._replaced:
+                raise ConfigurationError(
+                    f"Another executor serves the group {self._spec.group} by now; this one leaves. If both are "
+                    "to serve, give each a group of its own with --group."
+                )
             if self._draining and (not self._batcher.has_work or time.monotonic() >= self._drain_by):
                 self._leaving = True
                 await self._hand_back()

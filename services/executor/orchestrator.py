@@ -133,12 +133,13 @@ class ExecutorService(Service):
             ended.cancel()
 
     def _is_final(self, end: RingEnd) -> bool:
-        """A drained group leaves; a model that has never loaded will not load next time either, and a
-        ring that died again and again before it was ever ready is given up."""
+        """A drained group leaves, and so does one whose name another executor has taken; a model that has
+        never loaded will not load next time either, and a ring that died again and again before it was
+        ever ready is given up."""
         if end.kind == "drained":
             self.end()
             return True
-        if end.kind == "failed" and not self._was_ready:
+        if end.kind == "failed" and (not self._was_ready or end.code == ConfigurationError.code):
             error = error_from_code(end.code, end.reason)
             if not error.retryable:
                 self.fail(error)

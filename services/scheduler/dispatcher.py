@@ -35,6 +35,7 @@ class RawBatch(msgspec.Struct, frozen=True):
     """A DispatchBatch of requests that are encoded already."""
 
     requests: list[msgspec.Raw]
+    epoch: int
 
 
 class Outcome(Protocol):
@@ -141,7 +142,7 @@ class Dispatcher:
             await self._withdraw(group, batch)
             reply = await self._bus.request(
                 subjects.dispatch(group.name),
-                RawBatch([msgspec.Raw(item.raw) for item in batch]),
+                RawBatch([msgspec.Raw(item.raw) for item in batch], group.epoch),
                 DispatchReply,
                 timeout=self._timeout,
             )

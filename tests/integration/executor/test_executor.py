@@ -19,6 +19,7 @@ from services.executor.engine.stub import stub_token
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.errors import BrokerUnavailable
 from shared.journal import replay
 from shared.messages import (
     Cancel,
@@ -127,6 +128,23 @@ async def dispatch(bus: Bus, *requests: GenerationRequest) -> DispatchReply:
 
 async def control(bus: Bus, command: ControlCommand) -> ControlReply:
     return await bus.request(subjects.control("g"), command, ControlReply, timeout=5)
+
+
+async def test_a_ring_that_was_replaced_takes_nothing_more_and_leaves(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    """Two rings would compute the same requests under one name, and withdraw each other's."""
+    async with executor(bus, nats_settings, tmp_path) as process:
+        beat = await process.wait_ready()
+        assert beat.group is not None
+        older = DispatchBatch([request("a", max_tokens=4000)], beat.group.epoch - 1)
+        reply = await bus.request(subjects.dispatch("g"), older, DispatchReply, timeout=5)
+        assert reply.accepted == ["a"], "a scheduler may lag behind"
+        later = DispatchBatch([request("b")], beat.group.epoch + 1)
+        with pytest.raises(BrokerUnavailable):
+            await bus.request(subjects.dispatch("g"), later, DispatchReply, timeout=0.5)
+        assert await asyncio.wait_for(process.process.wait(), 30) == 1
+        assert "Another executor serves the group g by now" in process.log.read_text()
 
 
 async def test_accepted_requests_get_their_tokens_once(

@@ -1,0 +1,58 @@
+"""One house for all faults of the stub engine, and the table of what they cost."""
+
+import random
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from tests.chaos.exercise import Row, markdown
+from tests.chaos.expected import stub_tasks
+from tests.chaos.faults import CUTTABLE
+from tests.chaos.house import House, Plan
+from tests.chaos.load import Load
+
+_rows: list[Row] = []
+_notes: list[str] = []
+
+Loader = Callable[[House], Load]
+
+
+@pytest.fixture
+def note() -> Callable[[Row], None]:
+    """Takes a row for the table at the end."""
+    return _rows.append
+
+
+@pytest.fixture
+def remark() -> Callable[[str], None]:
+    """Takes a line below the table."""
+    return _notes.append
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+    """Two of everything, rings of two ranks, whole again after every fault."""
+    async with House(tmp_path_factory.mktemp("house"), Plan(cuttable=CUTTABLE)) as house:
+        _notes.append(f"Links were cut with: {house.cut_with}.")
+        yield house
+
+
+@pytest.fixture
+def load() -> Loader:
+    """Twelve clients whose requests take two seconds or so, and four with short ones."""
+
+    def make(house: House) -> Load:
+        chance = random.Random()
+        return Load(house.addresses, stub_tasks(chance, 120), short=stub_tasks(chance, 6))
+
+    return make
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _rows or _notes:
+        terminalreporter.section("chaos")
+        if _rows:
+            terminalreporter.write_line(markdown(_rows))
+        for line in _notes:
+            terminalreporter.write_line(line)

@@ -1,0 +1,294 @@
+"""Everything that is done to the house, each with how it is noticed, undone, and known to be over."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tests.chaos.house import House
+
+HOLD = 4.0
+"""Seconds that NATS stands still."""
+
+SAY = 2.0
+"""Seconds that a ring which wakes gets to say something."""
+UNWATCHED = 1.0
+"""Seconds without a health monitor."""
+NATS, ALL_MONITORS = "nats", "all monitors"
+
+
+class Fault(Protocol):
+    """One thing that goes wrong. Times are seconds of `time.monotonic`."""
+
+    name: str
+    target: str
+    """The instance that is hit, or `NATS`, or `ALL_MONITORS`."""
+    may_refuse: bool
+    """Whether new requests may be told to come again meanwhile."""
+
+    async def inject(self, house: House) -> None: ...
+
+    async def detected(self, house: House, at: float) -> float | None:
+        """When the house noticed; None where nobody is to."""
+        ...
+
+    async def heal(self, house: House) -> None:
+        """What an operator or supervisor would do."""
+        ...
+
+    async def recovered(self, house: House, at: float) -> float:
+        """When everything was as before."""
+        ...
+
+
+def group_of(executor: str) -> str:
+    return executor.replace("executor", "group")
+
+
+@dataclass
+class _OfRing:
+    """Faults of a ring that its orchestrator sees: it is taken down and up without our help."""
+
+    executor: str
+    rank: int = 0
+    may_refuse = False
+
+    @property
+    def target(self) -> str:
+        return self.executor
+
+    async def detected(self, house: House, at: float) -> float | None:
+        return await house.watch.down(group_of(self.executor), at)
+
+    async def heal(self, house: House) -> None:
+        pass
+
+    async def recovered(self, house: House, at: float) -> float:
+        up = await house.watch.up(group_of(self.executor), at)
+        await house.ready(self.executor)
+        return up
+
+
+class KillRank(_OfRing):
+    @property
+    def name(self) -> str:
+        return f"kill -9 of rank {self.rank}"
+
+    async def inject(self, house: House) -> None:
+        os.kill(house.ranks(self.executor)[self.rank], signal.SIGKILL)
+
+
+class StopRank(_OfRing):
+    @property
+    def name(self) -> str:
+        return f"SIGSTOP of rank {self.rank}"
+
+    async def inject(self, house: House) -> None:
+        os.kill(house.ranks(self.executor)[self.rank], signal.SIGSTOP)
+
+
+class KillRing(_OfRing):
+    """The orchestrator and every rank at the same moment."""
+
+    name = "kill -9 of a whole ring"
+
+    async def inject(self, house: House) -> None:
+        for pid in (house.members[self.executor].pid, *house.ranks(self.executor)):
+            os.kill(pid, signal.SIGKILL)
+
+    async def heal(self, house: House) -> None:
+        await house.members[self.executor].ended()
+        await house.start(self.executor)
+
+
+class StopRing(_OfRing):
+    """The orchestrator and every rank stand still; replaced meanwhile, they wake and go on talking."""
+
+    name = "SIGSTOP of a whole ring, woken after others took over"
+    _ranks: list[int] = []
+
+    async def inject(self, house: House) -> None:
+        self._ranks = house.ranks(self.executor)
+        for pid in (house.members[self.executor].pid, *self._ranks):
+            os.kill(pid, signal.SIGSTOP)
+
+    async def heal(self, house: House) -> None:
+        """The ranks first, so that they talk before their orchestrator wakes and ends them: it finds that
+        they have not moved for long."""
+        late = house.watch.late
+        for pid in self._ranks:
+            os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(AssertionError):  # a ring without work has nothing to say
+            await house.watch.until(lambda: house.watch.late > late, SAY, "the ring talks")
+        house.members[self.executor].signal(signal.SIGCONT)
+
+
+class KillUnwatchedRank(_OfRing):
+    """A rank dies while there is no health monitor; those that are started later must find it out."""
+
+    target = ALL_MONITORS
+    name = "kill -9 of a rank while no health monitor lives"
+
+    async def inject(self, house: House) -> None:
+        monitors = [name for name, member in house.members.items() if member.service == "health-monitor"]
+        for name in monitors:
+            house.members[name].signal(signal.SIGKILL)
+            await house.members[name].ended()
+        os.kill(house.ranks(self.executor)[self.rank], signal.SIGKILL)
+        await asyncio.sleep(UNWATCHED)
+        for name in monitors:
+            await house.start(name)
+
+
+@dataclass
+class _OfService:
+    instance: str
+    may_refuse: bool = False
+
+    @property
+    def target(self) -> str:
+        return self.instance
+
+    @property
+    def service(self) -> str:
+        return self.instance.rpartition("-")[0].replace("-", " ")
+
+    async def detected(self, house: House, at: float) -> float | None:
+        return await house.watch.service(self.instance, "gone", at)
+
+    async def recovered(self, house: House, at: float) -> float:
+        await house.ready(self.instance)
+        return await house.watch.service(self.instance, "ready", at)
+
+
+class KillService(_OfService):
+    @property
+    def name(self) -> str:
+        return f"kill -9 of a {self.service}"
+
+    async def inject(self, house: House) -> None:
+        house.members[self.instance].signal(signal.SIGKILL)
+        await house.members[self.instance].ended()
+
+    async def heal(self, house: House) -> None:
+        await house.start(self.instance)
+
+
+class StopService(_OfService):
+    @property
+    def name(self) -> str:
+        return f"SIGSTOP of a {self.service}"
+
+    async def inject(self, house: House) -> None:
+        house.members[self.instance].signal(signal.SIGSTOP)
+
+    async def heal(self, house: House) -> None:
+        house.members[self.instance].signal(signal.SIGCONT)
+
+
+class Partition(_OfService):
+    """Packets between a service and NATS are lost, and nobody says goodbye."""
+
+    @property
+    def name(self) -> str:
+        return f"partition of {'an' if self.service[0] in 'aeiou' else 'a'} {self.service}"
+
+    async def inject(self, house: House) -> None:
+        await house.members[self.instance].link.cut()
+
+    async def heal(self, house: House) -> None:
+        await house.members[self.instance].link.heal()
+
+
+class PartitionExecutor(Partition):
+    async def detected(self, house: House, at: float) -> float | None:
+        return await house.watch.down(group_of(self.instance), at)
+
+    async def recovered(self, house: House, at: float) -> float:
+        return await house.watch.up(group_of(self.instance), at)
+
+
+@dataclass
+class KillNats:
+    name: str = "kill -9 of NATS"
+    target: str = NATS
+    may_refuse: bool = True
+
+    async def inject(self, house: House) -> None:
+        await house.broker.kill()
+
+    async def detected(self, house: House, at: float) -> float | None:
+        return await _poll(lambda: not house.bus.connected)
+
+    async def heal(self, house: House) -> None:
+        await house.broker.up()
+
+    async def recovered(self, house: House, at: float) -> float:
+        return await _poll(lambda: house.bus.connected)
+
+
+@dataclass
+class StopNats:
+    """Shorter than the services' patience: nothing is to be noticed but the wait."""
+
+    name: str = "SIGSTOP of NATS"
+    target: str = NATS
+    may_refuse: bool = True
+
+    async def inject(self, house: House) -> None:
+        house.broker.signal(signal.SIGSTOP)
+
+    async def detected(self, house: House, at: float) -> float | None:
+        await asyncio.sleep(HOLD)
+        return None
+
+    async def heal(self, house: House) -> None:
+        house.broker.signal(signal.SIGCONT)
+
+    async def recovered(self, house: House, at: float) -> float:
+        await house.bus.flush()
+        return time.monotonic()
+
+
+async def _poll(holds: Callable[[], bool], seconds: float = 30) -> float:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"it did not come true within {seconds:g} s"
+        await asyncio.sleep(0.002)
+    return time.monotonic()
+
+
+def all_faults(number: int = 1) -> dict[str, Callable[[], Fault]]:
+    """By a short name, which tests and schedules use; made anew for each use.
+
+    `number`: of the instance that is hit, where that can be chosen.
+    """
+    executor = f"executor-{number}"
+    return {
+        "kill-rank-0": lambda: KillRank(executor, rank=0),
+        "kill-rank-1": lambda: KillRank(executor, rank=1),
+        "stop-rank-0": lambda: StopRank(executor, rank=0),
+        "stop-rank-1": lambda: StopRank(executor, rank=1),
+        "kill-ring": lambda: KillRing(executor),
+        "stop-ring": lambda: StopRing(executor),
+        "kill-unwatched": lambda: KillUnwatchedRank(executor),
+        "kill-gateway": lambda: KillService(f"gateway-{number}"),
+        "stop-gateway": lambda: StopService(f"gateway-{number}"),
+        "kill-scheduler": lambda: KillService(f"scheduler-{number}"),
+        "stop-scheduler": lambda: StopService(f"scheduler-{number}"),
+        "kill-monitor": lambda: KillService(f"health-monitor-{number}"),
+        "stop-monitor": lambda: StopService(f"health-monitor-{number}"),
+        "kill-nats": KillNats,
+        "stop-nats": StopNats,
+        "cut-executor": lambda: PartitionExecutor("executor-0"),
+        "cut-gateway": lambda: Partition("gateway-0", may_refuse=True),
+        "cut-scheduler": lambda: Partition("scheduler-0"),
+    }
+
+
+CUTTABLE = ("executor-0", "gateway-0", "scheduler-0")
+"""What `all_faults` cuts off."""

@@ -1,0 +1,119 @@
+"""Clients that read slowly, and clients that go."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.conftest import Loader
+from tests.chaos.expected import Task, stub_tasks
+from tests.chaos.house import House, Plan
+from tests.chaos.load import CHAT, Load, Record, Wrong
+from tests.chaos.streams import Answer
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
+
+SLOW_CLIENTS = 24
+SLOW_TOKENS = 6000
+SLOW_BUFFER = 4096
+ALLOWED = 512 << 10
+"""Bytes per slow client that the gateway may grow by: two write buffers and the tokens of its answer."""
+
+
+@pytest.mark.chaos
+async def test_slow_readers_cost_bounded_memory_and_hold_up_nobody(
+    tmp_path: Path, remark: Callable[[str], None]
+) -> None:
+    plan = Plan(gateways=1, schedulers=1, monitors=1, executors=1, tp=1, step_ms=1)
+    async with House(tmp_path, plan) as house:
+        chance = random.Random()
+        async with Load(house.addresses, stub_tasks(chance, 100), clients=4) as load:
+            await load.flowing()
+            await load.settled(time.monotonic())
+            before = house.memory("gateway-0")
+            faucet = asyncio.Event()
+            slow = [
+                asyncio.create_task(_read_slowly(house, _long_task(chance), faucet))
+                for _ in range(SLOW_CLIENTS)
+            ]
+            await house.watch.until(
+                lambda: house.work("executor-0") >= SLOW_CLIENTS, 60, "the ring works for all of them"
+            )
+            grown = []
+            sampling = asyncio.create_task(_sample(lambda: house.memory("gateway-0") - before, grown))
+            await house.watch.until(
+                lambda: house.work("executor-0") < SLOW_CLIENTS // 2,
+                180,
+                "the ring has produced what they do not read",
+            )
+            await load.settled(time.monotonic())
+            sampling.cancel()
+            faucet.set()
+            await asyncio.gather(*slow)
+            await load.finish()
+        load.check()
+        stall = max(record.stall() for record in load.records)
+        remark(
+            f"{SLOW_CLIENTS} clients that did not read, {SLOW_TOKENS} tokens each: the gateway grew by "
+            f"{max(grown) / 1e6:.1f} MB; the other clients waited for a token for {stall * 1e3:.0f} ms at most."
+        )
+        assert max(grown) < SLOW_CLIENTS * ALLOWED
+
+
+def _long_task(chance: random.Random) -> Task:
+    task = next(stub_tasks(chance, 2 * SLOW_TOKENS))
+    while task.tokens > 8000:
+        task = next(stub_tasks(chance, 2 * SLOW_TOKENS))
+    return task
+
+
+async def _sample(read: Callable[[], int], into: list[int]) -> None:
+    while True:
+        into.append(read())
+        await asyncio.sleep(0.2)
+
+
+async def _read_slowly(house: House, task: Task, faucet: asyncio.Event) -> None:
+    """Reads the first token, then nothing until `faucet` is opened, then all of it."""
+    record = Record("slow", task, time.monotonic())
+    load = Load(house.addresses, iter([task]))
+    body = {**task.body, "stream": True}
+    _, address = house.addresses()[0]
+    answer = Answer(address, "POST", CHAT, body=body, receive_buffer=SLOW_BUFFER)
+    await load.read_events(answer, record, pause=faucet.wait)
+    if not record.ended:
+        raise Wrong("a slow client's stream has not ended")
+
+
+async def test_clients_that_go_free_their_places_and_hold_up_nobody(house: House, load: Loader) -> None:
+    async with load(house) as clients:
+        await clients.flowing()
+        gone = set()
+        for kind in ("sse", "plain") * 8:
+            gone.add(await _go_away(house, kind))
+        await clients.settled(time.monotonic())
+        await clients.finish()
+    clients.check()
+    await house.watch.until(
+        lambda: all(house.work(name) == 0 for name in ("executor-0", "executor-1")),
+        30,
+        "the rings have let go of what nobody reads",
+    )
+    assert len(gone - {""}) == 8, "each of the streams had begun when its client went"
+
+
+async def _go_away(house: House, kind: str) -> str:
+    """Asks for a long answer and leaves, once the first token is there if it is a stream."""
+    task = next(stub_tasks(random.Random(), 8000))
+    body = {**task.body, "stream": kind == "sse"}
+    _, address = random.choice(house.addresses())
+    async with Answer(address, "POST", CHAT, body=body) as answer:
+        if kind == "plain":
+            await asyncio.sleep(random.random() * 0.2)
+            return ""
+        async for _, data in answer.events():
+            return data.decode()
+    raise AssertionError("the stream had no event")

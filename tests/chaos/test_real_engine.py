@@ -1,0 +1,70 @@
+"""The same on a real model in fp32: greedy and seeded answers are those of an undisturbed run."""
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from services.cli.models import DEFAULT_MODEL, ensure_model
+from services.cli.settings import LocalSettings
+from tests.chaos.exercise import Row, exercise
+from tests.chaos.expected import Task, repeated
+from tests.chaos.faults import all_faults
+from tests.chaos.house import House, Plan
+from tests.chaos.load import CHAT, Load
+from tests.chaos.streams import Answer
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400), pytest.mark.chaos]
+
+TOPICS = ("the sea", "bread", "the moon", "bees")
+TOKENS = 60
+CLIENTS = 4
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def real_house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+    """Two rings of two ranks, one thread each."""
+    directory = ensure_model(DEFAULT_MODEL, LocalSettings().model_cache, lambda stage, done, total: None)[1]
+    arguments = ["--model", str(directory), "--served-model-name", DEFAULT_MODEL, "--dtype", "fp32"]
+    arguments += ["--threads", "1", "--replicas-on-host", "2"]
+    plan = Plan(executor_arguments=arguments)
+    async with House(tmp_path_factory.mktemp("real"), plan) as house:
+        yield house
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def tasks(real_house: House) -> list[Task]:
+    """Answered once, while nothing is wrong."""
+    found = []
+    for number, topic in enumerate(TOPICS):
+        for sampling in ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.95, "seed": 1000 + number}):
+            body = {
+                "model": DEFAULT_MODEL,
+                "messages": [{"role": "user", "content": f"Write a long story about {topic}."}],
+                "max_tokens": TOKENS,
+                **sampling,
+            }
+            found.append(await _undisturbed(real_house, body))
+    return found
+
+
+async def _undisturbed(house: House, body: dict) -> Task:  # type: ignore[type-arg]
+    async with Answer(house.addresses()[0][1], "POST", CHAT, body={**body, "stream": False}) as answer:
+        whole = await answer.whole()
+    choice = whole["choices"][0]
+    tokens = whole["usage"]["completion_tokens"]
+    return Task(body, choice["message"]["content"], tokens, choice["finish_reason"])
+
+
+@pytest.mark.parametrize("name", ["kill-rank-0", "kill-rank-1", "stop-rank-1", "kill-ring", "stop-ring"])
+async def test_a_real_models_answers_are_the_undisturbed_ones(
+    name: str, real_house: House, tasks: list[Task], note: Callable[[Row], None]
+) -> None:
+    fault = all_faults()[name]()
+    async with Load(real_house.addresses, repeated(tasks), clients=CLIENTS, patience=180) as load:
+        row = await exercise(real_house, fault, load)
+        await load.finish()
+    note(dataclasses.replace(row, fault=f"real model: {row.fault}"))
+    load.check()
+    await real_house.all_ready()
