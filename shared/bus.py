@@ -32,6 +32,7 @@ from shared.broker_errors import (
 )
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, PayloadTooLarge
+from shared.stored import StoredPublisher
 
 T = TypeVar("T")
 Reply = bytes | msgspec.Struct | None
@@ -62,6 +63,7 @@ class Bus:
         self._last_error = ""
         self._refused = asyncio.Event()
         self._repeats: dict[tuple[str, str], int] = {}
+        self._stored: StoredPublisher | None = None
 
     @classmethod
     async def connect(cls, settings: CommonSettings, name: str) -> "Bus":
@@ -209,11 +211,12 @@ class Bus:
     async def publish_durable(self, subject: str, message: object, *, timeout: float = 5.0) -> int:
         """Publishes into a stream and waits until it is stored; returns its sequence number."""
         payload = self._checked(message)
+        if self._stored is None:
+            self._stored = StoredPublisher(self._client)
         try:
-            ack = await self.jetstream().publish(subject, payload, timeout=timeout)
+            return await self._stored.publish(subject, payload, timeout=timeout)
         except (nats.errors.Error, TimeoutError) as error:
             raise broker_error(f"store a message on {subject} within {timeout:g} s", error) from error
-        return ack.seq
 
     async def request(self, subject: str, message: object, reply_type: type[T], *, timeout: float) -> T:
         """Asks and waits for the answer. Raises `BrokerUnavailable` when none comes in `timeout` seconds."""
