@@ -30,6 +30,7 @@ from shared.broker_errors import (
 )
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, PayloadTooLarge
+from shared.stored import StoredPublisher
 from shared.streams import LEADER_PAUSE, ensure_stream
 
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class Bus:
         self._last_error = ""
         self._refused = asyncio.Event()
         self._repeats: dict[tuple[str, str], int] = {}
+        self._stored: StoredPublisher | None = None
 
     @classmethod
     async def connect(cls, settings: CommonSettings, name: str) -> "Bus":
@@ -209,10 +211,12 @@ class Bus:
         that it was not stored.
         """
         payload = self._checked(message)
+        if self._stored is None:
+            self._stored = StoredPublisher(self._client)
         give_up = asyncio.get_running_loop().time() + ELECTION
         while True:
             try:
-                return (await self.jetstream().publish(subject, payload, timeout=timeout)).seq
+                return await self._stored.publish(subject, payload, timeout=timeout)
             except (nats.errors.Error, TimeoutError) as error:
                 waits = self.clustered and lacks_leader(error)
                 if not waits or asyncio.get_running_loop().time() >= give_up:

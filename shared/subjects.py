@@ -1,5 +1,6 @@
 """Every subject, stream, bucket and store name. Nothing else in the code spells one out."""
 
+import functools
 import re
 
 from shared.messages import Lane
@@ -27,6 +28,7 @@ LEADER = "rank-0"
 _SAFE = re.compile(r"[A-Za-z0-9_-]")
 
 
+@functools.lru_cache(maxsize=4096)
 def escape(name: str) -> str:
     """`name` as one subject token and KV key: letters, digits, `-` and `_` stay, the rest becomes `=XX`.
 

@@ -22,6 +22,7 @@ from services.executor.engine.batching import ContinuousBatcher, Entries
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Row, prompt_tokens
 from services.executor.engine.protocol import BadLogits, Engine, EngineSpec, RestoreFailed, SampledToken
+from services.executor.gathering import Gathering
 from services.executor.naming import served_name
 from services.executor.recent_frames import RecentFrames
 from services.executor.ring import Drained, RankSpec, Ready
@@ -29,6 +30,7 @@ from services.executor.settings import ExecutorSettings
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
+from shared.lifecycle import tame_collector
 from shared.messages import (
     Cancel,
     ControlCommand,
@@ -79,6 +81,9 @@ class Leader:
         self._drain_by = 0.0
         self._load_version = 0
         self._recent = RecentFrames()
+        self._gathering = Gathering()
+        self._timer: asyncio.TimerHandle | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._republishing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -127,6 +132,7 @@ class Leader:
         await self._bus.subscribe(subjects.dispatch(group), DispatchBatch, self._on_dispatch)
         await self._bus.subscribe(subjects.control(group), ControlCommand, self._on_control)  # type: ignore[arg-type]
         await self._bus.flush()
+        tame_collector()
         self._board.set_state(RingState.READY)
         self._orchestrator.send(Ready(self._model))
         log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.total_blocks)
@@ -176,7 +182,8 @@ class Leader:
                 prompt_tokens=len(request.prompt),
                 reason=refusal.code if refusal else "",
             )
-        await self._publish(_acknowledgements(batch.requests, set(accepted)))
+        self._gathering.add(_acknowledgements(batch.requests, set(accepted)))
+        await self._tell()
         self._wake.set()
         return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, self._report_load())
 
@@ -248,7 +255,8 @@ class Leader:
                 return
             scheduled = self._batcher.schedule(time.monotonic())
             if scheduled is None:
-                await self._publish(self._batcher.take_entries())
+                self._gathering.add(self._batcher.take_entries())
+                await self._tell()
                 self._report_load()
                 if not self._batcher.has_work and not self._draining:
                     self._wake.clear()
@@ -260,7 +268,8 @@ class Leader:
             taken = time.perf_counter_ns() - began
             self._board.add_step(taken, prompt_tokens(plan, rows), output_tokens(entries))
             self._report_load()
-            await self._publish(entries)
+            self._gathering.add(entries)
+            await self._tell_when_due()
 
     async def _execute(self, plan: StepPlan, rows: list[Row]) -> Entries:
         """One step in the engine's thread. Rows that are no numbers end their own sequences only; what cannot
@@ -280,9 +289,27 @@ class Leader:
             return self._batcher.fail_restores(error.slots)
         return self._batcher.update(sampled, time.perf_counter() - began)
 
-    async def _publish(self, entries: Entries) -> None:
-        """One frame per consumer: live and, by the same publish, into the journal."""
-        for consumer, of_consumer in entries.items():
+    async def _tell_when_due(self) -> None:
+        """Publishes what is gathered: at once when the last frame is some time ago, else as soon as it is."""
+        loop = asyncio.get_running_loop()
+        wait = self._gathering.wait(loop.time())
+        if not wait or not self._batcher.has_work:
+            await self._tell()
+        elif self._timer is None and self._gathering:
+            self._timer = loop.call_later(wait, self._tell_soon)
+
+    def _tell_soon(self) -> None:
+        self._timer = None
+        self._telling = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        """One frame per consumer of what is gathered: live and, by the same publish, into the journal."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._gathering:
+            return
+        for consumer, of_consumer in self._gathering.take(asyncio.get_running_loop().time()).items():
             frame = TokenFrame(self._spec.group, self._spec.epoch, self._batcher.step, of_consumer)
             self._recent.add(consumer, frame, time.monotonic(), self._bus.connected)
             await self._publish_frame(consumer, frame)
@@ -321,7 +348,8 @@ class Leader:
     async def _hand_back(self) -> None:
         """Ends what has not finished with an error that another ring's attempt makes good."""
         error = NoGroupAvailable(f"The group {self._spec.group} has left; another one goes on.")
-        await self._publish(self._batcher.fail_all(error))
+        self._gathering.add(self._batcher.fail_all(error))
+        await self._tell()
 
     async def _beat(self) -> None:
         """Shows that the event loop turns, which a stopped process cannot; looks at the clock."""

@@ -28,7 +28,8 @@ class ExecutorSettings(CommonSettings):
     """Of weights and computation; `auto`: bf16 where the hardware computes it fast, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: Literal["torch", "stub"] = "torch"
-    """`stub` computes nothing at a set speed, for tests and benchmarks of the control plane."""
+    """`stub` computes nothing at a set speed, for tests and benchmarks of the control plane; of a `model` it has
+    the tokenizer alone."""
     model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
     """Where converted models are kept."""
     context_length: int = Field(default=0, ge=0)

@@ -50,6 +50,7 @@ class GatewayService(Service):
             "ws_per_message_deflate": False,  # small messages: time is dearer than bytes
             "timeout_keep_alive": 75,
             "server_header": False,
+            "proxy_headers": False,  # nobody asks for the client's address
         }
 
     async def start(self) -> None:

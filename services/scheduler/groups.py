@@ -146,6 +146,11 @@ class GroupTable:
         group.closed_until = max(group.closed_until, until)
         self._sort_out()
 
+    @property
+    def closed(self) -> bool:
+        """Whether some group gets nothing for a while."""
+        return any(group.closed_until for group in self._groups.values())
+
     def reopen(self, now: float) -> bool:
         """Opens the groups whose time of closure has passed; says whether there were any."""
         due = [group for group in self._groups.values() if 0.0 < group.closed_until <= now]

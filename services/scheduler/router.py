@@ -70,6 +70,7 @@ class Router:
         self._claiming = 0
         self._woken = False
         self._stopped = False
+        self._stirred = asyncio.Event()
 
     # --- from outside ----------------------------------------------------------------------------
 
@@ -130,13 +131,17 @@ class Router:
 
     def wake(self) -> None:
         """Something has changed: requests may find a place now."""
+        self._stirred.set()
         if not self._woken and not self._stopped:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._pump)
 
     async def tick(self) -> None:
-        """Looks after deadlines and closed groups, for ever."""
+        """Looks after deadlines and closed groups, for ever; sleeps while there are none."""
         while True:
+            if not len(self._queue) and not self._table.closed:
+                self._stirred.clear()
+                await self._stirred.wait()
             await asyncio.sleep(TICK)
             self._expire()
             for lane in LANES:
@@ -180,7 +185,7 @@ class Router:
         self._queue.take(item)
         item.decided = now
         self._table.reserve(decision.group, item.tokens)
-        if key and decision.reason in ("least_loaded", "moved"):
+        if key and self._needs_pin(item.model, decision):
             self._claiming += 1
             self._spawn(self._place_pinned(item, key, decision))
         else:
@@ -188,6 +193,13 @@ class Router:
             if key and self._pins.refresh_due(key, now):
                 self._spawn(self._pins.refresh(key, now))
         return True
+
+    def _needs_pin(self, model: str, decision: Decision) -> bool:
+        """Whether schedulers must agree on the session's group. With one group there is nothing to agree on:
+        the session is pinned by its first turn after there are more."""
+        if decision.reason == "least_loaded":
+            return len(self._table.open(model)) > 1
+        return decision.reason == "moved"
 
     async def _place_pinned(self, item: WaitingRequest, key: str, decision: Decision) -> None:
         """Agrees with the other schedulers on the session's group, then sends the request there."""

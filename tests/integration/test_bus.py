@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from services.cli.nats_server import LocalNats
 from shared import bus as bus_module
 from shared import subjects
-from shared.bus import Bus
+from shared.bus import Bus, encode
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, PayloadTooLarge
 from shared.journal import replay
@@ -313,3 +313,25 @@ async def test_a_key_is_deleted_only_as_it_is_known(bus: Bus) -> None:
     assert await pins.delete("s", new)
     assert await pins.get("s") is None
     assert await pins.delete("s")
+
+
+async def test_durable_publishes_side_by_side_get_their_own_numbers(bus: Bus) -> None:
+    await bus.ensure_streams()
+    frames = [TokenFrame("g", 1, step, []) for step in range(300)]
+    sequences = await asyncio.gather(*(bus.publish_durable(subjects.tokens("c"), frame) for frame in frames))
+    assert len(set(sequences)) == len(frames)
+    for step in (0, 150, 299):
+        stored = await bus.jetstream().get_msg(subjects.JOURNAL_STREAM, sequences[step])
+        assert stored.data == encode(frames[step])
+
+
+async def test_a_durable_publish_that_no_stream_takes_says_so(bus: Bus) -> None:
+    with pytest.raises(BrokerUnavailable, match=r"no\.stream"):
+        await bus.publish_durable("no.stream", TokenFrame("g", 1, 0, []))
+
+
+async def test_a_durable_publish_that_the_stream_refuses_says_why(bus: Bus) -> None:
+    config = StreamConfig(name="SMALL", subjects=["small"], max_msg_size=16)
+    await bus.jetstream().add_stream(config)
+    with pytest.raises(BrokerUnavailable, match="message size exceeds maximum"):
+        await bus.publish_durable("small", TokenFrame("g" * 100, 1, 0, []))

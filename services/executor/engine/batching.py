@@ -253,10 +253,9 @@ class ContinuousBatcher:
     def _receive(self, sequence: Sequence, new: list[SampledToken]) -> None:
         """Tells the consumer of `new` tokens, which the sequence has already."""
         finish = sequence.finish_reason(self._spec.context_length)
-        too_long = admission.kv_exhausted(len(sequence.tokens), self._spec)
         if finish:
             self._end(sequence, sequence.news(new, finish))
-        elif too_long is not None:
+        elif (too_long := admission.kv_exhausted(len(sequence.tokens), self._spec)) is not None:
             self._end(sequence, sequence.error_entry(new, too_long))
         else:
             self._owe(sequence.request.consumer, sequence.news(new))

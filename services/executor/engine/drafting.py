@@ -82,6 +82,12 @@ class Drafter:
         """Appends what a chunk has given: `results` are drawn after its last token and after each draft.
         The last one of the new tokens may end the sequence."""
         sequence, length, drafts = chunk
+        if not drafts:  # nearly always: nothing to compare
+            sequence.append(results[0].token)
+            sequence.num_computed += length
+            if sequence.guesser is not None:
+                sequence.guesser.learn([results[0].token])
+            return results
         new: list[SampledToken] = []
         for result, draft in zip(results, (*drafts, None), strict=True):
             sequence.append(result.token)

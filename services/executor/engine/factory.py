@@ -1,6 +1,10 @@
 """Makes the engine that the settings ask for; torch is imported only where it is needed."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from services.executor.board import RingBoard
 from services.executor.engine.protocol import Engine
@@ -8,6 +12,11 @@ from services.executor.engine.stub import StubEngine, StubSettings
 from services.executor.plan_channel import PlanListener, PlanReceiver
 from services.executor.ring import RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
+from shared.errors import ModelLoadError
+
+STUB_VOCABULARY = 256
+FIRST_WORD = 1000
+"""Token ids from here on stand for pieces of words in every vocabulary."""
 
 
 def make_engine(
@@ -23,8 +32,11 @@ def make_engine(
         return RingEngine(settings, spec, board, announce)
     from services.executor.engine.stub_ring import StubRing
 
+    directory = Path(settings.model).expanduser() if settings.model else None
     stub = StubEngine(
         StubSettings(
+            vocab_size=STUB_VOCABULARY if directory is None else vocabulary_of(directory),
+            first_token=0 if directory is None else FIRST_WORD,
             step_ms=settings.stub_step_ms,
             us_per_token=settings.stub_us_per_token,
             block_size=settings.block_size,
@@ -32,7 +44,18 @@ def make_engine(
             context_length=settings.stub_context_length,
         )
     )
-    return StubRing(stub, spec, board, PlanListener(settings.ring_host), announce)
+    return StubRing(stub, spec, board, PlanListener(settings.ring_host), announce, directory)
+
+
+def vocabulary_of(directory: Path) -> int:
+    """How many tokens the model in `directory` has. Raises `ModelLoadError`."""
+    path = directory / "config.json"
+    try:
+        return int(msgspec.json.decode(path.read_bytes(), type=dict[str, Any])["vocab_size"])
+    except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        raise ModelLoadError(
+            f"The stub engine found no vocab_size in {path}; name a model's directory with --model, or none."
+        ) from None
 
 
 def follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, rendezvous: Rendezvous) -> None:

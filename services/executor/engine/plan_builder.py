@@ -79,9 +79,10 @@ def build_plan(
     Every block that a chunk writes to is in its sequence's table already. The batch may be empty where
     there are copies.
     """
-    singles = [chunk for chunk in batch if chunk.width == 1]
-    longer = [chunk for chunk in batch if chunk.width > 1]
+    singles = [chunk for chunk in batch if chunk.length == 1 and not chunk.drafts]
+    longer = [chunk for chunk in batch if chunk.length > 1 or chunk.drafts]
     ordered = singles + longer
+    samples = [chunk.samples for chunk in ordered]
     tokens = [_ints([c.sequence.tokens[c.sequence.num_computed] for c in singles])]
     positions = [_ints([c.sequence.num_computed for c in singles])]
     slots = [_ints([_slot(c.sequence, block_size) for c in singles])]
@@ -90,8 +91,12 @@ def build_plan(
         tokens += [_ints(chunk.sequence.tokens[start : start + chunk.length]), _ints(chunk.drafts)]
         positions.append(np.arange(start, chunk.end, dtype=np.int32))
         slots.append(_slots(chunk, block_size))
-    widths = [chunk.width for chunk in ordered]
-    tables = b"".join(c.sequence.table[: -(-c.end // block_size)].tobytes() for c in ordered)
+    widths = [1] * len(singles) + [chunk.width for chunk in longer]
+    ends = [chunk.sequence.num_computed + width for chunk, width in zip(ordered, widths, strict=True)]
+    tables = b"".join(
+        chunk.sequence.table[: -(-end // block_size)].tobytes()
+        for chunk, end in zip(ordered, ends, strict=True)
+    )
     plan = StepPlan(
         step=step,
         num_decodes=len(singles),
@@ -99,14 +104,14 @@ def build_plan(
         positions=to_bytes(np.concatenate(positions)),
         slots=to_bytes(np.concatenate(slots)),
         query_lens=to_bytes(widths),
-        context_lens=to_bytes([chunk.end for chunk in ordered]),
+        context_lens=to_bytes(ends),
         block_tables=to_bytes(np.frombuffer(tables, np.int32)),
-        sample_rows=to_bytes(_sample_rows(ordered, widths)),
+        sample_rows=to_bytes(_sample_rows(ordered, widths, samples)),
         saves=to_bytes(copies.saves),
         compressions=to_bytes(copies.compressions),
         restores=to_bytes(copies.restores),
     )
-    return plan, [chunk for chunk in ordered if chunk.samples]
+    return plan, [chunk for chunk, sampled in zip(ordered, samples, strict=True) if sampled]
 
 
 def rows_of(sampled: list[Chunk]) -> list[Row]:
@@ -124,10 +129,9 @@ def prompt_tokens(plan: StepPlan, rows: list[Row]) -> int:
     return len(plan.token_ids) // 4 - plan.num_decodes - drafting
 
 
-def _sample_rows(ordered: list[Chunk], widths: list[int]) -> Int32Array:
-    samples = [chunk.samples for chunk in ordered]
+def _sample_rows(ordered: list[Chunk], widths: list[int], samples: list[bool]) -> Int32Array:
     last: Int32Array = (np.cumsum(widths, dtype=np.int32) - np.int32(1))[samples]
-    drafts = [len(chunk.drafts) for chunk in ordered if chunk.samples]
+    drafts = [len(chunk.drafts) for chunk, sampled in zip(ordered, samples, strict=True) if sampled]
     if not any(drafts):
         return last
     pairs = zip(last.tolist(), drafts, strict=True)

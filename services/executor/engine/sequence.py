@@ -134,6 +134,8 @@ class Sequence:
 
     def news(self, new: list[SampledToken], finish: FinishReason = "") -> TokenEntry:
         """`entry` of `new` tokens, already appended."""
+        if self.request.sampling.logprobs < 0:
+            return self.entry([token.token for token in new], finish)
         logprobs = [token.logprobs for token in new if token.logprobs is not None]
         return self.entry([token.token for token in new], finish, logprobs or None)
 

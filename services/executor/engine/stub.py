@@ -46,6 +46,8 @@ class StubSettings(msgspec.Struct, frozen=True):
     num_blocks: int = 4096
     context_length: int = 8192
     vocab_size: int = 256
+    first_token: int = 0
+    """Added to every token: the first ids of a real vocabulary are single bytes, which give no text."""
 
     def validate(self) -> None:
         """Raises `ConfigurationError` naming the setting that is out of range."""
@@ -55,7 +57,7 @@ class StubSettings(msgspec.Struct, frozen=True):
         for name in ("block_size", "num_blocks", "context_length"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"The stub engine's {name} is {getattr(self, name)}; set 1 or more.")
-        stub_token(0, 0, self.vocab_size)
+        stub_token(0, 0, self.vocab_size - self.first_token)
 
 
 class StubEngine:
@@ -93,7 +95,8 @@ class StubEngine:
         self._loaded = False
 
     def _sample(self, state: SamplingState) -> SampledToken:
-        token = stub_token(state.params.seed, state.position, self._settings.vocab_size)
+        settings = self._settings
+        token = stub_token(state.params.seed, state.position, settings.vocab_size) + settings.first_token
         wanted = state.params.logprobs
         # The stub is sure of its token: probability 1.
         logprobs = TokenLogprobs(0.0, [(token, 0.0)] if wanted else []) if wanted >= 0 else None

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from services.executor.board import RingBoard
 from services.executor.engine.plan import StepPlan
@@ -25,8 +26,11 @@ class StubRing:
         board: RingBoard,
         listener: PlanListener,
         announce: Callable[[Rendezvous], None],
+        directory: Path | None = None,
     ) -> None:
+        """`directory`: of the model whose tokenizer clients' text goes through; None: a token is a byte."""
         self._stub = stub
+        self._directory = directory
         self._spec = spec
         self._board = board.rank(0)
         self._listener = listener
@@ -40,8 +44,12 @@ class StubRing:
         return self._engine_spec
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
-        """No tokenizer (a token is a byte), no end of sequence."""
+        """Without a directory: no tokenizer (a token is a byte), no end of sequence."""
         spec = self._engine_spec
+        if self._directory is not None:
+            from services.executor.model_card import read_card  # with transformers, which takes seconds
+
+            return read_card(self._directory, model, spec)
         return ModelCard(model, spec.context_length, spec.vocab_size, [], "", int(time.time())), b""
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:

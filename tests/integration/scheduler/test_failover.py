@@ -202,7 +202,7 @@ async def test_metrics_are_served(house: House, nats_settings: CommonSettings) -
     for line in (
         'ryzanstein_scheduler_received_total{lane="interactive"} 1.0',
         'ryzanstein_scheduler_dispatched_total{group="g"} 1.0',
-        'ryzanstein_scheduler_session_pins_total{what="created"} 1.0',
+        'ryzanstein_scheduler_placements_total{reason="least_loaded"} 1.0',
         "ryzanstein_scheduler_batch_size_count 1.0",
         "ryzanstein_scheduler_decision_seconds_count 1.0",
     ):

@@ -1,0 +1,81 @@
+"""Entries on their way into frames: what follows within a moment travels together.
+
+    step        1    2    3    4    5    6                steps of 0.4 ms
+    frame       1         2 3       4 5 ...               at most one per FRAME_INTERVAL
+    entry       [t1]      [t2 t3]   [t4 t5]
+
+Each frame costs the broker, the journal and every reader the same, however many tokens it has. A ring whose
+steps take longer than the interval publishes each step at once; a faster one publishes steps together.
+Time (seconds, monotonic) comes in as an argument.
+"""
+
+from services.executor.engine.batching import Entries
+from shared.messages import TokenEntry
+
+FRAME_INTERVAL = 0.002
+"""Seconds between two frames, at least: the longest that a token may wait here."""
+
+
+class Gathering:
+    """Entries by consumer, in order. A generation's consecutive entries become one."""
+
+    def __init__(self) -> None:
+        self._entries: Entries = {}
+        self._last: dict[str, int] = {}
+        """Where a generation's last entry stands in its consumer's list."""
+        self._taken_at = float("-inf")
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def add(self, entries: Entries) -> None:
+        """Takes entries over; their lists are this object's from now on."""
+        for consumer, news in entries.items():
+            known = self._entries.setdefault(consumer, [])
+            for entry in news:
+                at = self._last.get(entry.generation_id, -1)
+                if at >= 0 and (joined := _joined(known[at], entry)) is not None:
+                    known[at] = joined
+                else:
+                    self._last[entry.generation_id] = len(known)
+                    known.append(entry)
+
+    def wait(self, now: float) -> float:
+        """Seconds until what is here should go; 0: now."""
+        return max(0.0, self._taken_at + FRAME_INTERVAL - now)
+
+    def take(self, now: float) -> Entries:
+        """Everything, once."""
+        entries, self._entries = self._entries, {}
+        self._last.clear()
+        self._taken_at = now
+        return entries
+
+
+def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
+    """Both as one entry; None where `then` does not simply go on."""
+    if (
+        first.finish
+        or first.attempt != then.attempt
+        or first.position + len(first.tokens) != then.position
+        or (first.logprobs is None) != (then.logprobs is None)
+        or (then.cached_tokens and not first.cached_tokens)
+    ):
+        return None
+    first.tokens.extend(then.tokens)
+    if first.logprobs is not None and then.logprobs is not None:
+        first.logprobs.extend(then.logprobs)
+    if not then.finish:
+        return first
+    return TokenEntry(
+        first.generation_id,
+        first.attempt,
+        first.position,
+        first.tokens,
+        then.finish,
+        first.logprobs,
+        first.cached_tokens,
+        then.error_code,
+        then.error,
+        then.retryable,
+    )
