@@ -31,6 +31,7 @@ class StoredPublisher:
         self._decoder = msgspec.json.Decoder(_Ack)
         self._inbox = client.new_inbox()
         self._subscribing: asyncio.Task[object] | None = None
+        self._subscribed = False
         self._waiting: dict[str, asyncio.Future[int]] = {}
         self._number = 0
 
@@ -39,15 +40,8 @@ class StoredPublisher:
 
         Raises what `JetStreamContext.publish` raises: `nats.errors.Error`, `TimeoutError` among them.
         """
-        if self._subscribing is None:
-            self._subscribing = asyncio.create_task(
-                self._client.subscribe(f"{self._inbox}.*", cb=self._on_ack)
-            )
-        try:
-            await asyncio.shield(self._subscribing)
-        except nats.errors.Error:
-            self._subscribing = None  # the next message tries again
-            raise
+        if not self._subscribed:
+            await self._subscribe()
         loop = asyncio.get_running_loop()
         self._number += 1
         reply = f"{self._inbox}.{self._number}"
@@ -60,6 +54,19 @@ class StoredPublisher:
         finally:
             give_up.cancel()
             del self._waiting[reply]
+
+    async def _subscribe(self) -> None:
+        """Once, whoever comes first; where it failed the next message tries again."""
+        if self._subscribing is None:
+            self._subscribing = asyncio.create_task(
+                self._client.subscribe(f"{self._inbox}.*", cb=self._on_ack)
+            )
+        try:
+            await asyncio.shield(self._subscribing)
+            self._subscribed = True
+        finally:
+            if not self._subscribed and self._subscribing is not None and self._subscribing.done():
+                self._subscribing = None
 
     async def _on_ack(self, message: Msg) -> None:
         stored = self._waiting.get(message.subject)
