@@ -127,7 +127,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     end with a retryable error, and a late command does not hit their successor."""
 
 
-class Drain(msgspec.Struct, frozen=True, tag="drain", omit_defaults=True):
+class Drain(msgspec.Struct, frozen=True, omit_defaults=True, tag="drain"):
     """Accept nothing more, finish what runs, hand back what has not finished in time, then leave."""
 
     grace: float = -1.0

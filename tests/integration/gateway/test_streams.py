@@ -192,32 +192,6 @@ async def test_a_queued_request_of_a_client_that_went_is_withdrawn(
     assert info.state.messages == 0
 
 
-async def test_stopping_lets_streams_end_and_refuses_new_ones(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
-    go = asyncio.Event()
-
-    async def slow(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, list(b"He"))
-        await go.wait()
-        for position, token in enumerate(b"llo", 2):
-            await fake.emit(request, position, [token])
-        await fake.emit(request, 5, [], finish="stop")
-
-    ring.behave = slow
-    async with run_gateway(nats_settings) as gateway, gateway.openai() as client, gateway.http() as http:
-        stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
-        gateway.service.end()
-        await until(lambda: gateway.service.state == "draining")
-        refused = await http.post(CHAT, json=BODY)
-        assert refused.status_code == 503
-        assert "shutting down" in refused.json()["error"]["message"]
-        assert (await http.get("/ready")).status_code == 503
-        go.set()
-        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "Hello"
-        await gateway.task
-
-
 async def test_streams_that_outlast_the_grace_are_told(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async def start(fake: FakeRing, request: GenerationRequest) -> None:
         await fake.emit(request, 0, list(b"He"))
