@@ -110,20 +110,24 @@ class StopRing(_OfRing):
 
     name = "SIGSTOP of a whole ring, woken after others took over"
     _ranks: list[int] = []
+    _moved = 0
 
     async def inject(self, house: House) -> None:
-        self._ranks = house.ranks(self.executor)
+        self._ranks, self._moved = house.ranks(self.executor), len(house.watch.moved)
         for pid in (house.members[self.executor].pid, *self._ranks):
             os.kill(pid, signal.SIGSTOP)
 
     async def heal(self, house: House) -> None:
-        """The ranks first, so that they talk before their orchestrator wakes and ends them: it finds that
-        they have not moved for long."""
-        late = house.watch.late
+        """Once another ring has taken over; the ranks first, so that they talk before their orchestrator
+        wakes and ends them: it finds that they have not moved for long. (A ring without work says nothing.)"""
+        watch = house.watch
+        with contextlib.suppress(AssertionError):
+            await watch.until(lambda: len(watch.moved) > self._moved, SAY, "another ring takes over")
+        late = watch.late
         for pid in self._ranks:
             os.kill(pid, signal.SIGCONT)
-        with contextlib.suppress(AssertionError):  # a ring without work has nothing to say
-            await house.watch.until(lambda: house.watch.late > late, SAY, "the ring talks")
+        with contextlib.suppress(AssertionError):
+            await watch.until(lambda: watch.late > late, SAY, "the ring talks")
         house.members[self.executor].signal(signal.SIGCONT)
 
 
@@ -276,7 +280,7 @@ def all_faults(number: int = 1) -> dict[str, Callable[[], Fault]]:
         "kill-ring": lambda: KillRing(executor),
         "stop-ring": lambda: StopRing(executor),
         "kill-unwatched": lambda: KillUnwatchedRank(executor),
-        "kill-gateway": lambda: KillService(f"gateway-{number}"),
+        "kill-gateway": lambda: KillService(f"gateway-{number}", may_refuse=True),  # one that starts says so
         "stop-gateway": lambda: StopService(f"gateway-{number}"),
         "kill-scheduler": lambda: KillService(f"scheduler-{number}"),
         "stop-scheduler": lambda: StopService(f"scheduler-{number}"),

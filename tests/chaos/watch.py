@@ -100,6 +100,7 @@ class Watch:
             elif entry.attempt > newest and entry.tokens:
                 self._attempts[entry.generation_id] = entry.attempt
                 self.moved.setdefault(entry.generation_id, time.monotonic())
+                self._news.set()
 
     async def _follow(self) -> None:
         bucket = await Bucket.open(self._bus, subjects.SERVICES_BUCKET, ServiceRecord)
