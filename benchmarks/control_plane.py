@@ -35,9 +35,9 @@ from benchmarks.report import machine, versions
 
 WARM_UP = 1.5
 OPEN_CONNECTIONS = 1024
-PRECISION = 1.04
+PRECISION = 1.06
 """The search for the highest rate ends when the bounds are this close."""
-SEARCH_SECONDS = 4.0
+SEARCH_SECONDS = 3.0
 Report = Callable[[str], None]
 
 
@@ -91,12 +91,15 @@ class Bench:
         return found
 
     async def search(self, system: System, start: float, limit_ms: float) -> list[Measured]:
-        """Open loops at rates that close in on the highest one within the limit."""
+        """Open loops at rates that close in on the highest one within the limit. A rate has failed when it has
+        failed twice: machines have hiccups."""
         low, high, rate = 0.0, 0.0, start
         tried: list[Measured] = []
         while not (low and high and high / low < PRECISION) and rate >= 1:
             self._report(f"{system.name}: open loop at {rate:.0f} requests/s")
             tried.append(await self.measure(system, rate=rate, seconds=SEARCH_SECONDS))
+            if not holds(tried[-1], limit_ms):
+                tried.append(await self.measure(system, rate=rate, seconds=SEARCH_SECONDS))
             if holds(tried[-1], limit_ms):
                 low = rate
             else:
@@ -119,7 +122,7 @@ class Bench:
             streams=rate * whole.p50 / 1e3,
             first_token_ms=first.p50 - 1.5 * step_ms,
             token_ms=token.p50 - step_ms,
-            cpu_ms_per_token=(found.cpu_total - found.cpu_ms["client"]) / tokens,
+            cpu_us_per_token={part: cpu * 1e3 / tokens for part, cpu in found.cpu_ms.items()},
         )
 
 

@@ -34,8 +34,8 @@ class Added(msgspec.Struct, frozen=True, kw_only=True):
     """Median time to the first token, less one step and the half step that is under way at an arrival."""
     token_ms: float
     """Median time per later token, less one step."""
-    cpu_ms_per_token: float
-    """Of all processes but the client."""
+    cpu_us_per_token: dict[str, float]
+    """By process; the client's too."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,10 +125,11 @@ def _remarks(outcome: Outcome) -> list[str]:
         )
         lines.append(f"Requests/s against Dynamo in the same run: {ratio:.2f}")
     if (added := outcome.added) is not None:
+        cpu = ", ".join(f"{part} {each:.0f}" for part, each in added.cpu_us_per_token.items())
         lines.append(
             f"Added at {added.step_ms:g} ms a step with {added.streams:.0f} streams: first token "
             f"{added.first_token_ms:.2f} ms, each next token {added.token_ms:.2f} ms; "
-            f"CPU {added.cpu_ms_per_token * 1e3:.0f} us per token."
+            f"CPU us per token: {sum(added.cpu_us_per_token.values()):.0f} ({cpu})."
         )
     lines += [f"{name} was left out: {reason}" for name, reason in outcome.left_out.items()]
     return lines

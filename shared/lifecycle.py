@@ -49,6 +49,8 @@ class Service(abc.ABC):
         self.settings = settings
         self.instance = settings.instance or f"{self.name}-{secrets.token_hex(3)}"
         self.state: ServiceStatus = "starting"
+        self.owns_process = False
+        """Whether the process is there for this service alone."""
         self.registry: CollectorRegistry = new_registry()
         self._bus: Bus | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -131,7 +133,8 @@ class Service(abc.ABC):
             await self._http.start()
             if await self._until_ended(asyncio.create_task(self._start_up(), name="start")):
                 self.state = "ready"
-                tame_collector()
+                if self.owns_process:
+                    tame_collector()
                 log.info("ready", address=self.address)
                 await self._ended.wait()
         finally:
@@ -262,6 +265,7 @@ def main(
         given = sys.argv[1:] if arguments is None else arguments
         service = service_type(parse_settings(settings_type, command, given))
         settings = service.settings
+        service.owns_process = True
         configure_logging(service.name, service.instance, level=settings.log_level, fmt=settings.log_format)
         await _run_with_signals(service)
 

@@ -45,11 +45,18 @@ class Gathering:
         return max(0.0, self._taken_at + FRAME_INTERVAL - now)
 
     def take(self, now: float) -> Entries:
-        """Everything, once."""
+        """Everything, once; those first that begin an answer, since a reader takes one after the other and a
+        first token is waited for most."""
         entries, self._entries = self._entries, {}
+        for news in entries.values():
+            news.sort(key=_goes_on)
         self._last.clear()
         self._taken_at = now
         return entries
+
+
+def _goes_on(entry: TokenEntry) -> bool:
+    return entry.position > 0
 
 
 def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:

@@ -2,7 +2,7 @@
 
     dispatch ──▶ batcher.add           event loop: answers NATS while a step is computed
                  batcher.schedule ──▶ engine.execute   (engine thread)
-    tokens  ◀── batcher.update    ◀──┘
+    tokens  ◀── batcher.update    ◀──┘          published while the next step is computed
 
 All decisions are the batcher's; this shell only moves messages and time.
 """
@@ -269,18 +269,17 @@ class Leader:
             self._board.add_step(taken, prompt_tokens(plan, rows), output_tokens(entries))
             self._report_load()
             self._gathering.add(entries)
-            await self._tell_when_due()
 
     async def _execute(self, plan: StepPlan, rows: list[Row]) -> Entries:
-        """One step in the engine's thread. Rows that are no numbers end their own sequences only; what cannot
-        be restored is computed again."""
+        """One step in the engine's thread, while the tokens of the last one go out. Rows that are no numbers end
+        their own sequences only; what cannot be restored is computed again."""
         samples = [row.sampling for row in rows]
         loop = asyncio.get_running_loop()
         began = time.perf_counter()
+        computing = loop.run_in_executor(self._thread, self._engine.execute, plan, samples)
+        await self._tell_when_due()
         try:
-            sampled: list[SampledToken] = await loop.run_in_executor(
-                self._thread, self._engine.execute, plan, samples
-            )
+            sampled: list[SampledToken] = await computing
         except BadLogits as error:
             log.error("bad_logits", error=str(error))
             return self._batcher.fail_step(error, error.rows)
@@ -293,7 +292,7 @@ class Leader:
         """Publishes what is gathered: at once when the last frame is some time ago, else as soon as it is."""
         loop = asyncio.get_running_loop()
         wait = self._gathering.wait(loop.time())
-        if not wait or not self._batcher.has_work:
+        if not wait:
             await self._tell()
         elif self._timer is None and self._gathering:
             self._timer = loop.call_later(wait, self._tell_soon)

@@ -18,6 +18,7 @@ from shared.messages import TokenLogprobs
 
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz      "
 """32 tokens, six of them spaces: words of about five letters."""
+_LARGEST = max(_ALPHABET)
 
 STUB_EOS_TOKEN = 0
 """The stub's end-of-sequence token. It never produces it."""
@@ -28,9 +29,9 @@ def stub_token(seed: int, position: int, vocab_size: int = 256) -> int:
 
     The value of a lower-case ASCII letter or a space: `alphabet[random_bits(seed, position) % 32]`.
     """
-    if vocab_size <= max(_ALPHABET):
+    if vocab_size <= _LARGEST:
         raise ConfigurationError(
-            f"The stub engine's vocabulary is {vocab_size} and must be at least {max(_ALPHABET) + 1}."
+            f"The stub engine's vocabulary is {vocab_size} and must be at least {_LARGEST + 1}."
         )
     return _ALPHABET[random_bits(seed, position) % len(_ALPHABET)]
 

@@ -41,6 +41,13 @@ def test_what_does_not_go_on_stays_apart() -> None:
         assert gathering.take(0.0) == {"gateway": pair}
 
 
+def test_who_has_waited_for_a_first_token_is_served_first() -> None:
+    gathering = Gathering()
+    old, new, end = entry("old", 7, [1]), entry("new", 0, [2]), entry("old", 9, [], finish="cancelled")
+    gathering.add({"gateway": [old, new, end]})
+    assert gathering.take(0.0) == {"gateway": [new, old, end]}
+
+
 def test_log_probabilities_and_errors_are_kept() -> None:
     gathering = Gathering()
     one, two = TokenLogprobs(-0.5), TokenLogprobs(-0.25, [(2, -0.25)])

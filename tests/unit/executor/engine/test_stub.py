@@ -69,8 +69,19 @@ def test_log_probabilities_where_asked_for(wanted: int, top: list[tuple[int, flo
         StubSettings(num_blocks=0),
         StubSettings(context_length=0),
         StubSettings(vocab_size=100),
+        StubSettings(vocab_size=1100, first_token=1000),
     ],
 )
 def test_bad_settings_are_named(settings: StubSettings) -> None:
     with pytest.raises(ConfigurationError, match="stub engine's"):
         StubEngine(settings)
+
+
+def test_tokens_of_a_real_vocabulary_begin_behind_its_bytes() -> None:
+    engine = StubEngine(StubSettings(vocab_size=2000, first_token=1000))
+    batcher = ContinuousBatcher(engine.load(lambda done, total: None), BatchSettings())
+    batcher.add(GenerationRequest("a", "r", "m", "c", [1500], 1, SamplingParams(seed=5)))
+    step = batcher.schedule()
+    assert step is not None
+    drawn = engine.execute(step[0], [row.sampling for row in step[1]])
+    assert [each.token for each in drawn] == [1000 + stub_token(5, 0)]

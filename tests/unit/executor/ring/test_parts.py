@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from services.executor.board import RingBoard, RingState
+from services.executor.engine.factory import FIRST_WORD, vocabulary_of
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import BadLogits, EngineSpec
 from services.executor.engine.stub import StubEngine, StubSettings
@@ -146,6 +147,22 @@ def test_a_failed_step_is_over_on_the_board(tmp_path: Path) -> None:
 
 TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a")).to_str()
 SPEC = EngineSpec(block_size=16, num_blocks=8, context_length=64, vocab_size=100)
+
+
+def test_the_stub_has_the_tokenizer_of_the_model_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(TOKENIZER)
+    with pytest.raises(ModelLoadError, match="found no vocab_size"):
+        vocabulary_of(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 4000, "eos_token_id": 7}))
+    stub = StubEngine(StubSettings(vocab_size=vocabulary_of(tmp_path), first_token=FIRST_WORD))
+    board = RingBoard(tmp_path / "board", 1, create=True)
+    spec = RankSpec(0, 1, "g", "i", 1, "", {})
+    ring = StubRing(stub, spec, board, PlanListener("127.0.0.1"), lambda rendezvous: None, tmp_path)
+    ring.load(lambda done, total: None)
+    card, bundle = ring.card("m")
+    assert (card.vocab_size, card.eos_token_ids, bool(card.tokenizer)) == (4000, [7], True)
+    assert bundle
+    ring.close()
 
 
 @pytest.mark.parametrize(
