@@ -253,6 +253,8 @@ class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     loaded: float = 0.0
     message: str = ""
     updated_at: float = 0.0
+    weight: float = 1.0
+    """How fast the group is, against its own past and its peers, 0.05 to 1; below 1 it is degraded."""
 
 
 class GroupEvent(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -1,11 +1,13 @@
 """When a group would give the first token of one more request: what placement compares groups by.
 
-    seconds = slowness x ( round trip                                  dispatch, as seen lately
-                         + one step                                    the one that gives the token
-                         + (queued + uncached tokens                   prompts before it, and its own
-                            + 64 x sequences) / speed                  what runs slows prompts down
-                         + steps of an answer x sequences beyond       with no place free, or no memory,
-                           the places / places )                       somebody must end first
+    seconds x weight = round trip                                  dispatch, as seen lately
+                     + one step                                    the one that gives the token
+                     + (queued + uncached tokens                   prompts before it, and its own
+                        + 64 x sequences) / speed                  what runs slows prompts down
+                     + steps of an answer x sequences beyond       with no place free, or no memory,
+                       the places / places                         somebody must end first
+
+The weight is 1, and less for a group that the health monitor has found slow.
 
 Speeds are the group's own, measured in its ring; a group that has not measured any yet is reckoned with
 constants. Wrong figures cost time and nothing else: the group's leader has the last word.
@@ -24,8 +26,8 @@ UNKNOWN_SPEED = 4000.0
 """Prompt tokens per second where none were measured."""
 UNKNOWN_SLOTS = 64
 """Sequences that a group computes at once where it has not said."""
-SLOWEST = 8.0
-"""Times as long as usual that a group is reckoned with, at most."""
+LEAST_WEIGHT = 0.1
+"""A degraded group is reckoned with this weight at least: what is left of it is still used."""
 _MEMORY = 0.2
 """Weight of the newest round trip in the average."""
 
@@ -54,10 +56,10 @@ class Expectation:
         """A dispatch was answered after `seconds`. Takes effect with the next `update`."""
         self._latency += _MEMORY * (seconds - self._latency) if self._latency else seconds
 
-    def update(self, load: GroupLoad, sent_requests: int, sent_tokens: int, slowness: float) -> None:
-        """`load` is the last report; requests of `sent_tokens` tokens were sent since. `slowness`: how many
-        times as long as usual the group takes (1: as usual)."""
-        factor = min(max(slowness, 1.0), SLOWEST)
+    def update(self, load: GroupLoad, sent_requests: int, sent_tokens: int, weight: float) -> None:
+        """`load` is the last report; requests of `sent_tokens` tokens were sent since. `weight`: how fast the
+        group is, against what is usual (1)."""
+        factor = 1 / min(max(weight, LEAST_WEIGHT), 1.0)
         step = load.step_seconds or UNKNOWN_STEP
         per_token = 1 / (load.prompt_tokens_per_second or UNKNOWN_SPEED)
         self.slots = load.slots or UNKNOWN_SLOTS

@@ -45,8 +45,8 @@ class Group:
     load: GroupLoad
     breaker: CircuitBreaker
     expectation: Expectation = field(default_factory=Expectation)
-    slowness: float = 1.0
-    """How many times as long as usual the group takes."""
+    weight: float = 1.0
+    """How fast it is, against what is usual; below 1 it is degraded."""
     sent_requests: int = 0
     sent_tokens: int = 0
     reported: float = 0.0
@@ -96,7 +96,7 @@ class Group:
         return self.takes and (lane != "batch" or self.has_idle_capacity)
 
     def update(self) -> None:
-        self.expectation.update(self.load, self.sent_requests, self.sent_tokens, self.slowness)
+        self.expectation.update(self.load, self.sent_requests, self.sent_tokens, self.weight)
 
 
 @dataclass(slots=True)
@@ -167,6 +167,7 @@ class GroupTable:
         stale = group.lost_at > 0 and record.updated_at <= group.lost_at and record.state in SERVING
         if record.load.version >= group.load.version:
             group.load = record.load
+        group.weight = record.weight
         self._set_status(group, group.status if stale else record.state)
 
     def forget(self, name: str) -> None:

@@ -107,11 +107,17 @@ async def test_a_session_leaves_an_overloaded_home_once_and_takes_its_pin_along(
         # Now it is the other way round, and the session stays all the same: it has just moved.
         home.load = GroupLoad(free_blocks=90, total_blocks=100)
         await home.record("ready")
-        other.load = GroupLoad(running=60, waiting=5, waiting_tokens=3000, free_blocks=90, total_blocks=100)
+        other.load = GroupLoad(running=5, waiting_tokens=3000, free_blocks=90, total_blocks=100)
         await other.record("busy")
         await house.bus.flush()
         await house.ask("2", session="s")
         await house.until(lambda: other.ids == ["1", "2"])
+        # However busy that one becomes: single requests go elsewhere, and the pin stays.
+        other.load = GroupLoad(waiting=50, waiting_tokens=50_000, free_blocks=90, total_blocks=100)
+        await other.record("busy")
+        await house.bus.flush()
+        await house.ask("3", session="s")
+        await house.until(lambda: home.ids == ["3"])
     entry = await pins.get(pin_key(MODEL, "s"))
     assert entry is not None
     assert entry.revision == moved.revision

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.costs import EXPECTED_OUTPUT, cost
-from services.scheduler.expectation import SEQUENCE_TOKENS, SLOWEST, UNKNOWN_SPEED, Expectation
+from services.scheduler.expectation import LEAST_WEIGHT, SEQUENCE_TOKENS, UNKNOWN_SPEED, Expectation
 from shared.messages import GroupLoad
 
 loads = st.builds(
@@ -23,10 +23,10 @@ loads = st.builds(
 
 
 def expected(
-    load: GroupLoad, uncached: int = 100, *, sent: int = 0, tokens: int = 0, slowness: float = 1.0
+    load: GroupLoad, uncached: int = 100, *, sent: int = 0, tokens: int = 0, weight: float = 1.0
 ) -> float:
     expectation = Expectation()
-    expectation.update(load, sent, tokens, slowness)
+    expectation.update(load, sent, tokens, weight)
     return expectation.first_token(uncached)
 
 
@@ -51,9 +51,9 @@ def test_more_work_never_comes_sooner(load: GroupLoad, uncached: int, more: int,
     base = expected(load, uncached)
     assert expected(load, uncached + more) >= base
     assert expected(load, uncached, sent=more, tokens=tokens) >= base
-    assert expected(load, uncached, slowness=2.0) == pytest.approx(2 * base)
-    assert expected(load, uncached, slowness=1e9) == pytest.approx(SLOWEST * base)
-    assert expected(load, uncached, slowness=0.1) == base
+    assert expected(load, uncached, weight=0.5) == pytest.approx(2 * base)
+    assert expected(load, uncached, weight=0.0) == pytest.approx(base / LEAST_WEIGHT)
+    assert expected(load, uncached, weight=7.0) == base
     assert base > 0
     worse = msgspec.structs.replace(load, free_blocks=0)
     assert expected(worse, uncached) >= base

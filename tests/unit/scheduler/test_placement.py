@@ -86,9 +86,9 @@ def test_a_group_that_answers_late_and_one_that_is_slow_are_avoided() -> None:
         table.report(known(table, "far"), FREE, 0.0, 0.5)
         table.report(known(table, "near"), FREE, 0.0, 0.001)
     assert chosen(table)[0] == "near"
-    known(table, "near").slowness = 100.0
-    known(table, "near").update()
-    table.report(known(table, "near"), FREE, 0.0, 0.3)
+    table.record(msgspec.structs.replace(group("near"), weight=0.05))
+    for _ in range(20):
+        table.report(known(table, "near"), FREE, 0.0, 0.1)
     assert chosen(table)[0] == "far"
 
 
