@@ -97,6 +97,12 @@ class GroupLoad(msgspec.Struct, frozen=True):
     total_blocks: int = 0
     version: int = 0
     """Grows with each report of the ring's leader: of two reports the larger is the newer."""
+    slots: int = 0
+    """Sequences that the batch has room for; 0: not known."""
+    step_seconds: float = 0.0
+    """What a step takes that computes no prompt, lately; 0: not measured yet."""
+    prompt_tokens_per_second: float = 0.0
+    """How fast prompts are computed, lately; 0: not measured yet."""
 
 
 class DispatchBatch(msgspec.Struct, frozen=True):
@@ -319,3 +325,5 @@ class SessionPin(msgspec.Struct, frozen=True):
 
     group: str
     epoch: int
+    moved_at: float = 0.0
+    """Unix seconds at which the session left a ring that was too busy; 0: it has not."""

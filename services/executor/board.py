@@ -44,7 +44,10 @@ class _Header(IntEnum):
     VERSION = 13
     DRAFTED_TOKENS = 14
     ACCEPTED_TOKENS = 15
-    SIZE = 16
+    SLOTS = 16
+    PLAIN_STEP_NS = 17
+    PROMPT_RATE = 18
+    SIZE = 19
 
 
 class _Rank(IntEnum):
@@ -121,6 +124,9 @@ class RingBoard:
         words[_Header.FREE_BLOCKS] = load.free_blocks
         words[_Header.TOTAL_BLOCKS] = load.total_blocks
         words[_Header.VERSION] = load.version
+        words[_Header.SLOTS] = load.slots
+        words[_Header.PLAIN_STEP_NS] = round(load.step_seconds * 1e9)
+        words[_Header.PROMPT_RATE] = round(load.prompt_tokens_per_second)
 
     def loop_beat(self) -> None:
         """The leader's event loop turns."""
@@ -161,6 +167,9 @@ class RingBoard:
             free_blocks=words[_Header.FREE_BLOCKS],
             total_blocks=words[_Header.TOTAL_BLOCKS],
             version=words[_Header.VERSION],
+            slots=words[_Header.SLOTS],
+            step_seconds=words[_Header.PLAIN_STEP_NS] / 1e9,
+            prompt_tokens_per_second=float(words[_Header.PROMPT_RATE]),
         )
 
     @property

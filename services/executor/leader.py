@@ -24,6 +24,7 @@ from services.executor.engine.plan_builder import Row, prompt_tokens
 from services.executor.engine.protocol import BadLogits, Engine, EngineSpec, RestoreFailed, SampledToken
 from services.executor.gathering import Gathering
 from services.executor.naming import served_name
+from services.executor.pace import Pace
 from services.executor.recent_frames import RecentFrames
 from services.executor.ring import Drained, RankSpec, Ready
 from services.executor.settings import ExecutorSettings
@@ -80,6 +81,7 @@ class Leader:
         self._replaced = False
         self._drain_by = 0.0
         self._load_version = 0
+        self._pace = Pace()
         self._recent = RecentFrames()
         self._gathering = Gathering()
         self._timer: asyncio.TimerHandle | None = None
@@ -201,7 +203,13 @@ class Leader:
     def _report_load(self) -> GroupLoad:
         """Puts the load on the board; returns it for a reply."""
         self._load_version += 1
-        load = msgspec.structs.replace(self._batcher.load(), version=self._load_version)
+        load = msgspec.structs.replace(
+            self._batcher.load(),
+            version=self._load_version,
+            slots=self._settings.max_sequences,
+            step_seconds=self._pace.step_seconds,
+            prompt_tokens_per_second=self._pace.prompt_tokens_per_second,
+        )
         self._board.set_load(load)
         self._board.set_cache_totals(self._batcher.cached_tokens, self._batcher.preemptions)
         self._board.set_draft_totals(self._batcher.drafter.drafted, self._batcher.drafter.accepted)
@@ -266,7 +274,9 @@ class Leader:
             began = time.perf_counter_ns()
             entries = await self._execute(plan, rows)
             taken = time.perf_counter_ns() - began
-            self._board.add_step(taken, prompt_tokens(plan, rows), output_tokens(entries))
+            computed = prompt_tokens(plan, rows)
+            self._pace.observe(taken / 1e9, computed)
+            self._board.add_step(taken, computed, output_tokens(entries))
             self._report_load()
             self._gathering.add(entries)
 

@@ -5,6 +5,8 @@
                                      ├─ refused, for now ─────▶ back to the queue
                                      └─ no answer ────────────▶ back to the queue, the group is suspected
 
+    refresh ─▶ an empty batch ─▶ its reply says whether a full group has room again
+
 A leader drops what it already has by (generation, attempt): handing in twice does no harm. Before a request
 goes to another group than the one that has not answered, that one is told to let go of it.
 """
@@ -64,7 +66,6 @@ class Dispatcher:
         metrics: SchedulerMetrics,
         *,
         timeout: float,
-        suspect_time: float,
     ) -> None:
         self._bus = bus
         self._table = table
@@ -72,7 +73,6 @@ class Dispatcher:
         self._outcome = outcome
         self._metrics = metrics
         self._timeout = timeout
-        self._suspect_time = suspect_time
         self._in_flight: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -88,11 +88,16 @@ class Dispatcher:
         now = loop.time()
         for name in self._batcher.groups():
             group = self._table.get(name)
-            if group is None or not group.up or group.closed_until:
+            if group is None or not group.up or group.breaker.state == "open":
                 self._give_back(name)
                 continue
             self._send_ready(group, now)
         self._set_timer(loop)
+
+    def refresh(self, group: Group) -> None:
+        """Asks a group how full it is, unless an answer is due from it anyway."""
+        if not self._in_flight.get(group.name, 0):
+            self._begin(group, [])
 
     async def finish(self) -> None:
         """Waits for the replies that are due and gives everything else back."""
@@ -109,10 +114,14 @@ class Dispatcher:
             batch = self._batcher.take(group.name, now, hurry=idle or not self._more_coming)
             if not batch:
                 return
-            self._in_flight[group.name] = self._in_flight.get(group.name, 0) + 1
-            task = asyncio.create_task(self._send(group, batch))
-            self._tasks.add(task)
-            task.add_done_callback(self._on_done)
+            self._metrics.batch_size.observe(len(batch))
+            self._begin(group, batch)
+
+    def _begin(self, group: Group, batch: list[WaitingRequest]) -> None:
+        self._in_flight[group.name] = self._in_flight.get(group.name, 0) + 1
+        task = asyncio.create_task(self._send(group, batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -134,12 +143,13 @@ class Dispatcher:
         self.flush(more_coming=self._more_coming)
 
     async def _send(self, group: Group, batch: list[WaitingRequest]) -> None:
-        now = asyncio.get_running_loop().time()
-        self._metrics.batch_size.observe(len(batch))
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         for item in batch:
-            self._metrics.decision_seconds.observe(now - item.decided)
+            self._metrics.decision_seconds.observe(began - item.decided)
         try:
             await self._withdraw(group, batch)
+            began = loop.time()
             reply = await self._bus.request(
                 subjects.dispatch(group.name),
                 RawBatch([msgspec.Raw(item.raw) for item in batch], group.epoch),
@@ -156,7 +166,8 @@ class Dispatcher:
             log.exception("dispatch_failed", group=group.name, requests=len(batch))
             self._on_no_answer(group, batch)
         else:
-            self._table.report(group, reply.load)
+            now = loop.time()
+            self._table.report(group, reply.load, now, now - began)
             self._settle(group, batch, reply)
         finally:
             left = self._in_flight[group.name] - 1
@@ -204,7 +215,7 @@ class Dispatcher:
 
     def _on_no_answer(self, group: Group, batch: list[WaitingRequest]) -> None:
         self._metrics.unanswered.inc()
-        self._table.close(group, asyncio.get_running_loop().time() + self._suspect_time)
+        self._table.timed_out(group, asyncio.get_running_loop().time())
         for item in batch:
             item.asked = group.name
             self._table.release(group, item.tokens)

@@ -327,7 +327,13 @@ class Intake:
         self._held[order] = delivery
         pull.held += 1
         item = WaitingRequest.of(
-            request, raw=message.data, lane=pull.lane, order=order, delivery=delivery, arrived=now
+            request,
+            raw=message.data,
+            lane=pull.lane,
+            order=order,
+            delivery=delivery,
+            arrived=now,
+            published=metadata.timestamp.timestamp(),
         )
         if not self._admit(item, crowded=2 * pull.held > pull.limit):
             await self._defer(delivery)

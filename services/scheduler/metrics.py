@@ -1,6 +1,12 @@
 """A scheduler's Prometheus metrics."""
 
+from collections.abc import Callable, Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.scheduler.breaker import STATES, State
 
 _PREFIX = "ryzanstein_scheduler"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0, 60.0)
@@ -72,3 +78,20 @@ class SchedulerMetrics:
             ["what"],
             registry=registry,
         )
+
+
+class BreakerCollector(Collector):
+    """The state of each group's breaker, read when it is scraped: it costs no request anything."""
+
+    def __init__(self, breakers: Callable[[], Iterable[tuple[str, State]]]) -> None:
+        self._breakers = breakers
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            f"{_PREFIX}_breaker_state",
+            "A group's circuit breaker: 0 closed, 1 half-open, 2 open.",
+            labels=["group"],
+        )
+        for group, state in self._breakers():
+            family.add_metric([group], STATES.index(state))
+        yield family

@@ -1,4 +1,4 @@
-"""Requests that wait for a group: by model and lane, most urgent lane first, first come first served.
+"""Requests that wait for a group: by model and lane, most urgent lane first, fair among tenants within a lane.
 
     model ─┬─ recovery     ▶▶▶ ─┐
            ├─ interactive  ▶▶▶▶▶├─▶ peek, take
@@ -7,38 +7,11 @@
 Invariant: a generation waits at most once, with its newest attempt.
 """
 
-import heapq
 from collections import Counter
-from collections.abc import Callable
 
+from services.scheduler.fair import FairQueue, RequestHeap
 from services.scheduler.waiting import WaitingRequest
 from shared.messages import LANES, Lane
-
-
-class _Heap:
-    """A heap of requests by key. Requests that left the queue otherwise are skipped and swept."""
-
-    def __init__(self, alive: Callable[[WaitingRequest], bool]) -> None:
-        self._alive = alive
-        self._entries: list[tuple[float, int, WaitingRequest]] = []
-        self._pushed = 0
-        self._sweep_at = 64
-
-    def push(self, key: float, item: WaitingRequest) -> None:
-        self._pushed += 1
-        heapq.heappush(self._entries, (key, self._pushed, item))
-        if len(self._entries) > self._sweep_at:
-            self._entries = [entry for entry in self._entries if self._alive(entry[2])]
-            heapq.heapify(self._entries)
-            self._sweep_at = 64 + 2 * len(self._entries)
-
-    def first(self) -> tuple[float, WaitingRequest] | None:
-        while self._entries:
-            key, _, item = self._entries[0]
-            if self._alive(item):
-                return key, item
-            heapq.heappop(self._entries)
-        return None
 
 
 class RequestQueue:
@@ -46,8 +19,8 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._by_id: dict[str, WaitingRequest] = {}
-        self._lanes: dict[str, dict[Lane, _Heap]] = {}
-        self._deadlines = _Heap(self._waits)
+        self._lanes: dict[str, dict[Lane, FairQueue]] = {}
+        self._deadlines = RequestHeap(self._waits)
         self._depth: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self._depth_of: Counter[tuple[str, Lane]] = Counter()
 
@@ -77,24 +50,26 @@ class RequestQueue:
         self._depth[item.lane] += 1
         self._depth_of[item.model, item.lane] += 1
         lanes = self._lanes.setdefault(item.model, {})
-        lanes.setdefault(item.lane, _Heap(self._waits)).push(item.order, item)
+        if item.lane not in lanes:
+            lanes[item.lane] = FairQueue(self._waits)
+        lanes[item.lane].push(item)
         if item.deadline:
-            self._deadlines.push(item.deadline, item)
+            self._deadlines.push(item.deadline, item.order, item)
         return other
 
     def peek(self, model: str) -> WaitingRequest | None:
         """The request for `model` whose turn it is."""
         lanes = self._lanes.get(model, {})
         for lane in LANES:
-            found = lanes[lane].first() if lane in lanes else None
-            if found is not None:
-                return found[1]
+            if self._depth_of.get((model, lane)) and (item := lanes[lane].peek()) is not None:
+                return item
         self._lanes.pop(model, None)
         return None
 
     def take(self, item: WaitingRequest) -> None:
-        """Takes out a waiting request."""
+        """Takes out the request that `peek` gave, and charges its tenant."""
         assert self._waits(item), "only a waiting request can be taken"
+        self._lanes[item.model][item.lane].charge(item)
         self._drop(item)
 
     def remove(self, generation_id: str) -> WaitingRequest | None:
@@ -107,9 +82,9 @@ class RequestQueue:
     def expire(self, now: float) -> list[WaitingRequest]:
         """Takes out the requests whose deadline is not after `now` (unix seconds), earliest first."""
         expired = []
-        while (first := self._deadlines.first()) is not None and first[0] <= now:
-            self._drop(first[1])
-            expired.append(first[1])
+        while (first := self._deadlines.first()) is not None and first.deadline <= now:
+            self._drop(first)
+            expired.append(first)
         return expired
 
     def _waits(self, item: WaitingRequest) -> bool:

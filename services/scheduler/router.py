@@ -26,6 +26,10 @@ from shared.messages import LANES, Cancel, CancelRequest, ControlReply, Refusal,
 
 TICK = 0.02
 """Seconds between two looks at deadlines and closed groups."""
+REFRESHES = 32
+"""Full groups per model that are asked at each look, at most, whether they have room again."""
+BATCH_REFRESH = 0.1
+"""Seconds between two such questions for the sake of batch work."""
 FAULT_PAUSE = 0.5
 """Seconds before a request is tried again that a fault of ours has hit."""
 PAYLOAD_MARGIN = 4096
@@ -64,7 +68,6 @@ class Router:
             self,
             metrics,
             timeout=settings.dispatch_timeout,
-            suspect_time=settings.suspect_time,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._claiming = 0
@@ -146,8 +149,18 @@ class Router:
             self._expire()
             for lane in LANES:
                 self._metrics.waiting.labels(lane).set(self._queue.depth(lane))
-            if self._table.reopen(asyncio.get_running_loop().time()):
+            now = asyncio.get_running_loop().time()
+            self._refresh(now)
+            if self._table.reopen(now):
                 self.wake()
+
+    def _refresh(self, now: float) -> None:
+        """Requests wait and groups are full: asks these again, since they say so only when they are asked."""
+        for model in self._queue.models():
+            if (item := self._queue.peek(model)) is not None:
+                before = now - (BATCH_REFRESH if item.lane == "batch" else TICK / 2)
+                for group in self._table.stalest(model, item.lane, REFRESHES, before):
+                    self._dispatcher.refresh(group)
 
     async def stop(self) -> None:
         """Waits for what was handed to rings; what waits stays in the stream, unacknowledged."""
@@ -179,40 +192,48 @@ class Router:
             return True
         key = pin_key(item.model, item.session) if item.session else ""
         pin = self._pins.cached(key, now) if key else None
-        decision = self._placement.choose(item.model, item.tokens, pin)
+        decision = self._placement.choose(item, pin, time.time())
         if decision is None:
             return False
         self._queue.take(item)
         item.decided = now
+        self._commit(item, key, decision, pin)
+        return True
+
+    def _commit(self, item: WaitingRequest, key: str, decision: Decision, pin: SessionPin | None) -> None:
+        """Counts `item` as sent, and sends it once the pin of its session (`key`) is agreed upon."""
         self._table.reserve(decision.group, item.tokens)
         if key and self._needs_pin(item.model, decision):
             self._claiming += 1
-            self._spawn(self._place_pinned(item, key, decision))
-        else:
-            self._send(item, decision)
-            if key and self._pins.refresh_due(key, now):
-                self._spawn(self._pins.refresh(key, now))
-        return True
+            left = pin if decision.reason == "relieved" else None
+            self._spawn(self._place_pinned(item, key, decision, left))
+            return
+        self._send(item, decision)
+        now = asyncio.get_running_loop().time()
+        if key and self._pins.refresh_due(key, now):
+            self._spawn(self._pins.refresh(key, now))
 
     def _needs_pin(self, model: str, decision: Decision) -> bool:
         """Whether schedulers must agree on the session's group. With one group there is nothing to agree on:
         the session is pinned by its first turn after there are more."""
         if decision.reason == "least_loaded":
             return len(self._table.open(model)) > 1
-        return decision.reason == "moved"
+        return decision.reason in ("moved", "relieved")
 
-    async def _place_pinned(self, item: WaitingRequest, key: str, decision: Decision) -> None:
-        """Agrees with the other schedulers on the session's group, then sends the request there."""
+    async def _place_pinned(
+        self, item: WaitingRequest, key: str, decision: Decision, left: SessionPin | None
+    ) -> None:
+        """Agrees with the other schedulers on the session's group. Where another one was first, the request
+        is placed by what that one has written. `left`: the pin to a ring that lives and is too busy."""
+        moved_at = time.time() if left is not None else 0.0
+        wanted = SessionPin(decision.group.name, decision.group.epoch, moved_at)
         try:
-            wanted = SessionPin(decision.group.name, decision.group.epoch)
             pin, outcome = await self._pins.claim(
                 key,
                 wanted,
-                lambda pin: self._placement.alive(item.model, pin),
+                lambda pin: pin != left and self._placement.alive(item.model, pin),
                 asyncio.get_running_loop().time(),
             )
-            self._metrics.pins.labels(outcome).inc()
-            adopted = decision if pin == wanted else self._placement.choose(item.model, item.tokens, pin)
         except Exception:
             log.exception("placing_failed", generation_id=item.generation_id)
             self._table.release(decision.group, item.tokens)
@@ -220,13 +241,16 @@ class Router:
             return
         finally:
             self._claiming -= 1
-        if adopted is not decision:
+        self._metrics.pins.labels(outcome).inc()
+        if pin == wanted:
+            self._send(item, decision)
+        else:
             self._table.release(decision.group, item.tokens)
+            adopted = self._placement.choose(item, pin, time.time())
             if adopted is None:
                 self.returned(item)
-                return
-            self._table.reserve(adopted.group, item.tokens)
-        self._send(item, adopted)
+            else:
+                self._commit(item, key, adopted, pin)
         self.wake()
 
     def _send(self, item: WaitingRequest, decision: Decision) -> None:

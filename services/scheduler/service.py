@@ -8,7 +8,7 @@ import structlog
 from services.scheduler.endings import Endings
 from services.scheduler.groups import GroupTable
 from services.scheduler.intake import Intake
-from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.metrics import BreakerCollector, SchedulerMetrics
 from services.scheduler.router import Router
 from services.scheduler.sessions import SessionPins
 from services.scheduler.settings import SchedulerSettings
@@ -33,7 +33,8 @@ class SchedulerService(Service):
         super().__init__(settings)
         self._settings = settings
         self._metrics = SchedulerMetrics(self.registry)
-        self._table = GroupTable()
+        self._table = GroupTable(settings.suspect_time)
+        self.registry.register(BreakerCollector(self._table.breakers))
         self._intake: Intake | None = None
         self._router: Router | None = None
         self._endings: Endings | None = None

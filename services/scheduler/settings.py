@@ -19,9 +19,9 @@ class SchedulerSettings(CommonSettings):
     dispatch_timeout: float = Field(default=2.0, gt=0)
     """Seconds that a group leader has to answer a dispatch batch."""
     suspect_time: float = Field(default=1.0, gt=0)
-    """Seconds that a group gets nothing after its leader has not answered."""
+    """Seconds that a group gets nothing after its leader has not answered; doubled each time, up to 8 times."""
     sticky_tokens: int = Field(default=4096, ge=0)
-    """Tokens that a session's group may have waiting beyond the least loaded one before a request of
-    the session goes elsewhere; the tokens of its own prompt come on top."""
+    """Prompt tokens' time by which a session's group may answer later than the best one before the session
+    moves there; the tokens of its own prompt come on top."""
     session_cache: int = Field(default=65_536, gt=0)
     """Session pins that one scheduler remembers."""

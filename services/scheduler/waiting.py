@@ -1,9 +1,15 @@
 """The scheduler's own view of a request: what placement needs, and the bytes that a ring gets."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.scheduler.costs import cost
+from services.scheduler.prefixes import Prefix, prefixes
 from shared.messages import GenerationRequest, Lane
+
+PATIENCE = 600.0
+"""Seconds after its publication by which a request without a deadline is due, among its tenant's others."""
 
 
 class Delivery(Protocol):
@@ -48,6 +54,14 @@ class WaitingRequest:
     """Position in the intake stream: who came first."""
     raw: bytes
     delivery: Delivery
+    cost: int = 1
+    """Tokens that it counts for between tenants."""
+    due: float = math.inf
+    """Unix seconds: of a tenant's requests the one that is due first goes first."""
+    prefixes: tuple[Prefix, ...] = ()
+    """Names of the prompt's beginnings, longest first, for a request without a session."""
+    paid: bool = False
+    """Its tenant's share has been charged; a request that comes back is not charged twice."""
     arrived: float = 0.0
     """Monotonic seconds."""
     decided: float = 0.0
@@ -65,7 +79,10 @@ class WaitingRequest:
         order: int,
         delivery: Delivery,
         arrived: float,
+        published: float,
     ) -> "WaitingRequest":
+        """`arrived` in monotonic, `published` in unix seconds."""
+        tokens = len(request.prompt) + len(request.generated)
         return cls(
             generation_id=request.generation_id,
             request_id=request.request_id,
@@ -77,9 +94,12 @@ class WaitingRequest:
             deadline=request.deadline,
             attempt=request.attempt,
             position=len(request.generated),
-            tokens=len(request.prompt) + len(request.generated),
+            tokens=tokens,
             order=order,
             raw=raw,
             delivery=delivery,
+            cost=cost(tokens, request.max_tokens - len(request.generated)),
+            due=request.deadline or published + PATIENCE,
+            prefixes=() if request.session else prefixes(request.model, request.prompt),
             arrived=arrived,
         )

@@ -1,6 +1,7 @@
 """Sessions stay with the ring that has their cache, whichever scheduler places them."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -108,7 +109,7 @@ async def test_a_ring_that_restarted_has_lost_its_sessions(
     assert [entry.value] == [SessionPin(leader.name, leader.epoch) for leader in leaders if leader.ids]
 
 
-async def test_an_overloaded_home_is_left_for_one_request_only(
+async def test_a_session_leaves_an_overloaded_home_once_and_takes_its_pin_along(
     house: House, nats_settings: CommonSettings, pins: Bucket[SessionPin]
 ) -> None:
     await pins.create(pin_key(MODEL, "s"), SessionPin("home", 1))
@@ -118,14 +119,59 @@ async def test_an_overloaded_home_is_left_for_one_request_only(
     async with scheduler(nats_settings):
         await house.ask("1", session="s")
         await house.until(lambda: other.ids == ["1"])
+        moved = await pins.get(pin_key(MODEL, "s"))
+        assert moved is not None
+        assert (moved.value.group, moved.value.epoch) == ("other", 1)
+        assert moved.value.moved_at > 0
+        # Now it is the other way round, and the session stays all the same: it has just moved.
         home.load = GroupLoad(free_blocks=90, total_blocks=100)
         await home.record("ready")
+        other.load = GroupLoad(running=5, waiting_tokens=3000, free_blocks=90, total_blocks=100)
+        await other.record("busy")
         await house.bus.flush()
         await house.ask("2", session="s")
-        await house.until(lambda: home.ids == ["2"])
+        await house.until(lambda: other.ids == ["1", "2"])
+        # However busy that one becomes: single requests go elsewhere, and the pin stays.
+        other.load = GroupLoad(waiting=50, waiting_tokens=50_000, free_blocks=90, total_blocks=100)
+        await other.record("busy")
+        await house.bus.flush()
+        await house.ask("3", session="s")
+        await house.until(lambda: home.ids == ["3"])
     entry = await pins.get(pin_key(MODEL, "s"))
     assert entry is not None
-    assert entry.value == SessionPin("home", 1)
+    assert entry.revision == moved.revision
+
+
+@pytest.mark.parametrize("schedulers", [2, 3])
+async def test_all_turns_of_a_session_at_once_meet_on_one_group_whoever_places_them(
+    house: House, nats_settings: CommonSettings, schedulers: int
+) -> None:
+    leaders = [await house.leader(f"g{index}") for index in range(4)]
+    async with contextlib.AsyncExitStack() as stack:
+        services = [await stack.enter_async_context(scheduler(nats_settings)) for _ in range(schedulers)]
+        names = [(session, turn) for turn in range(5) for session in range(12)]
+        await asyncio.gather(*(house.ask(f"{s}-{t}", session=f"s{s}") for s, t in names))
+        await house.until(lambda: sum(len(leader.requests) for leader in leaders) == len(names))
+        await house.until_settled()
+        received = [s._metrics.received.labels("interactive")._value.get() for s in services]
+    assert min(received) > 0, "all schedulers work"
+    for session in range(12):
+        assert len({where(leaders, f"{session}-{turn}") for turn in range(5)}) == 1
+
+
+async def test_prompts_that_begin_alike_meet_on_one_group_without_a_session(
+    house: House, nats_settings: CommonSettings
+) -> None:
+    leaders = [await house.leader(f"g{index}") for index in range(4)]
+    async with scheduler(nats_settings), scheduler(nats_settings), scheduler(nats_settings):
+        for turn in range(6):
+            for prefix in range(6):
+                prompt = [prefix] * 300 + [turn] * 5
+                await house.ask(f"{prefix}-{turn}", prompt=prompt)
+            await house.until(lambda turn=turn: sum(len(x.requests) for x in leaders) == 6 * (turn + 1))
+    for prefix in range(6):
+        assert len({where(leaders, f"{prefix}-{turn}") for turn in range(6)}) == 1
+    assert len({where(leaders, f"{prefix}-0") for prefix in range(6)}) > 1
 
 
 async def test_of_two_claims_one_wins_and_the_other_adopts(pins: Bucket[SessionPin]) -> None:

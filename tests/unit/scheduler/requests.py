@@ -1,5 +1,8 @@
 """Requests and groups for scheduler tests."""
 
+import math
+
+from services.scheduler.prefixes import Prefix
 from services.scheduler.waiting import WaitingRequest
 from shared.messages import GroupLoad, GroupRecord, GroupStatus, Lane
 
@@ -30,6 +33,10 @@ def waiting(
     deadline: float = 0.0,
     tokens: int = 10,
     raw: bytes = b"x",
+    tenant: str = "",
+    cost: int = 1,
+    due: float = math.inf,
+    prefixes: tuple[Prefix, ...] = (),
 ) -> WaitingRequest:
     return WaitingRequest(
         generation_id=name,
@@ -37,7 +44,7 @@ def waiting(
         model=model,
         consumer="c",
         lane=lane,
-        tenant="",
+        tenant=tenant,
         session="",
         deadline=deadline,
         attempt=attempt,
@@ -46,6 +53,9 @@ def waiting(
         order=order,
         raw=raw,
         delivery=Settled(),
+        cost=cost,
+        due=due,
+        prefixes=prefixes,
     )
 
 

@@ -78,7 +78,7 @@ def test_removed_requests_are_swept_out_of_memory(orders: list[int]) -> None:
         queue.push(waiting(str(order), order=order, deadline=1e9 + order))
         assert queue.remove(str(order)) is not None
     assert len(queue._deadlines._entries) <= 66
-    assert len(queue._lanes["m"]["interactive"]._entries) <= 66
+    assert len(queue._lanes["m"]["interactive"]._tenants[""].waiting._entries) <= 66
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -56,7 +56,7 @@ def test_what_ranks_write_the_orchestrator_reads(tmp_path: Path) -> None:
     same = RingBoard(tmp_path / "board", 2)
     assert (board.state, board.beats(), board.loaded) == (RingState.STARTING, [], 0.0)
     leader, follower = same.rank(0), same.rank(1)
-    load = GroupLoad(1, 2, 3, 4, 5, 6)
+    load = GroupLoad(1, 2, 3, 4, 5, 6, 7, 0.008, 9.0)
     same.set_state(RingState.READY)
     same.set_load(load)
     leader.loaded(50, 100)

@@ -1,0 +1,44 @@
+"""How fast a ring computes, measured by its own steps: what schedulers reckon waiting times with.
+
+A step takes about
+
+    step_seconds + prompt tokens / prompt_tokens_per_second
+
+Both are averages that forget: a step weighs half as much when `HALF_LIFE` later ones of its kind have been seen.
+"""
+
+HALF_LIFE = 32
+"""Steps."""
+_KEEP = 0.5 ** (1 / HALF_LIFE)
+FASTEST = 1e9
+"""Prompt tokens per second that are told at most: an engine that computes nothing has no speed."""
+
+
+class Pace:
+    """Two running averages. No clock: the time of each step comes in."""
+
+    def __init__(self) -> None:
+        self._steps = self._seconds = 0.0
+        self._prompt_tokens = self._prompt_seconds = 0.0
+
+    def observe(self, seconds: float, prompt_tokens: int) -> None:
+        """A step has taken `seconds` and computed so many tokens of prompts."""
+        if prompt_tokens > 0:
+            beyond = max(0.0, seconds - self.step_seconds)
+            self._prompt_tokens = self._prompt_tokens * _KEEP + prompt_tokens
+            self._prompt_seconds = self._prompt_seconds * _KEEP + beyond
+        else:
+            self._steps = self._steps * _KEEP + 1
+            self._seconds = self._seconds * _KEEP + seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step without prompt tokens takes; 0 before the first one."""
+        return self._seconds / self._steps if self._steps else 0.0
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        """How fast prompts are computed beyond that; 0 before the first one."""
+        if not self._prompt_tokens:
+            return 0.0
+        return min(FASTEST, self._prompt_tokens / max(self._prompt_seconds, 1e-12))

@@ -1,0 +1,82 @@
+"""When a group would give the first token of one more request: what placement compares groups by.
+
+    seconds x weight = round trip                                  dispatch, as seen lately
+                     + one step                                    the one that gives the token
+                     + (queued + uncached tokens                   prompts before it, and its own
+                        + 64 x sequences) / speed                  what runs slows prompts down
+                     + steps of an answer x sequences beyond       with no place free, or no memory,
+                       the places / places                         somebody must end first
+
+The weight is 1, and less for a group that the health monitor has found slow.
+
+Speeds are the group's own, measured in its ring; a group that has not measured any yet is reckoned with
+constants. Wrong figures cost time and nothing else: the group's leader has the last word.
+"""
+
+from services.scheduler.costs import EXPECTED_OUTPUT
+from shared.messages import GroupLoad
+
+SEQUENCE_TOKENS = 64
+"""Waiting prompt tokens that weigh as much as one more sequence in a group's batch."""
+SCARCE_SHARE = 20
+"""Blocks are scarce when fewer than one in so many can be had at once."""
+UNKNOWN_STEP = 0.02
+"""Seconds of a step where none was measured."""
+UNKNOWN_SPEED = 4000.0
+"""Prompt tokens per second where none were measured."""
+UNKNOWN_SLOTS = 64
+"""Sequences that a group computes at once where it has not said."""
+LEAST_WEIGHT = 0.1
+"""A degraded group is reckoned with this weight at least: what is left of it is still used."""
+_MEMORY = 0.2
+"""Weight of the newest round trip in the average."""
+
+
+class Expectation:
+    """One group's figures, put together once per change and not per request."""
+
+    __slots__ = ("_latency", "queue_seconds", "seconds", "seconds_per_token", "slots")
+
+    def __init__(self) -> None:
+        self._latency = 0.0
+        self.slots = UNKNOWN_SLOTS
+        self.seconds = 0.0
+        """Until the first token of a request all of whose tokens are cached."""
+        self.seconds_per_token = 1 / UNKNOWN_SPEED
+        """What each token of its own adds that is not cached."""
+        self.queue_seconds = 0.0
+        """Work on prompts that lies before it."""
+
+    @property
+    def latency(self) -> float:
+        """Running average of the round trips, in seconds."""
+        return self._latency
+
+    def answered(self, seconds: float) -> None:
+        """A dispatch was answered after `seconds`. Takes effect with the next `update`."""
+        self._latency += _MEMORY * (seconds - self._latency) if self._latency else seconds
+
+    def update(self, load: GroupLoad, sent_requests: int, sent_tokens: int, weight: float) -> None:
+        """`load` is the last report; requests of `sent_tokens` tokens were sent since. `weight`: how fast the
+        group is, against what is usual (1)."""
+        factor = 1 / min(max(weight, LEAST_WEIGHT), 1.0)
+        step = load.step_seconds or UNKNOWN_STEP
+        per_token = 1 / (load.prompt_tokens_per_second or UNKNOWN_SPEED)
+        self.slots = load.slots or UNKNOWN_SLOTS
+        sequences = load.running + load.waiting + sent_requests
+        queued = load.waiting_tokens + sent_tokens
+        beyond = max(0, sequences + 1 - self.slots)
+        if load.free_blocks * SCARCE_SHARE < load.total_blocks:
+            beyond = max(beyond, 1) + self.slots // SCARCE_SHARE
+        self.queue_seconds = factor * queued * per_token
+        self.seconds_per_token = factor * per_token
+        self.seconds = factor * (
+            self._latency
+            + step
+            + (queued + SEQUENCE_TOKENS * sequences) * per_token
+            + EXPECTED_OUTPUT * step * beyond / self.slots
+        )
+
+    def first_token(self, uncached: int) -> float:
+        """Seconds until the first token of a request with `uncached` tokens to compute."""
+        return self.seconds + uncached * self.seconds_per_token

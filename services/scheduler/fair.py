@@ -1,0 +1,111 @@
+"""One lane's requests, fairly among tenants: deficit round robin by tokens (Shreedhar and Varghese, 1995).
+
+    turn ▶ tenant a   balance 5,000   [ due soonest ▶ ... ]     each round adds QUANTUM tokens to a tenant's
+           tenant b   balance   300   [ ... ]                   balance; a request goes when its cost is covered
+           tenant c   balance 4,100   [ ... ]
+
+Invariants: a tenant's balance stays below QUANTUM plus the cost of its first request, so tenants that wait all
+the time are served within one QUANTUM and one request of each other, whatever they ask; a tenant without
+requests keeps no balance. Within a tenant the request that is due first goes first (its deadline; without
+one, PATIENCE after it was published), then the one that came first.
+
+Each operation costs O(log n) in the tenant's own requests; a request of more than QUANTUM tokens waits for
+as many rounds as it costs quanta.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.scheduler.waiting import WaitingRequest
+
+QUANTUM = 4096
+"""Tokens."""
+
+
+class RequestHeap:
+    """Requests by key. Those that left the queue otherwise are skipped and swept."""
+
+    __slots__ = ("_alive", "_entries", "_pushed", "_sweep_at")
+
+    def __init__(self, alive: Callable[[WaitingRequest], bool]) -> None:
+        self._alive = alive
+        self._entries: list[tuple[float, int, int, WaitingRequest]] = []
+        self._pushed = 0
+        self._sweep_at = 64
+
+    def push(self, key: float, order: int, item: WaitingRequest) -> None:
+        self._pushed += 1
+        heapq.heappush(self._entries, (key, order, self._pushed, item))
+        if len(self._entries) > self._sweep_at:
+            self._entries = [entry for entry in self._entries if self._alive(entry[3])]
+            heapq.heapify(self._entries)
+            self._sweep_at = 64 + 2 * len(self._entries)
+
+    def first(self) -> WaitingRequest | None:
+        while self._entries:
+            item = self._entries[0][3]
+            if self._alive(item):
+                return item
+            heapq.heappop(self._entries)
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    name: str
+    waiting: RequestHeap
+    balance: int = 0
+    had_turn: bool = False
+    """Whether this turn's quantum has been added."""
+
+
+class FairQueue:
+    """Waiting requests of one lane and model. Does not know which of them left otherwise: it asks `alive`."""
+
+    def __init__(self, alive: Callable[[WaitingRequest], bool], quantum: int = QUANTUM) -> None:
+        self._alive = alive
+        self._quantum = quantum
+        self._tenants: dict[str, _Tenant] = {}
+        self._turns: deque[_Tenant] = deque()
+
+    def push(self, item: WaitingRequest) -> None:
+        tenant = self._tenants.get(item.tenant)
+        if tenant is None:
+            tenant = self._tenants[item.tenant] = _Tenant(item.tenant, RequestHeap(self._alive))
+            self._turns.append(tenant)
+        tenant.waiting.push(item.due, item.order, item)
+
+    def peek(self) -> WaitingRequest | None:
+        """The request whose turn it is. Asking again gives the same one while nothing changes."""
+        while self._turns:
+            tenant = self._turns[0]
+            item = tenant.waiting.first()
+            if item is None:
+                self._turns.popleft()
+                del self._tenants[tenant.name]
+                continue
+            if not tenant.had_turn:
+                tenant.balance += self._quantum
+                tenant.had_turn = True
+            if self._price(item) <= tenant.balance:
+                return item
+            tenant.had_turn = False
+            self._turns.rotate(-1)
+        return None
+
+    def charge(self, item: WaitingRequest) -> None:
+        """`item`, which `peek` gave, is taken."""
+        tenant = self._tenants[item.tenant]
+        tenant.balance -= self._price(item)
+        item.paid = True
+
+    def balance(self, tenant: str) -> int:
+        """Tokens that a waiting tenant has not used of its share; 0 for one that does not wait."""
+        found = self._tenants.get(tenant)
+        return found.balance if found is not None else 0
+
+    @staticmethod
+    def _price(item: WaitingRequest) -> int:
+        return 0 if item.paid else item.cost

@@ -1,0 +1,76 @@
+"""Expected times follow what was measured, in the right direction and in the right unit."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.costs import EXPECTED_OUTPUT, cost
+from services.scheduler.expectation import LEAST_WEIGHT, SEQUENCE_TOKENS, UNKNOWN_SPEED, Expectation
+from shared.messages import GroupLoad
+
+loads = st.builds(
+    GroupLoad,
+    running=st.integers(0, 64),
+    waiting=st.integers(0, 64),
+    waiting_tokens=st.integers(0, 100_000),
+    free_blocks=st.integers(0, 100),
+    total_blocks=st.just(100),
+    slots=st.integers(0, 128),
+    step_seconds=st.floats(0.0, 1.0),
+    prompt_tokens_per_second=st.floats(0, 1e9),
+)
+
+
+def expected(
+    load: GroupLoad, uncached: int = 100, *, sent: int = 0, tokens: int = 0, weight: float = 1.0
+) -> float:
+    expectation = Expectation()
+    expectation.update(load, sent, tokens, weight)
+    return expectation.first_token(uncached)
+
+
+def test_it_is_the_time_of_the_work_that_lies_before() -> None:
+    load = GroupLoad(2, 1, 700, 50, 100, 1, slots=8, step_seconds=0.03, prompt_tokens_per_second=1000.0)
+    expectation = Expectation()
+    expectation.answered(0.002)
+    expectation.update(load, 2, 300, 1.0)
+    work = (700 + 300 + 100 + SEQUENCE_TOKENS * 5) / 1000
+    assert expectation.first_token(100) == pytest.approx(0.002 + 0.03 + work)
+    assert expectation.queue_seconds == pytest.approx(1.0)
+
+
+def test_without_a_free_place_somebody_must_end_first() -> None:
+    load = GroupLoad(8, 0, 0, 50, 100, 1, slots=8, step_seconds=0.1, prompt_tokens_per_second=1e9)
+    assert expected(load) == pytest.approx(0.1 + EXPECTED_OUTPUT * 0.1 / 8, rel=1e-3)
+    assert expected(msgspec.structs.replace(load, running=7)) == pytest.approx(0.1, rel=1e-3)
+
+
+@given(loads, st.integers(0, 10_000), st.integers(1, 50), st.integers(0, 5000))
+def test_more_work_never_comes_sooner(load: GroupLoad, uncached: int, more: int, tokens: int) -> None:
+    base = expected(load, uncached)
+    assert expected(load, uncached + more) >= base
+    assert expected(load, uncached, sent=more, tokens=tokens) >= base
+    assert expected(load, uncached, weight=0.5) == pytest.approx(2 * base)
+    assert expected(load, uncached, weight=0.0) == pytest.approx(base / LEAST_WEIGHT)
+    assert expected(load, uncached, weight=7.0) == base
+    assert base > 0
+    worse = msgspec.structs.replace(load, free_blocks=0)
+    assert expected(worse, uncached) >= base
+
+
+def test_a_group_without_measurements_is_reckoned_with_constants() -> None:
+    assert expected(GroupLoad(), 4000) - expected(GroupLoad(), 0) == pytest.approx(4000 / UNKNOWN_SPEED)
+
+
+@given(st.lists(st.floats(0.0001, 2.0), min_size=1))
+def test_the_latency_is_between_what_was_seen(seconds: list[float]) -> None:
+    expectation = Expectation()
+    for each in seconds:
+        expectation.answered(each)
+    assert min(seconds) - 1e-9 <= expectation.latency <= max(seconds) + 1e-9
+
+
+@given(st.integers(0, 10_000), st.integers(-5, 100_000))
+def test_a_cost_is_what_is_computed_and_bounded_by_what_is_expected(tokens: int, left: int) -> None:
+    assert max(1, tokens) <= cost(tokens, left) <= max(1, tokens + EXPECTED_OUTPUT)
