@@ -165,7 +165,7 @@ async def test_background_outlives_the_grace_and_its_stop_string_ends_it(
         answers = gateway.service._answers
         assert answers is not None
         await until(lambda: [answer for answer in answers.all() if not answer.readers])
-        paced.allow()
+        paced.allow(25)
         await until(lambda: ring.requests[0].generation_id in ring.commanded)  # the stop string was found
         state = (await http.get(f"/v1/generations/{public_id(first)}")).json()
         assert state["status"] == "completed"
