@@ -45,7 +45,9 @@ class Sources:
 
     def release(self, name: str) -> None:
         """Undoes one `acquire`."""
-        source = self._sources[name]
+        source = self._sources.get(name)
+        if source is None:  # all have been closed
+            return
         source.users -= 1
         if not source.users:
             del self._sources[name]

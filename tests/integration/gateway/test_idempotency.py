@@ -37,6 +37,10 @@ async def test_a_repeat_returns_the_finished_one_on_any_gateway(
             answers.append((await http.post(CHAT, json=BODY, headers=KEY)).json())
     assert answers[0] == answers[1] == answers[2]
     assert len(ring.requests) == 1
+    async with other.http() as http:
+        metrics = (await http.get("/metrics")).text
+    assert 'ryzanstein_gateway_attached_total{how="idempotency"} 1.0' in metrics
+    assert "ryzanstein_gateway_generations_followed_total 1.0" in metrics
 
 
 async def test_a_repeat_attaches_to_the_running_one(
