@@ -29,7 +29,7 @@ from shared.broker_errors import (
     without_password,
 )
 from shared.config import CommonSettings
-from shared.errors import BrokerUnavailable, PayloadTooLarge
+from shared.errors import BrokerUnavailable, NobodyThere, PayloadTooLarge
 from shared.stored import StoredPublisher
 from shared.streams import LEADER_PAUSE, ensure_stream
 
@@ -187,7 +187,7 @@ class Bus:
             self,
             StreamConfig(
                 name=subjects.JOURNAL_STREAM,
-                subjects=[subjects.ALL_TOKENS],
+                subjects=[subjects.ALL_TOKENS, subjects.ALL_RECORDS],
                 retention=RetentionPolicy.LIMITS,
                 storage=StorageType.FILE,
                 max_age=self._settings.journal_max_age,
@@ -224,9 +224,12 @@ class Bus:
             await asyncio.sleep(LEADER_PAUSE)
 
     async def request(self, subject: str, message: object, reply_type: type[T], *, timeout: float) -> T:
-        """Asks and waits for the answer. Raises `BrokerUnavailable` when none comes in `timeout` seconds."""
+        """Asks and waits for the answer. Raises `NobodyThere` at once when nobody has subscribed, and
+        `BrokerUnavailable` when no answer comes in `timeout` seconds."""
         try:
             answer = await self._client.request(subject, self._checked(message), timeout=timeout)
+        except nats.errors.NoRespondersError as error:
+            raise NobodyThere(f"Nobody listens on {subject}.") from error
         except (nats.errors.Error, TimeoutError) as error:
             raise BrokerUnavailable(f"Nobody answered on {subject} within {timeout:g} s.") from error
         return msgspec.msgpack.decode(answer.data, type=reply_type)

@@ -10,6 +10,7 @@
     │   ├── NoGroupAvailable
     │   ├── DeadlineExceeded
     │   ├── BrokerUnavailable
+    │   │   └── NobodyThere
     │   └── RingLost
     ├── ConfigurationError        the operator must change a setting
     │   ├── PortInUse
@@ -73,6 +74,10 @@ class DeadlineExceeded(Unavailable):
 
 class BrokerUnavailable(Unavailable):
     code = "broker_unavailable"
+
+
+class NobodyThere(BrokerUnavailable):
+    """NATS answers that nobody has subscribed to the subject: whoever was asked is not alive."""
 
 
 class RingLost(Unavailable):

@@ -1,4 +1,4 @@
-"""Reading the journal: the token frames that were recorded, again, in order.
+"""Reading the journal: token frames and records of generations, again, in the order of their recording.
 
 The gateway reads it when live frames were missed; a client that comes back reads it from the
 position it knows.
@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime
+from typing import Generic, TypeVar
 
 import msgspec
 import nats.errors
@@ -18,10 +19,11 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from shared import subjects
 from shared.broker_errors import BROKER_ERRORS
 from shared.bus import Bus
-from shared.messages import TokenFrame
+from shared.messages import GenerationRecords, TokenFrame
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
-_decoder = msgspec.msgpack.Decoder(TokenFrame)
 BATCH = 256
 
 
@@ -30,21 +32,27 @@ def replay(bus: Bus, consumer: str, since: float) -> AsyncIterator[TokenFrame]:
     return JournalReader(bus, consumer).read(since)
 
 
-class JournalReader:
-    """Reads the frames of one consumer, time and again: what was read to its end is not read twice."""
+def recorded(bus: Bus, writer: str, slot: str, since: float = 0.0) -> AsyncIterator[GenerationRecords]:
+    """The records of the gateway that writes as `writer`, of one slot, or of all (`*`) from `since` on."""
+    return SubjectReader(bus, subjects.records(writer, slot), GenerationRecords).read(since)
 
-    def __init__(self, bus: Bus, consumer: str) -> None:
+
+class SubjectReader(Generic[T]):
+    """Reads a subject of the journal, time and again: what was read to its end is not read twice."""
+
+    def __init__(self, bus: Bus, subject: str, message_type: type[T]) -> None:
         self._bus = bus
-        self._consumer = consumer
+        self._subject = subject
+        self._decoder = msgspec.msgpack.Decoder(message_type)
         self._read_to = 0
-        """Number in the stream of the last frame of a complete reading; 0: there was none."""
+        """Number in the stream of the last message of a complete reading; 0: there was none."""
         self._read_at = 0.0
         """Unix seconds at which that reading began."""
 
-    async def read(self, since: float) -> AsyncIterator[TokenFrame]:
-        """Yields the frames from `since` (unix seconds) to the newest, then ends.
+    async def read(self, since: float) -> AsyncIterator[T]:
+        """Yields the messages from `since` (unix seconds; 0: all) to the newest, then ends.
 
-        It begins behind the last reading that was complete, where that is later. A frame that cannot be
+        It begins behind the last reading that was complete, where that is later. A message that cannot be
         decoded is logged and left out. Raises one of `BROKER_ERRORS` when the broker does not answer,
         or the connection is cut meanwhile.
         """
@@ -53,11 +61,11 @@ class JournalReader:
             async for message in messages:
                 last = message.metadata.sequence.stream
                 try:
-                    frame = _decoder.decode(message.data)
+                    decoded = self._decoder.decode(message.data)
                 except msgspec.DecodeError as error:
                     log.warning("undecodable_frame", subject=message.subject, sequence=last, error=str(error))
                     continue
-                yield frame
+                yield decoded
         self._read_to, self._read_at = last, began
 
     async def _start(self, since: float) -> ConsumerConfig:
@@ -68,13 +76,15 @@ class JournalReader:
                 return config.evolve(
                     deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=self._read_to + 1
                 )
+        if not since:
+            return config
         return config.evolve(
             deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=datetime.fromtimestamp(since, UTC)
         )
 
     async def _messages(self, config: ConsumerConfig) -> AsyncGenerator[Msg, None]:
         subscription = await self._bus.jetstream().pull_subscribe(
-            subjects.tokens(self._consumer), stream=subjects.JOURNAL_STREAM, config=config
+            self._subject, stream=subjects.JOURNAL_STREAM, config=config
         )
         try:
             pending = (await subscription.consumer_info()).num_pending or 0
@@ -90,3 +100,10 @@ class JournalReader:
         finally:
             with contextlib.suppress(*BROKER_ERRORS):  # the broker removes an inactive consumer by itself
                 await subscription.unsubscribe()
+
+
+class JournalReader(SubjectReader[TokenFrame]):
+    """Reads the token frames of one consumer."""
+
+    def __init__(self, bus: Bus, consumer: str) -> None:
+        super().__init__(bus, subjects.tokens(consumer), TokenFrame)

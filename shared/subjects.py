@@ -12,10 +12,15 @@ GROUPS_BUCKET = "groups"
 SERVICES_BUCKET = "services"
 MODELS_BUCKET = "models"
 SESSIONS_BUCKET = "sessions"
+GENERATIONS_BUCKET = "generations"
+UNFINISHED_BUCKET = "unfinished"
+INHERITANCES_BUCKET = "inheritances"
+IDEMPOTENCY_BUCKET = "idempotency"
 TOKENIZERS_STORE = "tokenizers"
 
 ALL_INTAKE = "intake.>"
 ALL_TOKENS = "tokens.*"
+ALL_RECORDS = "records.*.*"
 ALL_BEATS = "health.beats.>"
 HEALTH_EVENTS = "health.events"
 CANCEL = "generations.cancel"
@@ -65,6 +70,16 @@ def control(group: str) -> str:
 
 def tokens(consumer: str) -> str:
     return f"tokens.{escape(consumer)}"
+
+
+def records(writer: str, slot: str) -> str:
+    """Records of generations. `writer`: a gateway's short name; `slot`: the second of their beginning, or *."""
+    return f"records.{writer}.{slot}"
+
+
+def gateway(consumer: str) -> str:
+    """Where other gateways ask the gateway of that name."""
+    return f"gateways.{escape(consumer)}"
 
 
 def beats(service: str, instance: str) -> str:

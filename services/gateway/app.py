@@ -14,6 +14,7 @@ from services.gateway.http_io import header, send_json
 from services.gateway.mailbox import ClientGone
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
+from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute
 from services.gateway.settings import GatewaySettings
 from services.gateway.validation import check_request_id
 from services.gateway.websocket import StreamSocket
@@ -23,6 +24,7 @@ from shared.telemetry import OpsApp, Receive, Scope, Send
 log = structlog.get_logger(__name__)
 
 CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
+GENERATIONS = "/v1/generations"
 CLIENT_GONE = 499
 """nginx's status for a request that its client gave up; in logs and metrics alone."""
 
@@ -34,7 +36,7 @@ class GatewayApp:
         self, backend: Backend, ops: OpsApp, settings: GatewaySettings, metrics: GatewayMetrics
     ) -> None:
         self._metrics = metrics
-        self._socket = StreamSocket(backend, settings.max_generations_per_socket)
+        self._socket = StreamSocket(backend, settings)
         chat = CompletionsRoute("chat.completions", backend, settings)
         completions = CompletionsRoute("completions", backend, settings)
         self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): completions}
@@ -45,6 +47,8 @@ class GatewayApp:
                 Route(COMPLETIONS, completions, methods=["POST"]),
                 Route(MODELS, ModelsRoute(backend), methods=["GET"]),
                 Route(MODELS + "/{model:path}", ModelRoute(backend), methods=["GET"]),
+                Route(GENERATIONS + "/{generation}", GenerationRoute(backend), methods=["GET", "DELETE"]),
+                Route(GENERATIONS + "/{generation}/stream", GenerationStreamRoute(backend), methods=["GET"]),
                 WebSocketRoute(STREAM, self._socket),
                 *(Route(path, ops) for path in OpsApp.paths),
             ],
@@ -168,4 +172,6 @@ def _route(path: str) -> str:
     """The route of `path`, for metrics: one of few."""
     if path in (CHAT, COMPLETIONS, MODELS):
         return path
+    if path.startswith(GENERATIONS + "/"):
+        return GENERATIONS + ("/{id}/stream" if path.endswith("/stream") else "/{id}")
     return MODELS + "/{model}" if path.startswith(MODELS + "/") else "other"

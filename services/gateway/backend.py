@@ -6,12 +6,17 @@ from collections.abc import Iterator
 
 from services.gateway.catalog import Catalog
 from services.gateway.intake import Intake
+from services.gateway.reading import Reading
 from shared.errors import Unavailable
 
 
 def shutting_down() -> Unavailable:
     """What requests are told while the gateway stops."""
-    return Unavailable("The gateway is shutting down; send the request again.", retry_after=1)
+    return Unavailable(
+        "The gateway is shutting down; send the request again, or go on with a stream at another gateway by "
+        "its last event id.",
+        retry_after=1,
+    )
 
 
 class Backend:
@@ -19,15 +24,16 @@ class Backend:
 
     def __init__(self) -> None:
         self._intake: Intake | None = None
+        self._reading: Reading | None = None
         self._catalog: Catalog | None = None
         self._draining = False
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self, intake: Intake, catalog: Catalog) -> None:
+    def open(self, intake: Intake, reading: Reading, catalog: Catalog) -> None:
         """From now on requests are taken."""
-        self._intake, self._catalog = intake, catalog
+        self._intake, self._reading, self._catalog = intake, reading, catalog
 
     def drain(self) -> None:
         """From now on new requests are refused."""
@@ -41,6 +47,15 @@ class Backend:
         if self._intake is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
         return self._intake
+
+    @property
+    def reading(self) -> Reading:
+        """For a generation that exists. Raises `Unavailable`."""
+        if self._draining:
+            raise shutting_down()
+        if self._reading is None:
+            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
+        return self._reading
 
     @property
     def catalog(self) -> Catalog:

@@ -1,4 +1,4 @@
-"""The gateway's one subscription to its token frames, and the journal behind it."""
+"""One subscription to a gateway's token frames, and the journal behind it: its own, or another gateway's."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,6 +43,8 @@ class TokenConsumer:
         self._journal = JournalReader(bus, name)
         self._wanted = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
+        self._late: list[tuple[float, asyncio.Future[None]]] = []
+        """Who has come later than the frames they need, with the unix time of the first of them."""
         self._subscription: Subscription | None = None
         self._stopping = False
         self.replays = 0
@@ -76,33 +78,50 @@ class TokenConsumer:
         self._wanted.set()
         await done
 
+    async def catch_up(self, since: float) -> None:
+        """Returns when everything recorded from `since` (unix seconds) on has been given to `on_recorded`.
+
+        Those who ask at the same time share one reading.
+        """
+        done = asyncio.get_running_loop().create_future()
+        self._late.append((since, done))
+        self._wanted.set()
+        await done
+
     async def run(self) -> None:
         """Reads the journal whenever that is asked for. Runs until it is cancelled."""
         while not self._stopping:
             await self._wanted.wait()
             self._wanted.clear()
             waiting, self._waiting = self._waiting, []
-            since = self._replay_since()
+            late, self._late = self._late, []
             try:
-                if since is not None:
-                    await self._replay(since)
+                await self._read(late)
             except BROKER_ERRORS as error:
-                log.warning("replay_failed", error=reason_of(error))
+                log.warning("replay_failed", consumer=self._name, error=reason_of(error))
                 self._waiting += waiting
+                self._late += late
                 self._wanted.set()
             else:
-                for done in waiting:
+                for done in [*waiting, *(done for _, done in late)]:
                     if not done.done():
                         done.set_result(None)
             await asyncio.sleep(REPLAY_INTERVAL)
 
-    async def _replay(self, since: float) -> None:
+    async def _read(self, late: list[tuple[float, "asyncio.Future[None]"]]) -> None:
+        """From where the last reading ended; for those who are late, from the beginning."""
+        if late:
+            await self._replay(JournalReader(self._bus, self._name), min(since for since, _ in late))
+        elif (since := self._replay_since()) is not None:
+            await self._replay(self._journal, since)
+
+    async def _replay(self, journal: JournalReader, since: float) -> None:
         self.replays += 1
         frames = 0
-        async for frame in self._journal.read(since):
+        async for frame in journal.read(since):
             frames += 1
             self._on_recorded(frame)
-        log.info("journal_replayed", frames=frames)
+        log.info("journal_replayed", consumer=self._name, frames=frames)
         self._on_replayed()
 
     async def _receive(self, frame: TokenFrame) -> None:

@@ -24,11 +24,18 @@ class RequestTimeout(InvalidRequest):
     code = "request_timeout"
 
 
+class KeyReused(InvalidRequest):
+    """Another body came under an idempotency key that is known already."""
+
+    code = "idempotency_key_reused"
+
+
 _STATUS: list[tuple[type[RyzansteinError], int]] = [
     (UnknownModel, 404),
     (ContextLengthExceeded, 400),
     (PayloadTooLarge, 413),
     (RequestTimeout, 408),
+    (KeyReused, 422),
     (QueueFull, 429),
     (NoGroupAvailable, 503),
     (DeadlineExceeded, 504),

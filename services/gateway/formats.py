@@ -28,10 +28,11 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A finished choice of a response that is not streamed."""
+    """A choice of a response that is not streamed."""
 
     text: str
-    finish_reason: str
+    finish_reason: str | None
+    """None while it goes on."""
     scored: Sequence[ScoredToken]
 
 

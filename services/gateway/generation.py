@@ -3,6 +3,9 @@
 received ──▶ queued ──▶ dispatched ──▶ running ──▶ finished | failed | cancelled
                ▲            │             │
                └── recovering ◀───────────┘         attempt + 1, prompt plus the tokens so far
+
+A generation that another gateway looks after is *followed*: its log is read here all the same, newer
+attempts are taken as they come, and nothing is decided about it until it is taken over.
 """
 
 import enum
@@ -13,13 +16,15 @@ import msgspec
 
 from services.gateway.token_stream import TokenStream
 from shared.errors import RingLost, RyzansteinError, Unavailable, error_from_code
-from shared.messages import GenerationRequest, TokenEntry
+from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
 
 State = Literal[
     "received", "queued", "dispatched", "running", "recovering", "finished", "failed", "cancelled"
 ]
 Deliver = Callable[[int, TokenEntry | RyzansteinError], None]
 
+SLICE = 256
+"""Tokens of one entry when a reader is given what there is already."""
 MAX_GAP_REPLAYS = 5
 """Replays that may leave a gap open: the journal is written a moment after the live message."""
 
@@ -55,20 +60,28 @@ class Generation:
     """One choice of a client's request. Times are seconds of a monotonic clock, `started_at` is unix time."""
 
     __slots__ = (
-        "_deliver",
+        "_behind",
+        "_end_came_alone",
         "_gap_replays",
         "_limits",
+        "_readers",
         "_rejected",
         "_stall",
         "attempt_at",
         "cached_tokens",
         "epoch",
+        "error",
+        "finish",
+        "followed",
         "group",
         "heard_at",
         "index",
         "intake_sequence",
         "last_progress",
+        "own_since",
         "request",
+        "scores",
+        "sources",
         "started_at",
         "state",
         "stream",
@@ -80,18 +93,29 @@ class Generation:
         request: GenerationRequest,
         index: int,
         limits: Limits,
-        deliver: Deliver,
         *,
         now: float,
         started_at: float,
+        followed: bool = False,
     ) -> None:
         self.request = request
         self.index = index
         self._limits = limits
-        self._deliver = deliver
-        self.state: State = "received"
+        self._readers: list[Deliver] = []
+        self.followed = followed
+        self.state: State = "queued" if followed else "received"
         self.stream = TokenStream()
         self.tokens: list[int] = []
+        self.scores: list[TokenLogprobs] | None = [] if request.sampling.logprobs >= 0 else None
+        """Log probabilities of `tokens`, where they were asked for."""
+        self.finish: FinishReason = ""
+        self._end_came_alone = False
+        """Whether `finish` came behind the last tokens: with them it says more of the last one."""
+        self.error: RyzansteinError | None = None
+        self.sources: tuple[str, ...] = ()
+        """Other gateways whose token subjects have a part of the log."""
+        self.own_since = float("inf") if followed else started_at
+        """Unix seconds since when the log may be on this gateway's token subject."""
         self.cached_tokens = 0
         self.group = ""
         """The ring whose entry of the current attempt came first; empty while none has come."""
@@ -106,6 +130,8 @@ class Generation:
         self.last_progress = now
         self._stall = limits.stall
         self._gap_replays = 0
+        self._behind = False
+        """Whether a newer attempt speaks already, and tokens of the older one are missing."""
         self._rejected: set[tuple[str, int, int]] = set()
 
     @property
@@ -119,7 +145,34 @@ class Generation:
     @property
     def unheard(self) -> bool:
         """Whether it has been handed in and no ring has said that it has it."""
-        return self.state == "queued" and not self.group
+        return self.state == "queued" and not self.group and not self.followed
+
+    # --- readers ---------------------------------------------------------------------------------
+
+    def attach(self, deliver: Deliver) -> None:
+        """`deliver` gets the whole log: what there is at once, and the rest as it comes."""
+        tokens, finish = self.tokens, "" if self._end_came_alone else self.finish
+        for begin in range(0, len(tokens), SLICE):
+            end = begin + SLICE
+            last = finish if end >= len(tokens) else ""
+            scores = None if self.scores is None else self.scores[begin:end]
+            part = TokenEntry(self.id, self.stream.attempt, begin, tokens[begin:end], last, scores)
+            deliver(self.index, part)
+        if self._end_came_alone:
+            deliver(self.index, TokenEntry(self.id, self.stream.attempt, len(tokens), [], self.finish))
+        if self.error is not None:
+            deliver(self.index, self.error)
+        if not self.ended:
+            self._readers.append(deliver)
+
+    def detach(self, deliver: Deliver) -> None:
+        """Undoes `attach`."""
+        if deliver in self._readers:
+            self._readers.remove(deliver)
+
+    def _deliver(self, news: TokenEntry | RyzansteinError) -> None:
+        for deliver in self._readers:
+            deliver(self.index, news)
 
     # --- what happens to it ----------------------------------------------------------------------
 
@@ -137,6 +190,8 @@ class Generation:
         """
         if self.ended:
             return Decision.NOTHING
+        if self.followed and entry.attempt > self.stream.attempt and not self._follow_attempt(entry):
+            return Decision.REPLAY
         if entry.attempt != self.stream.attempt or (
             self.group and (group, epoch) != (self.group, self.epoch)
         ):
@@ -148,7 +203,11 @@ class Generation:
             if fresh.tokens or fresh.finish in ("stop", "length"):
                 self.state = "running"
                 self.tokens += fresh.tokens
-                self._deliver(self.index, fresh)
+                if self.scores is not None:
+                    self.scores += fresh.logprobs or ()
+                if fresh.finish in ("stop", "length"):
+                    self.finish, self._end_came_alone = fresh.finish, not fresh.tokens
+                self._deliver(fresh)
             if fresh.finish:
                 return self._on_finish(group, fresh)
         if self.stream.gap:
@@ -169,7 +228,9 @@ class Generation:
         """
         if self.ended:
             return Decision.NOTHING
-        if self.stream.gap:
+        if self.followed and self._complete():
+            return Decision.ENDED
+        if self.stream.gap or self._behind:
             self._gap_replays += 1
             return Decision.RECOVER if self._gap_replays > MAX_GAP_REPLAYS else Decision.REPLAY
         if idle and self.group:
@@ -215,13 +276,38 @@ class Generation:
     def fail(self, error: RyzansteinError) -> None:
         """Ends it with `error`."""
         if not self.ended:
-            self.state = "failed"
-            self._deliver(self.index, error)
+            self.state, self.error = "failed", error
+            self._deliver(error)
 
-    def cancel(self) -> None:
-        """Ends it because nobody wants more of it; nothing is delivered any more."""
+    def cancel(self, error: RyzansteinError | None = None) -> None:
+        """Ends it because nobody wants more of it; readers that there are all the same get `error`."""
         if not self.ended:
-            self.state = "cancelled"
+            self.state, self.error = "cancelled", error
+            if error is not None:
+                self._deliver(error)
+
+    def dismiss(self, error: RyzansteinError) -> None:
+        """Its readers get `error`; the generation goes on."""
+        self._deliver(error)
+
+    def take_over(self, consumer: str, now: float, now_unix: float) -> Decision:
+        """From now on this gateway, which reads as `consumer`, looks after it: what was left undone is decided.
+
+        A request of which no ring has spoken may never have reached the queue; handed in once more it is
+        another attempt, and the older one is rejected where it does appear.
+        """
+        if not self.followed:
+            return Decision.NOTHING
+        self.followed, self.own_since = False, now_unix
+        self.request = msgspec.structs.replace(self.request, consumer=consumer)
+        self.last_progress = self.heard_at = now
+        if self.ended:
+            return Decision.NOTHING
+        return Decision.RECOVER if self.stream.ended or self._behind or self.unheard else Decision.NOTHING
+
+    def hand_over(self) -> None:
+        """Another gateway looks after it now."""
+        self.followed = True
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -230,7 +316,7 @@ class Generation:
 
         Each such ring is rejected once. A later life of the same group says that ours is over.
         """
-        if not group or entry.attempt > self.stream.attempt:
+        if not group or self.followed or entry.attempt > self.stream.attempt:
             return Decision.NOTHING
         if entry.attempt == self.stream.attempt and group == self.group and epoch > self.epoch:
             return Decision.RECOVER
@@ -239,6 +325,26 @@ class Generation:
             return Decision.NOTHING
         self._rejected.add(ring)
         return Decision.REJECT
+
+    def _follow_attempt(self, entry: TokenEntry) -> bool:
+        """A newer attempt than the one that was read speaks. False while tokens before it are missing.
+
+        Where it begins, the older one ends: what that has said behind there was read by nobody who counts,
+        unless a reader here has been given it.
+        """
+        position = entry.position
+        if position > self.stream.position:
+            self._behind = True
+            return False
+        if position < self.stream.position and not self._readers:
+            del self.tokens[position:]
+            if self.scores is not None:
+                del self.scores[position:]
+            self.stream.position = position
+        self._behind, self._gap_replays = False, 0
+        self.stream.restart(entry.attempt)
+        self.state, self.group, self.epoch = "queued", "", 0
+        return True
 
     def _seen_in(self, group: str, epoch: int, entry: TokenEntry, now: float) -> None:
         if group and not self.group:
@@ -258,7 +364,8 @@ class Generation:
         if entry.finish == "error":
             self.fail(error_from_code(entry.error_code, entry.error or "The generation failed."))
         elif entry.finish == "cancelled":
-            self.fail(Unavailable("The generation was cancelled by the operator; try again.", retry_after=1))
+            self.fail(Unavailable("The generation was cancelled; send the request again.", retry_after=1))
+            self.state = "cancelled"
         else:
             self.state = "finished"
         return Decision.ENDED
@@ -271,7 +378,7 @@ class Generation:
         elif len(self.tokens) >= self.request.max_tokens:
             reason = "length"
         if reason:
-            self.state = "finished"
+            self.state, self.finish, self._end_came_alone = "finished", reason, True
             end = TokenEntry(self.id, self.stream.attempt, len(self.tokens), [], finish=reason)
-            self._deliver(self.index, end)
+            self._deliver(end)
         return bool(reason)

@@ -14,6 +14,7 @@ from services.gateway.generation import Decision, Generation
 from services.gateway.losses import Losses
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
+from services.gateway.sources import Sources
 from services.gateway.suspects import Suspects
 from shared import subjects
 from shared.bus import Bus
@@ -25,7 +26,7 @@ from shared.errors import (
     QueueFull,
     RyzansteinError,
 )
-from shared.messages import GenerationRequest, GroupEvent, TokenFrame
+from shared.messages import FinishReason, GenerationRequest, GroupEvent, TokenEntry, TokenFrame
 
 log = structlog.get_logger(__name__)
 
@@ -52,10 +53,11 @@ class Rings(Protocol):
 
 
 class Generations:
-    """Owns every unfinished `Generation` of this gateway."""
+    """Every unfinished `Generation` that this gateway looks after or follows."""
 
     def __init__(self, bus: Bus, consumer: str, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self._bus = bus
+        self._consumer = consumer
         self._settings = settings
         self._metrics = metrics
         self._by_id: dict[str, Generation] = {}
@@ -71,9 +73,10 @@ class Generations:
             on_frame=self.on_frame,
             on_recorded=self._take,
             replay_since=self._oldest,
-            on_replayed=self._on_replayed,
+            on_replayed=lambda: self._on_replayed(""),
             pending_frames=settings.pending_frames,
         )
+        self.sources = Sources(self._open_source)
         self.suspects = Suspects(bus, self.tokens.replayed, self._recover)
         metrics.in_flight.set_function(lambda: float(len(self._by_id)))
 
@@ -98,20 +101,14 @@ class Generations:
         self.suspects.stop()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.cancellations.stop()
+        await self.sources.stop()
         await self.tokens.stop()
 
     # --- from clients ----------------------------------------------------------------------------
 
     async def submit(self, generations: Sequence[Generation]) -> None:
         """Hands them in, durably. Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`."""
-        if len(self._by_id) + len(generations) > self._settings.max_generations:
-            raise QueueFull(
-                f"The gateway has {len(self._by_id)} generations in flight and takes at most "
-                f"{self._settings.max_generations}; try again in a moment.",
-                retry_after=1,
-            )
-        for generation in generations:
-            self._by_id[generation.id] = generation
+        self.add(generations)
         try:
             if len(generations) == 1:
                 await self._hand_in(generations[0])
@@ -121,27 +118,63 @@ class Generations:
             self.cancel(generations)
             raise
 
+    def add(self, generations: Sequence[Generation]) -> None:
+        """From now on they get what is said of them. Raises `QueueFull`."""
+        if len(self._by_id) + len(generations) > self._settings.max_generations:
+            raise QueueFull(
+                f"The gateway has {len(self._by_id)} generations in flight and takes at most "
+                f"{self._settings.max_generations}; try again in a moment.",
+                retry_after=1,
+            )
+        for generation in generations:
+            self._by_id[generation.id] = generation
+
+    def forget(self, generations: Sequence[Generation]) -> None:
+        """They are another gateway's, and nobody reads them here any more."""
+        for generation in generations:
+            self._by_id.pop(generation.id, None)
+
+    def take_over(self, generations: Sequence[Generation]) -> None:
+        """They have been followed so far; from now on they are looked after here."""
+        now, now_unix = time.monotonic(), time.time()
+        for generation in generations:
+            self._act(generation, generation.take_over(self._consumer, now, now_unix))
+        self._recover_lost(item for item in generations if not item.ended)
+
+    def conclude(
+        self, generation: Generation, error: RyzansteinError, finish: FinishReason = "error"
+    ) -> None:
+        """Writes an end that no ring has said into the log: whoever reads it later must not wait for more."""
+        entry = TokenEntry(
+            generation.id,
+            generation.stream.attempt + 1,
+            len(generation.tokens),
+            [],
+            finish,
+            error_code=error.code,
+            error=error.message,
+        )
+        self._spawn(self._write_end(TokenFrame("", 0, 0, [entry])))
+
+    async def _write_end(self, frame: TokenFrame) -> None:
+        try:
+            await self._bus.publish_durable(subjects.tokens(self._consumer), frame)
+        except RyzansteinError as error:
+            log.info("end_not_recorded", error=str(error))
+
     async def _hand_in(self, generation: Generation) -> None:
         request = generation.request
         sequence = await self._bus.publish_durable(_intake(request.lane, request.model), request)
         generation.queued(sequence)
 
-    def cancel(self, generations: Sequence[Generation]) -> None:
-        """Ends those that have not ended, here and in the rings; at once here, soon there."""
+    def cancel(self, generations: Sequence[Generation], error: RyzansteinError | None = None) -> None:
+        """Ends those that have not ended, here and in the rings; at once here, soon there. Readers get `error`."""
         for generation in generations:
             self._by_id.pop(generation.id, None)
             if not generation.ended:
-                generation.cancel()
+                generation.cancel(error)
                 self._metrics.cancelled.inc()
                 self.cancellations.cancel(generation)
-
-    def fail_all(self, error: RyzansteinError) -> None:
-        """Ends everything in flight with `error`."""
-        generations = list(self._by_id.values())
-        self._by_id.clear()
-        for generation in generations:
-            generation.fail(error)
-            self.cancellations.cancel(generation)
 
     # --- from rings and the journal --------------------------------------------------------------
 
@@ -191,12 +224,14 @@ class Generations:
             self.on_group_alive(event.group, event.epoch, event.at)
 
     def _recover_lost(self, generations: Iterable[Generation]) -> None:
-        """Those that a late frame has bound to a ring which is over.
+        """Those that a late frame, or their owner's end, has bound to a ring which is over.
 
         A ring that has taken what was handed in after its loss lives, whatever is said of it: to hand in once
         more would spend the attempts on the very same ring.
         """
         for generation in generations:
+            if generation.followed:
+                continue
             group, epoch = generation.group, generation.epoch
             over_since = self._losses.over_since(group, epoch) if group else None
             if over_since is None:
@@ -206,16 +241,36 @@ class Generations:
             else:
                 self._act(generation, generation.on_group_lost(group, epoch))
 
+    def _open_source(self, name: str) -> TokenConsumer:
+        return TokenConsumer(
+            self._bus,
+            name,
+            on_frame=self.on_frame,
+            on_recorded=self._take,
+            replay_since=lambda: self._oldest_of(name),
+            on_replayed=lambda: self._on_replayed(name),
+            pending_frames=self._settings.pending_frames,
+        )
+
     def _oldest(self) -> float | None:
-        started = [generation.started_at for generation in self._by_id.values()]
-        if not started:
+        return self._counted(generation.own_since for generation in self._by_id.values())
+
+    def _oldest_of(self, source: str) -> float | None:
+        return self._counted(item.started_at for item in self._by_id.values() if source in item.sources)
+
+    def _counted(self, since: Iterable[float]) -> float | None:
+        oldest = min(since, default=float("inf"))
+        if oldest == float("inf"):
             return None
         self._metrics.replays.inc()
-        return min(started) - CLOCK_MARGIN
+        return oldest - CLOCK_MARGIN
 
-    def _on_replayed(self) -> None:
+    def _on_replayed(self, source: str) -> None:
+        """The journal of that other gateway, or of this one (empty), has been read to its newest frame."""
         now = time.monotonic()
         for generation in list(self._by_id.values()):
+            if (source not in generation.sources) if source else generation.followed:
+                continue
             self._act(generation, generation.on_replayed(now, idle=self._idle(generation, now)))
         self._recover_lost(list(self._by_id.values()))
 
@@ -231,22 +286,26 @@ class Generations:
     def _sweep(self, now: float) -> None:
         """Asks each generation. One reading of the journal serves all that have stalled, so it is done
         once per stall time-out at most."""
-        stalled = False
+        stalled = []
         for generation in list(self._by_id.values()):
             decision = generation.on_time(now)
             if decision is Decision.REPLAY:
-                stalled = True
+                stalled.append(generation)
             else:
                 self._act(generation, decision)
         if stalled and now - self._stall_replay_at >= self._settings.stall_timeout:
             self._stall_replay_at = now
             self.tokens.request_replay()
+            self.sources.request_replay({name for generation in stalled for name in generation.sources})
 
     def _act(self, generation: Generation, decision: Decision) -> None:
         if decision is Decision.REPLAY:
-            self.tokens.request_replay()
+            if not generation.followed:
+                self.tokens.request_replay()
+            self.sources.request_replay(generation.sources)
         elif decision is Decision.RECOVER:
-            self._recover(generation)
+            if not generation.followed:
+                self._recover(generation)
         elif decision is Decision.EXPIRE:
             self._expire(generation)
         elif decision is Decision.ENDED:
@@ -260,6 +319,8 @@ class Generations:
         request = generation.next_attempt(time.monotonic(), deadline)
         if request is None:
             self._by_id.pop(generation.id, None)
+            if generation.error is not None:
+                self.conclude(generation, generation.error)
             return
         self._metrics.recoveries.inc()
         log.info(
@@ -281,6 +342,7 @@ class Generations:
                 await asyncio.sleep(SWEEP_INTERVAL)
             except PayloadTooLarge as error:
                 generation.fail(error)
+                self.conclude(generation, error)
                 self._by_id.pop(generation.id, None)
                 return
             else:
@@ -298,7 +360,9 @@ class Generations:
             )
         generation.fail(error)
         self._by_id.pop(generation.id, None)
-        self.cancellations.cancel(generation)
+        if not generation.followed:
+            self.cancellations.cancel(generation)
+            self.conclude(generation, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

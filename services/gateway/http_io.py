@@ -10,6 +10,9 @@ from services.gateway.mailbox import ClientGone, Mailbox
 from shared.errors import PayloadTooLarge
 from shared.telemetry import Receive, Scope, Send
 
+RETRY = 500
+"""Milliseconds after which a client that was cut off should come back: shorter than the grace it has."""
+
 
 def header(scope: Scope, name: bytes) -> str | None:
     """A request header by its lower-case name."""
@@ -93,11 +96,13 @@ class EventStream:
         self._send = send
         self.started = False
 
-    async def write(self, chunks: Sequence[bytes], *, position: int | None = None, end: bool = False) -> None:
-        """One event for each of `chunks`, in one write; `position` becomes the id of the last one."""
+    async def write(self, events: Sequence[tuple[bytes, bytes]], *, end: bool = False) -> None:
+        """Events of (data, id), in one write; an empty id is left out."""
+        body = b""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
-        body = b"data: " + b"\n\ndata: ".join(chunks)
-        body += b"\n\n" if position is None else b"\nid: %d\n\n" % position
+            body = b"retry: %d\n" % RETRY
+        for data, identity in events:
+            body += b"data: %b\nid: %b\n\n" % (data, identity) if identity else b"data: %b\n\n" % data
         await self._send({"type": "http.response.body", "body": body, "more_body": not end})

@@ -1,5 +1,8 @@
-"""From a request's body to a `Run`: decoded, checked and tokenized."""
+"""From a request's body to a `Run`: decoded, checked and tokenized, or found by its idempotency key."""
 
+import asyncio
+import time
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -7,12 +10,16 @@ import msgspec
 from services.gateway import validation
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
+from services.gateway.errors import RouteError
+from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
+from services.gateway.reading import Reading
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key, prompt_key
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
-from shared.messages import ModelCard
+from shared.messages import Idempotency, ModelCard
+from shared.stores import Entry
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 Endpoint = Literal["chat.completions", "completions"]
@@ -21,7 +28,16 @@ Endpoint = Literal["chat.completions", "completions"]
 class Intake:
     """Takes requests in; the same for REST and WebSocket."""
 
-    def __init__(self, parts: Parts, catalog: Catalog, tokenizers: TokenizerStore) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        catalog: Catalog,
+        tokenizers: TokenizerStore,
+        keys: IdempotencyKeys,
+        reading: Reading,
+    ) -> None:
+        self._keys = keys
+        self._reading = reading
         self._parts = parts
         self._catalog = catalog
         self._tokenizers = tokenizers
@@ -40,6 +56,50 @@ class Intake:
 
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
+        if context.key:
+            return await self._repeatable(endpoint, body, context, always_streamed)
+        return await self._prepare(endpoint, body, context, always_streamed)
+
+    async def _repeatable(
+        self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
+    ) -> Run:
+        """A reading of what the key stands for, or a new request that has taken the key."""
+        name, print_ = entry_name(context.tenant, endpoint, context.key), fingerprint(body)
+        context = msgspec.structs.replace(context, idempotency=name)
+        while True:
+            known = await self._keys.get(name, print_)
+            if known is not None and (run := await self._repeat(known, context.after)) is not None:
+                return run
+            if context.after is not None:
+                raise RouteError(
+                    "No generation is known under this Idempotency-Key (any more), so there is nothing to go on "
+                    "with; leave out Last-Event-ID to begin anew.",
+                    status=404,
+                    reason="generation_not_found",
+                )
+            run = await self._prepare(endpoint, body, context, always_streamed)
+            if await self._keys.take(name, run.answer.identity, print_, known):
+                return run
+
+    async def _repeat(self, known: Entry[Idempotency], after: Sequence[int] | None) -> Run | None:
+        """None when the key stands for nothing (any more)."""
+        give_up = time.monotonic() + ABANDONED
+        while True:
+            try:
+                run = await self._reading.attach(known.value.identity, after, how="idempotency")
+            except RouteError:
+                if time.monotonic() >= give_up:
+                    return None
+                await asyncio.sleep(POLL)  # whoever was first is about to write its record
+                continue
+            if not await self._reading.over(run.answer):
+                return run
+            run.close()
+            return None
+
+    async def _prepare(
+        self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
+    ) -> Run:
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
             return await self._prepare_chat(_streamed(chat) if always_streamed else chat, context)

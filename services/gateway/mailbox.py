@@ -54,6 +54,11 @@ class Mailbox:
         events, self._events = self._events, []
         return events
 
+    def take_now(self) -> list[Event]:
+        """What there is, without waiting."""
+        events, self._events = self._events, []
+        return events
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

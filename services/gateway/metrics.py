@@ -61,6 +61,18 @@ class GatewayMetrics:
         self.cancelled = Counter(
             name("cancelled"), "Generations that nobody wanted any more.", registry=registry
         )
+        self.followed = Counter(
+            name("generations_followed"), "Generations of other gateways read here.", registry=registry
+        )
+        self.adopted = Counter(
+            name("generations_adopted"), "Generations taken over from lost gateways.", registry=registry
+        )
+        self.attached = Counter(
+            name("attached"),
+            "Readings of a generation by its id or its idempotency key.",
+            ["how"],
+            registry=registry,
+        )
         self._by_model: dict[str, ModelMetrics] = {}
 
     def of_model(self, model: str) -> ModelMetrics:

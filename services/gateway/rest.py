@@ -8,15 +8,16 @@ from typing import Any
 import msgspec
 import structlog
 
+from services.gateway import cursor
 from services.gateway.backend import Backend
 from services.gateway.build import Context
-from services.gateway.errors import describe
+from services.gateway.errors import InvalidParameter, describe
 from services.gateway.http_io import EventStream, header, read_body, send_json, watch_disconnect
 from services.gateway.intake import Endpoint
 from services.gateway.mailbox import ClientGone
 from services.gateway.run import Run
 from services.gateway.settings import GatewaySettings
-from services.gateway.validation import check_session_id
+from services.gateway.validation import check_background, check_idempotency_key, check_session_id
 from shared.errors import InternalError, RyzansteinError
 from shared.messages import ModelCard
 from shared.telemetry import Receive, Scope, Send
@@ -37,16 +38,16 @@ class CompletionsRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._backend.active():
             intake = self._backend.intake
-            context = Context(scope["state"]["request_id"], check_session_id(header(scope, b"x-session-id")))
             settings = self._settings
+            context = context_of(scope, settings)
             body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
             run = await intake.prepare(self._endpoint, body, context)
             scope["state"]["model"] = run.model
             watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox))
             try:
-                await run.submit()
+                await run.begin()
                 if run.stream:
-                    await _stream(run, send, context.request_id)
+                    await stream(run, send, context.request_id)
                 else:
                     await send_json(send, 200, await run.collect())
             finally:
@@ -54,21 +55,48 @@ class CompletionsRoute:
                 run.close()
 
 
-async def _stream(run: Run, send: Send, request_id: str) -> None:
+def context_of(scope: Scope, settings: GatewaySettings) -> Context:
+    """What the headers say. Raises `InvalidParameter`."""
+    key = check_idempotency_key(header(scope, b"idempotency-key"))
+    after = positions_of(scope)
+    if after is not None and not key:
+        raise InvalidParameter(
+            "Invalid header 'Last-Event-ID': a POST goes on with a stream only under the Idempotency-Key that began "
+            "it; send that too, or GET /v1/generations/{id}/stream.",
+            param="Last-Event-ID",
+            reason="invalid_header",
+        )
+    return Context(
+        scope["state"]["request_id"],
+        check_session_id(header(scope, b"x-session-id")),
+        background=check_background(header(scope, b"x-ryzanstein-background"), settings.background_limit),
+        key=key,
+        tenant=header(scope, b"authorization") or "",
+        after=after,
+    )
+
+
+def positions_of(scope: Scope) -> list[int] | None:
+    """The Last-Event-ID header; an empty one is none. Raises `InvalidParameter`."""
+    given = header(scope, b"last-event-id")
+    return cursor.parse(given) if given else None
+
+
+async def stream(run: Run, send: Send, request_id: str) -> None:
     """Events until the end. An error before the first chunk is raised: it gets a status of its own."""
     events = EventStream(send)
     try:
         async with contextlib.aclosing(run.chunks()) as chunks:
             async for batch in chunks:
-                await events.write([chunk.data for chunk in batch], position=batch[-1].position)
-        await events.write([DONE], end=True)
+                await events.write(batch)
+        await events.write([(DONE, b"")], end=True)
     except ClientGone:
         raise
     except Exception as error:
         if not events.started:
             raise
         log_failure(error)
-        await events.write([msgspec.json.encode(describe(error, request_id))], end=True)
+        await events.write([(msgspec.json.encode(describe(error, request_id)), b"")], end=True)
 
 
 def log_failure(error: Exception) -> None:

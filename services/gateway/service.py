@@ -3,13 +3,17 @@
 import asyncio
 from typing import Any, ClassVar
 
+from services.gateway.answers import Answers
 from services.gateway.app import GatewayApp
 from services.gateway.backend import Backend, shutting_down
 from services.gateway.build import Parts
 from services.gateway.catalog import Catalog
 from services.gateway.generations import Generations
+from services.gateway.heirs import Heirs
+from services.gateway.idempotency import IdempotencyKeys
 from services.gateway.intake import Intake
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.reading import Reading
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer_store import TokenizerStore
 from shared.errors import BrokerUnavailable
@@ -33,6 +37,8 @@ class GatewayService(Service):
         self._metrics = GatewayMetrics(self.registry)
         self._backend = Backend()
         self._generations: Generations | None = None
+        self._answers: Answers | None = None
+        self._heirs: Heirs | None = None
         self._catalog: Catalog | None = None
 
     def listen_port(self) -> int:
@@ -75,8 +81,26 @@ class GatewayService(Service):
             raise BrokerUnavailable(
                 "NATS answers, but its buckets `models` and `groups` cannot be read; is JetStream enabled?"
             ) from None
-        parts = Parts(self.settings, self.instance, generations, self._metrics)
-        self._backend.open(Intake(parts, catalog, tokenizers), catalog)
+        await self._open(generations, catalog, tokenizers)
+
+    async def _open(self, generations: Generations, catalog: Catalog, tokenizers: TokenizerStore) -> None:
+        """Everything that needs to know the models and the groups; then requests are taken."""
+        answers = Answers(self.bus, self.instance, self.settings, self._metrics, generations)
+        keys = IdempotencyKeys(self.bus, self.settings.idempotency_ttl)
+        reading = Reading(answers, catalog, tokenizers, self._metrics)
+        answers.watch_silently, answers.free_key = reading.watch, keys.free
+        heirs = Heirs(self.bus, self.instance, answers, answers.owners, self.settings.journal_max_age)
+        self._answers, self._heirs = answers, heirs
+        await keys.start()
+        await answers.owners.start()
+        await heirs.start()
+        self.spawn(answers.run(), "answers")
+        self.spawn(answers.owners.run(), "owners")
+        self.spawn(answers.owners.watch(), "claims")
+        self.spawn(heirs.run(), "unfinished")
+        self.spawn(heirs.watch(), "heirs")
+        parts = Parts(self.settings, answers, self._metrics)
+        self._backend.open(Intake(parts, catalog, tokenizers, keys, reading), reading, catalog)
 
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""
@@ -87,7 +111,13 @@ class GatewayService(Service):
         if self._generations is None or self._catalog is None:
             return
         if not await self._backend.idle(self.settings.drain_timeout):
-            self._generations.fail_all(shutting_down())
+            if self._answers is not None:
+                self._answers.end_readers(shutting_down())
             await self._backend.idle(LAST_WORDS)
         self._catalog.stop()
+        if self._answers is not None:
+            await self._answers.stop()
+        if self._heirs is not None:
+            self._heirs.stop()
+            await self._heirs.write_list()
         await self._generations.stop()

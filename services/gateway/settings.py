@@ -22,6 +22,14 @@ class GatewaySettings(CommonSettings):
     """Generations in flight; beyond them requests are refused with 429."""
     max_generations_per_socket: int = Field(default=256, gt=0)
     """Generations in flight on one WebSocket connection."""
+    max_readers: int = Field(default=64, gt=0)
+    """Connections that may read one generation here at the same time."""
+    resume_grace: float = Field(default=5.0, ge=0)
+    """Seconds that a stream goes on after its client has gone, so that it can come back; then it is cancelled."""
+    background_limit: float = Field(default=3600.0, ge=0)
+    """Longest time that a request may ask its generation to go on while nobody listens, in seconds."""
+    idempotency_ttl: float = Field(default=3600.0, gt=0)
+    """Seconds that an idempotency key is known; the journal should keep as long."""
     default_max_tokens: int = Field(default=0, ge=0)
     """Output tokens of a chat completion that names no limit; 0: what is left of the context."""
     recovery_attempts: int = Field(default=3, ge=0)
@@ -30,6 +38,6 @@ class GatewaySettings(CommonSettings):
     """Seconds that the gateway goes on taking requests once it is told to stop and says that it is not ready:
     as long as a load balancer takes to notice."""
     drain_timeout: float = Field(default=20.0, ge=0)
-    """Seconds that running streams get to end when the gateway stops."""
+    """Seconds that running streams get to end when the gateway stops; then others take them over."""
     pending_frames: int = Field(default=65_536, gt=0)
     """Token frames that may wait to be read; when there are more, the journal fills the gap."""

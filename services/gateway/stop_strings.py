@@ -24,11 +24,6 @@ class StopStrings:
         self._held = ""
         self.matched = False
 
-    @property
-    def holding(self) -> bool:
-        """Whether some text is held back."""
-        return bool(self._held)
-
     def feed(self, text: str) -> str:
         """The text that can be shown now. Once `matched`, nothing more comes."""
         if self.matched or not text:

@@ -39,9 +39,7 @@ class TextOutput:
         self._shown = 0
         self._text: list[str] = []
         self.tokens = 0
-        """Output tokens, as usage counts them."""
-        self.position = 0
-        """Tokens whose text has been shown whole: where a reader of this text may resume the log."""
+        """Output tokens, as usage counts them, and where this reader stands in the log."""
         self.finish: FinishReason = ""
 
     def feed(self, entry: TokenEntry) -> None:
@@ -59,8 +57,6 @@ class TextOutput:
             self._show(self._detokenizer.feed([token]))
             if self._stops.matched:
                 break
-            if not (self._detokenizer.holding or self._stops.holding):
-                self.position = self.tokens
         self._end(entry)
 
     def _show(self, text: str) -> None:
@@ -81,8 +77,6 @@ class TextOutput:
             self._scored = [scored for scored in self._scored if scored.offset < self._shown]
         elif self.finish:
             self._text.append(self._stops.flush())
-        if self.finish:
-            self.position = self.tokens
 
     def take(self) -> Piece:
         """What has become visible since the last call."""

@@ -27,11 +27,6 @@ class Detokenizer(Protocol):
         """The text that became complete with `tokens`; never half a character."""
         ...
 
-    @property
-    def holding(self) -> bool:
-        """Whether tokens were fed whose text has not been returned."""
-        ...
-
     def flush(self) -> str:
         """The text that is left at the end; what is no whole character becomes U+FFFD."""
         ...
@@ -123,10 +118,6 @@ class _StreamDetokenizer:
         """The last tokens whose text has been returned."""
         self._pending: list[int] = []
 
-    @property
-    def holding(self) -> bool:
-        return bool(self._pending)
-
     def feed(self, tokens: Sequence[int]) -> str:
         self._pending += tokens
         try:
@@ -205,8 +196,6 @@ class StubTokenizer:
 
 
 class _StubDetokenizer:
-    holding = False
-
     def flush(self) -> str:
         return ""
 

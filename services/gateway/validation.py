@@ -25,6 +25,8 @@ MAX_STOPS = 16
 MAX_CHOICES = 128
 OTHER_PARTS = ("image_url", "input_audio", "file", "refusal", "prompt_cache_breakpoint")
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
+IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+SECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 _TYPE_ERROR = re.compile(r"Expected `(.+?)`, got `(.+?)`(?: - at (?P<where>.+))?$")
@@ -368,3 +370,23 @@ def _checked_header(value: str | None, pattern: re.Pattern[str], name: str, want
             f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header"
         )
     return value
+
+
+def check_idempotency_key(value: str | None) -> str:
+    """The Idempotency-Key header, "" when it is missing. Raises `InvalidParameter`."""
+    wanted = "1 to 255 printable ASCII characters without spaces"
+    return _checked_header(value, IDEMPOTENCY_KEY, "Idempotency-Key", wanted)
+
+
+def check_background(value: str | None, limit: float) -> float:
+    """The seconds in the X-Ryzanstein-Background header, 0 when it is missing. Raises `InvalidParameter`."""
+    if value is None:
+        return 0.0
+    wanted = f"seconds as a number above 0 and at most {limit:g}"
+    name = "X-Ryzanstein-Background"
+    given = float(_checked_header(value, SECONDS, name, wanted))
+    if not 0 < given <= limit:
+        raise InvalidParameter(
+            f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header"
+        )
+    return given

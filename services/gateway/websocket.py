@@ -7,6 +7,8 @@ Every message is one JSON object in a text frame (binary frames with the same co
      "request": {...}}                                             ──▶
                                      ◀── {"type": "chunk", "id": "a", "position": 3, "chunk": {...}}  0 to n times
                                      ◀── {"type": "done", "id": "a"}
+    {"type": "attach", "id": "b", "generation": "chatcmpl-...",
+     "position": 3}                                                ──▶   as after generate
     {"type": "cancel", "id": "a"}                                  ──▶
                                      ◀── {"type": "done", "id": "a", "cancelled": true}
     {"type": "ping"}                                               ──▶
@@ -16,15 +18,17 @@ Every message is one JSON object in a text frame (binary frames with the same co
 - `id` is the client's name for a generation, 1 to 64 characters, unique among those that have not ended.
 - `endpoint` is `chat.completions` (the default) or `completions`, and `request` is the body that the
   REST endpoint of that name takes. It is always streamed: `stream` may be left out, and false is refused.
-- `chunk` is the endpoint's streaming chunk. `position` is the number of output tokens whose text has been
-  sent whole, this chunk included; it is missing when the request has more than one choice.
+- `chunk` is the endpoint's streaming chunk; the `id` in it names the generation to every gateway.
+  `position` is where its reader stands, see `cursor.py`: a number, or an array with one for each choice.
+- `attach` goes on with a generation of any connection or gateway behind `position`; without it, from the
+  beginning. `generate` takes `idempotency_key`, `background` (seconds) and, with a key, `position`.
 - Each generation ends with exactly one `done` or `error`; after it its id is free again. `error` is
   OpenAI's error object. An error with `id` null is about a message that could not be understood. The
   connection stays open after any error.
 - An error with `"refused": true` is about a message (an id that is in use, the cancelling of an unknown
   id), not about the generation of that id: that one goes on.
-- Closing the connection cancels everything on it. The headers X-Session-ID and x-request-id of the
-  handshake hold for all of its generations.
+- Closing the connection leaves its generations to whoever attaches in time, then they are cancelled. The
+  headers X-Session-ID and x-request-id of the handshake hold for all of its generations.
 """
 
 import asyncio
@@ -35,6 +39,7 @@ import msgspec
 import structlog
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from services.gateway import cursor
 from services.gateway.backend import Backend
 from services.gateway.build import Context
 from services.gateway.errors import InvalidParameter, describe
@@ -42,7 +47,9 @@ from services.gateway.http_io import header
 from services.gateway.intake import Endpoint
 from services.gateway.mailbox import ClientGone, Mailbox
 from services.gateway.rest import log_failure
-from services.gateway.validation import check_session_id, decode
+from services.gateway.run import Run
+from services.gateway.settings import GatewaySettings
+from services.gateway.validation import check_background, check_idempotency_key, check_session_id, decode
 from shared.errors import QueueFull
 from shared.telemetry import Receive, Scope, Send
 
@@ -52,10 +59,14 @@ log = structlog.get_logger(__name__)
 class ClientMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Any message of a client."""
 
-    type: Literal["generate", "cancel", "ping"]
+    type: Literal["generate", "attach", "cancel", "ping"]
     id: str = ""
     endpoint: Endpoint = "chat.completions"
     request: msgspec.Raw = msgspec.Raw()
+    generation: str = ""
+    position: int | list[int] | None = None
+    idempotency_key: str | None = None
+    background: float | None = None
 
 
 _decoder = msgspec.json.Decoder(ClientMessage)
@@ -65,15 +76,19 @@ _encode = msgspec.json.encode
 class StreamSocket:
     """The route; each connection is a `_Connection`."""
 
-    def __init__(self, backend: Backend, max_generations: int) -> None:
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
         self._backend = backend
-        self._max_generations = max_generations
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         socket = WebSocket(scope, receive, send)
-        context = Context(scope["state"]["request_id"], check_session_id(header(scope, b"x-session-id")))
+        context = Context(
+            scope["state"]["request_id"],
+            check_session_id(header(scope, b"x-session-id")),
+            tenant=header(scope, b"authorization") or "",
+        )
         await socket.accept()
-        await _Connection(socket, self._backend, context, self._max_generations).serve()
+        await _Connection(socket, self._backend, context, self._settings).serve()
 
 
 class _Cancelled(Exception):
@@ -85,11 +100,14 @@ class _Refused(InvalidParameter):
 
 
 class _Connection:
-    def __init__(self, socket: WebSocket, backend: Backend, context: Context, max_generations: int) -> None:
+    def __init__(
+        self, socket: WebSocket, backend: Backend, context: Context, settings: GatewaySettings
+    ) -> None:
         self._socket = socket
         self._backend = backend
         self._context = context
-        self._max_generations = max_generations
+        self._settings = settings
+        self._max_generations = settings.max_generations_per_socket
         self._sending = asyncio.Lock()
         self._mailboxes: dict[str, Mailbox | None] = {}
         """Unfinished generations by the client's name; None until the request is prepared."""
@@ -117,7 +135,7 @@ class _Connection:
                 await self._send(b'{"type":"pong"}')
                 return
             identity = self._check_id(message)
-            if message.type == "generate":
+            if message.type in ("generate", "attach"):
                 self._begin(message)
             else:
                 self._cancel(message.id)
@@ -138,7 +156,13 @@ class _Connection:
                 param="id",
                 reason="duplicate_id",
             )
-        if not bytes(message.request):
+        if message.type == "attach" and not message.generation:
+            raise InvalidParameter(
+                "Missing required parameter: 'generation'.",
+                param="generation",
+                reason="missing_required_parameter",
+            )
+        if message.type == "generate" and not bytes(message.request):
             raise InvalidParameter(
                 "Missing required parameter: 'request'.", param="request", reason="missing_required_parameter"
             )
@@ -180,22 +204,47 @@ class _Connection:
         await self._send(_encode(last))
 
     async def _run(self, message: ClientMessage) -> None:
-        run = await self._backend.intake.prepare(
-            message.endpoint, message.request, self._context, always_streamed=True
-        )
-        if self._mailboxes[message.id] is not None:  # cancelled while it was tokenized
-            raise _Cancelled
-        self._mailboxes[message.id] = run.mailbox
+        run = await self._prepare(message)
         try:
-            await run.submit()
-            head = b'{"type":"chunk","id":' + _encode(message.id)
+            if self._mailboxes[message.id] is not None:  # cancelled while it was tokenized
+                raise _Cancelled
+            self._mailboxes[message.id] = run.mailbox
+            await run.begin()
+            head = b'{"type":"chunk","id":' + _encode(message.id) + b',"position":'
             async with contextlib.aclosing(run.chunks()) as chunks:
                 async for batch in chunks:
                     for chunk in batch:
-                        place = b"" if chunk.position is None else b',"position":%d' % chunk.position
+                        place = b"[%b]" % chunk.position if b"," in chunk.position else chunk.position
                         await self._send(head + place + b',"chunk":' + chunk.data + b"}")
+        except _Cancelled:
+            run.cancel()
+            raise
         finally:
             run.close()
+
+    async def _prepare(self, message: ClientMessage) -> Run:
+        position = message.position
+        after = [position] if isinstance(position, int) else position
+        if after is not None:
+            cursor.parse(",".join(map(str, after)), "position")
+        if message.type == "attach":
+            return await self._backend.reading.attach(message.generation, after, how="websocket")
+        context = msgspec.structs.replace(
+            self._context,
+            background=_background(message, self._settings.background_limit),
+            key=check_idempotency_key(message.idempotency_key),
+            after=after,
+        )
+        if after is not None and not context.key:
+            raise InvalidParameter(
+                "Invalid 'position': a generation begins at its beginning; attach to go on with one, or send its "
+                "idempotency_key.",
+                param="position",
+                reason="invalid_position",
+            )
+        return await self._backend.intake.prepare(
+            message.endpoint, message.request, context, always_streamed=True
+        )
 
     async def _cancel_all(self) -> None:
         for mailbox in self._mailboxes.values():
@@ -218,6 +267,10 @@ class _Connection:
         """One at a time; waits for a client that reads slowly."""
         async with self._sending:
             await self._socket.send({"type": "websocket.send", "text": message.decode()})
+
+
+def _background(message: ClientMessage, limit: float) -> float:
+    return 0.0 if message.background is None else check_background(f"{message.background:f}", limit)
 
 
 def _id_in(text: str | bytes) -> str | None:

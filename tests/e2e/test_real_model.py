@@ -40,11 +40,19 @@ def connect() -> Iterator[Connect]:
         yield make
 
 
-def answer(client: openai.OpenAI, prompt: str, max_tokens: int = 32) -> str:
+def answer(
+    client: openai.OpenAI,
+    prompt: str,
+    max_tokens: int = 32,
+    *,
+    temperature: float = 0,
+    seed: int | None = None,
+) -> str:
     reply = client.chat.completions.create(
         model=DEFAULT_MODEL,
         messages=[{"role": "user", "content": prompt}],
-        temperature=0,
+        temperature=temperature,
+        seed=seed,
         max_tokens=max_tokens,
     )
     return reply.choices[0].message.content or ""
@@ -208,18 +216,22 @@ def test_seeded_sampling_does_not_depend_on_the_ring(
     assert len(texts) == 1
 
 
-def test_a_killed_rank_comes_back_and_the_answer_is_whole(connect: Connect, one_ring_of_two: Stack) -> None:
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.9, 7)])
+def test_a_killed_rank_comes_back_and_the_answer_is_whole(
+    connect: Connect, one_ring_of_two: Stack, temperature: float, seed: int | None
+) -> None:
     """The ring is lost in the middle of an answer; the answer is the one it would have been."""
     client = connect(one_ring_of_two)
     prompt = "Write a long story about a lighthouse."
-    expected = answer(client, prompt, max_tokens=60)
+    expected = answer(client, prompt, max_tokens=60, temperature=temperature, seed=seed)
     before = one_ring_of_two.status()["groups"][0]
     stream = client.chat.completions.create(
         model=DEFAULT_MODEL,
         messages=[{"role": "user", "content": prompt}],
-        temperature=0,
         max_tokens=60,
         stream=True,
+        temperature=temperature,
+        seed=seed,
     )
     parts: list[str] = []
     for chunk in stream:
@@ -229,7 +241,7 @@ def test_a_killed_rank_comes_back_and_the_answer_is_whole(connect: Connect, one_
     assert "".join(parts) == expected
     after = one_ring_of_two.status()["groups"][0]
     assert {rank["pid"] for rank in after["ranks"]}.isdisjoint(rank["pid"] for rank in before["ranks"])
-    assert answer(client, prompt, max_tokens=60) == expected
+    assert answer(client, prompt, max_tokens=60, temperature=temperature, seed=seed) == expected
 
 
 def test_long_prompts_are_refused_and_short_ones_go_on(connect: Connect, two_groups: Stack) -> None:

@@ -98,7 +98,7 @@ async def test_a_failed_reading_is_tried_again_before_anybody_is_told(
             return 0.0
         return None
 
-    async def fail(_: float) -> None:
+    async def fail(*_: object) -> None:
         raise failures.pop()
 
     consumer._replay_since = since

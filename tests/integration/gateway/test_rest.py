@@ -82,7 +82,7 @@ async def test_the_stream_is_server_sent_events_with_positions(http: httpx.Async
     assert "usage" not in json.loads(data[0])
     ids = [int(line[4:]) for line in answer.text.splitlines() if line.startswith("id: ")]
     assert ids == sorted(ids)
-    assert ids[-1] == 13
+    assert ids[-1] == 15  # the end of the text and the end of the choice count as one position each
 
 
 async def test_completions_take_text_tokens_and_lists(client: openai.AsyncOpenAI, ring: FakeRing) -> None:

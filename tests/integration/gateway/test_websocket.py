@@ -13,6 +13,7 @@ from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, until
+from tests.integration.gateway.resuming import Paced
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -68,8 +69,9 @@ async def test_several_generations_at_once(socket: Socket, ring: FakeRing) -> No
     assert text_of(found["a"]) == text_of(found["b"]) == "Hello, world!"
     assert len(text_of(found["c"])) == 26
     assert found["a"][-1] == {"type": "done", "id": "a"}
-    assert found["a"][-2]["position"] == 13
-    assert "position" not in found["c"][0]
+    assert found["a"][-2]["position"] == 15
+    assert found["c"][0]["position"] == [0, 0]
+    assert found["c"][-2]["position"] == [15, 15]
     assert found["a"][-2]["chunk"]["choices"][0]["finish_reason"] == "stop"
     assert {request.request_id for request in ring.requests} == {"socket-1"}
     assert {request.session for request in ring.requests} == {"s"}
@@ -96,7 +98,7 @@ async def test_positions_name_what_has_been_sent(socket: Socket, ring: FakeRing)
     for message in (await socket.until_end())["a"][:-1]:
         text += text_of([message])
         ended = message["chunk"]["choices"][0]["finish_reason"] is not None
-        assert message["position"] == (13 if ended else len(text))
+        assert message["position"] == 15 if ended else message["position"] >= len(text)
 
 
 async def test_cancel_ends_one_generation_alone(socket: Socket, ring: FakeRing) -> None:
@@ -233,3 +235,67 @@ async def test_a_stopping_gateway_closes_the_connection(
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1012
         await gateway.task
+
+
+async def test_attach_goes_on_from_a_position(
+    gateway: RunningGateway, socket: Socket, ring: FakeRing, nats_settings: CommonSettings
+) -> None:
+    ring.behave = paced = Paced(b"Hello, world!", 5)
+    await socket.send(type="generate", id="a", request=CHAT | {"n": 2})
+    seen: list[Any] = []
+    while len(text_of(seen)) < 10:
+        seen.append(await socket.receive())
+    generation, position = seen[-1]["chunk"]["id"], seen[-1]["position"]
+    await socket.connection.close()
+    async with (
+        run_gateway(nats_settings) as other,
+        connect(other.websocket_url) as first,
+        connect(other.websocket_url) as second,
+    ):
+        for each, fields in ((Socket(first), {"position": position}), (Socket(second), {})):
+            await each.send(type="attach", id="b", generation=generation, **fields)
+            paced.allow()
+            found = (await each.until_end())["b"]
+            before = seen if fields else []
+            for choice in (0, 1):
+                texts = [text_of_choice(message, choice) for message in [*before, *found]]
+                assert "".join(texts) == "Hello, world!"
+            assert found[-1] == {"type": "done", "id": "b"}
+    assert len(ring.requests) == 2
+
+
+def text_of_choice(message: Any, index: int) -> str:
+    choices = message.get("chunk", {}).get("choices", ())
+    return "".join(item["delta"].get("content", "") for item in choices if item["index"] == index)
+
+
+async def test_a_key_makes_generate_a_repeat(socket: Socket, ring: FakeRing) -> None:
+    ids = set()
+    for name in ("a", "b"):
+        await socket.send(type="generate", id=name, request=CHAT, idempotency_key="k", background=5)
+        found = (await socket.until_end())[name]
+        assert text_of(found) == "Hello, world!"
+        ids.add(found[0]["chunk"]["id"])
+    assert len(ids) == len(ring.requests) == 1
+    await socket.send(type="generate", id="c", request=CHAT, idempotency_key="k", position=5)
+    assert text_of((await socket.until_end())["c"]) == ", world!"
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ({"type": "attach"}, "missing_required_parameter"),
+        ({"type": "attach", "generation": "chatcmpl-x"}, "generation_not_found"),
+        ({"type": "attach", "generation": "x", "position": -1}, "invalid_position"),
+        ({"type": "attach", "generation": "x", "position": "3"}, "invalid_type"),
+        ({"type": "attach", "generation": "x", "position": []}, "invalid_position"),
+        ({"type": "generate", "request": CHAT, "position": 3}, "invalid_position"),
+        ({"type": "generate", "request": CHAT, "background": -1}, "invalid_header"),
+        ({"type": "generate", "request": CHAT, "background": 1e300}, "invalid_header"),
+        ({"type": "generate", "request": CHAT, "idempotency_key": ""}, "invalid_header"),
+    ],
+)
+async def test_wrong_resumptions_are_refused(socket: Socket, message: dict[str, Any], code: str) -> None:
+    await socket.send(id="a", **message)
+    (refused,) = (await socket.until_end())["a"]
+    assert refused["error"]["code"] == code

@@ -32,6 +32,6 @@ def test_the_page_names(code: str) -> None:
     assert f"`{code}`" in PAGE
 
 
-@pytest.mark.parametrize("status", [400, 404, 405, 408, 413, 429, 500, 503, 504, 1009, 1012])
+@pytest.mark.parametrize("status", [400, 404, 405, 408, 413, 422, 429, 500, 503, 504, 1009, 1012])
 def test_the_page_has_the_status(status: int) -> None:
     assert f"| {status} |" in PAGE

@@ -17,9 +17,8 @@ class Recorded:
     def __init__(self) -> None:
         self.news: list[Any] = []
         request = GenerationRequest("g", "r", "m", "gateway", [1, 2, 3], 5, stop_token_ids=[0])
-        self.generation = Generation(
-            request, 0, LIMITS, lambda _, news: self.news.append(news), now=0.0, started_at=1000.0
-        )
+        self.generation = Generation(request, 0, LIMITS, now=0.0, started_at=1000.0)
+        self.generation.attach(lambda _, news: self.news.append(news))
 
     def entry(self, position: int, tokens: list[int], now: float = 1.0, **fields: Any) -> Decision:
         attempt = fields.pop("attempt", self.generation.stream.attempt)

@@ -1,0 +1,63 @@
+"""Who looks after a generation when its gateway is lost: decided by compare-and-set in the bucket `generations`.
+
+    no entry ──create──▶ {owner: B, consumers: [A, B]} ──update, B lost too──▶ {owner: C, consumers: [A, B, C]}
+
+Of several who claim at once one wins, and the others are told who. A gateway that comes back and still
+believes to own the generation hears of the entry by watching the bucket.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+
+from shared import subjects
+from shared.bus import Bus
+from shared.messages import Ownership
+from shared.stores import Bucket
+
+MAX_OWNERS = 16
+"""Gateways in a row that one generation may outlive."""
+
+
+class Claims:
+    """Opened by `start`. Methods raise `BrokerUnavailable`."""
+
+    def __init__(self, bus: Bus, consumer: str, ttl: float) -> None:
+        """`ttl`: seconds that an entry is kept."""
+        self._bus = bus
+        self._consumer = consumer
+        self._ttl = ttl
+        self._bucket: Bucket[Ownership] | None = None
+
+    async def start(self) -> None:
+        self._bucket = await Bucket.open(self._bus, subjects.GENERATIONS_BUCKET, Ownership, ttl=self._ttl)
+
+    async def get(self, identity: str) -> Ownership | None:
+        """None: it has never been claimed."""
+        assert self._bucket is not None, "not started"
+        entry = await self._bucket.get(identity)
+        return None if entry is None else entry.value
+
+    async def claim(self, identity: str, lost: str, consumers: Sequence[str]) -> Ownership:
+        """Claims it from the gateway `lost`; returns whose it is now. `consumers`: those of its log so far."""
+        assert self._bucket is not None, "not started"
+        mine = Ownership(
+            self._consumer, [*(name for name in consumers if name != self._consumer), self._consumer]
+        )
+        while True:
+            entry = await self._bucket.get(identity)
+            if entry is None:
+                if await self._bucket.create(identity, mine) is not None:
+                    return mine
+            elif entry.value.owner not in (lost, self._consumer):
+                return entry.value
+            else:
+                known = [name for name in entry.value.consumers if name != self._consumer]
+                mine = Ownership(self._consumer, [*known, self._consumer][-MAX_OWNERS:])
+                if await self._bucket.update(identity, mine, entry.revision) is not None:
+                    return mine
+
+    async def watch(self) -> AsyncIterator[tuple[str, Ownership]]:
+        """Every claim there is and will be."""
+        assert self._bucket is not None, "not started"
+        async for update in self._bucket.watch():
+            if update is not None and update[1] is not None:
+                yield update[0], update[1]

@@ -1,0 +1,48 @@
+"""From an answer to a `Run` that reads it: from its beginning, or from where a client stands."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from services.gateway.answer import Answer
+from services.gateway.formats import ChatFormat, CompletionFormat
+from services.gateway.metrics import ModelMetrics
+from services.gateway.run import Run
+from services.gateway.text_output import TextOutput
+from services.gateway.tokenization import Tokenizer
+from shared.messages import GenerationRequest
+
+if TYPE_CHECKING:
+    from services.gateway.answers import Answers
+
+
+def new_run(
+    answer: Answer,
+    tokenizer: Tokenizer,
+    answers: "Answers",
+    *,
+    metrics: ModelMetrics | None = None,
+    after: Sequence[int] | None = None,
+) -> Run:
+    """`metrics`: where its tokens are counted, None for what was counted before. `after`: the client's
+    positions; None: it has seen nothing."""
+    record = answer.record
+    shape = (ChatFormat if record.endpoint == "chat.completions" else CompletionFormat)(
+        record.identity,
+        record.requests[0].model,
+        int(record.created),
+        tokenizer,
+        include_usage=record.include_usage,
+    )
+    outputs = [_output(answer, generation.request, tokenizer) for generation in answer.generations]
+    return Run(answer, outputs, shape, answers, metrics, after=after)
+
+
+def _output(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> TextOutput:
+    record = answer.record
+    chat = record.endpoint == "chat.completions"
+    detokenizer = tokenizer.detokenizer(
+        [] if chat else request.prompt,  # a chat's answer begins a text, a completion goes on
+        skip_special_tokens=record.skip_special_tokens,
+    )
+    logprobs = request.sampling.logprobs >= 0
+    return TextOutput(detokenizer, record.stop, request.stop_token_ids, logprobs=logprobs)

@@ -1,0 +1,233 @@
+"""A client that lost its connection goes on at any gateway, from where it stood."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.config import CommonSettings
+from tests.integration.gateway.conftest import RunningGateway, run_gateway
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, saying, until
+from tests.integration.gateway.resuming import Paced, finishes, public_id, read_events, text_of
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hi"}]
+STREAM: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": True, "seed": 7}
+TEXT = b"The log is the thing, and a connection is a cursor."
+
+
+@pytest.fixture
+async def other(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
+    async with run_gateway(nats_settings) as running:
+        yield running
+
+
+async def begin(
+    gateway: RunningGateway, characters: int | None, body: dict[str, Any] = STREAM, path: str = CHAT
+) -> Any:
+    """The first events of a stream, with so many characters; then the client goes."""
+    async with gateway.http() as http, http.stream("POST", path, json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        return await read_events(response, characters)
+
+
+async def go_on(gateway: RunningGateway, identity: str, last: str | None) -> list[tuple[str, str]]:
+    headers = {} if last is None else {"Last-Event-ID": last}
+    async with (
+        gateway.http() as http,
+        http.stream("GET", f"/v1/generations/{identity}/stream", headers=headers) as response,
+    ):
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return await read_events(response)
+
+
+async def test_a_stream_goes_on_at_its_own_gateway(gateway: RunningGateway, ring: FakeRing) -> None:
+    ring.behave = paced = Paced(TEXT, 10)
+    first = await begin(gateway, 5)
+    paced.allow()
+    rest = await go_on(gateway, public_id(first), first[-1][1])
+    assert text_of(first) + text_of(rest) == TEXT.decode()
+    assert finishes(first + rest) == ["stop"]
+    assert rest[-1] == ("[DONE]", "")
+    assert len(ring.requests) == 1
+
+
+async def test_a_stream_goes_on_at_another_gateway_while_it_runs(
+    gateway: RunningGateway, other: RunningGateway, ring: FakeRing
+) -> None:
+    ring.behave = paced = Paced(TEXT, 10)
+    first = await begin(gateway, 5)
+    reading = asyncio.create_task(go_on(other, public_id(first), first[-1][1]))
+    answers = gateway.service._answers
+    assert answers is not None
+    await until(lambda: any(answer.listened_until for answer in answers.all()))
+    paced.allow()
+    rest = await reading
+    assert text_of(first) + text_of(rest) == TEXT.decode()
+    assert len(ring.requests) == 1
+    assert not ring.commanded
+
+
+async def test_a_finished_generation_is_replayed_from_every_position(
+    gateway: RunningGateway, other: RunningGateway, ring: FakeRing
+) -> None:
+    ring.behave = saying(TEXT.decode())
+    whole = await begin(gateway, None)
+    identity = public_id(whole)
+    assert text_of(whole) == TEXT.decode()
+    assert text_of(await go_on(other, identity, None)) == TEXT.decode()
+    for index in range(len(whole) - 1):
+        rest = await go_on(other, identity, whole[index][1])
+        assert text_of(whole[: index + 1]) + text_of(rest) == TEXT.decode()
+        assert finishes(whole[: index + 1]) + finishes(rest) == ["stop"]
+    end = await go_on(other, identity, whole[-2][1])
+    assert end == [("[DONE]", "")]
+
+
+async def test_choices_have_a_position_each(
+    gateway: RunningGateway, other: RunningGateway, ring: FakeRing
+) -> None:
+    ring.behave = paced = Paced(TEXT, 10)
+    first = await begin(gateway, 9, STREAM | {"n": 2, "logprobs": True})
+    assert "," in first[-1][1]
+    paced.allow()
+    rest = await go_on(other, public_id(first), first[-1][1])
+    for choice in (0, 1):
+        assert text_of(first, choice) + text_of(rest, choice) == TEXT.decode()
+
+
+@pytest.mark.parametrize("cut", range(2, 12))
+async def test_stop_strings_and_positions_within_them(
+    gateway: RunningGateway, other: RunningGateway, ring: FakeRing, cut: int
+) -> None:
+    """The text that is held back at the cut is neither lost nor shown twice."""
+    ring.behave = saying("ab, an, anx")
+    body = {
+        "model": MODEL,
+        "prompt": "x",
+        "stream": True,
+        "stop": "anx",
+        "stream_options": {"include_usage": True},
+    }
+    whole = await begin(gateway, None, body, "/v1/completions")
+    assert text_of(whole) == "ab, an, "
+    first = whole[:cut]
+    if first[-1][1]:
+        rest = await go_on(other, public_id(first), first[-1][1])
+        assert text_of(first) + text_of(rest) == "ab, an, "
+        assert finishes(first) + finishes(rest) == ["stop"]
+
+
+async def test_the_state_of_a_generation(
+    gateway: RunningGateway, other: RunningGateway, ring: FakeRing
+) -> None:
+    ring.behave = paced = Paced(TEXT, 10)
+    first = await begin(gateway, 5)
+    path = f"/v1/generations/{public_id(first)}"
+    async with other.http() as http:
+        state = (await http.get(path)).json()
+        assert (state["object"], state["status"], state["model"]) == ("generation", "in_progress", MODEL)
+        text = state["response"]["choices"][0]["message"]["content"]
+        assert TEXT.decode().startswith(text)
+        assert state["response"]["choices"][0]["finish_reason"] is None
+        paced.allow()
+        rest = await go_on(gateway, public_id(first), state["position"])
+        assert text + text_of(rest) == TEXT.decode()
+        while (state := (await http.get(path)).json())["status"] != "completed":
+            pass
+        assert state["response"]["choices"][0]["message"]["content"] == TEXT.decode()
+        assert state["response"]["usage"]["completion_tokens"] == len(TEXT)
+
+
+async def test_nobody_comes_back(nats_settings: CommonSettings, ring: FakeRing) -> None:
+    ring.behave = Paced(TEXT, 10)
+    async with run_gateway(nats_settings, resume_grace=0.3) as gateway:
+        first = await begin(gateway, 5)
+        await until(lambda: ring.requests[0].generation_id in ring.commanded)
+        async with gateway.http() as http:
+            state = (await http.get(f"/v1/generations/{public_id(first)}")).json()
+        assert state["status"] == "cancelled"
+        assert "cancelled" in state["error"]["message"]
+
+
+async def test_background_outlives_the_grace_and_its_stop_string_ends_it(
+    nats_settings: CommonSettings, ring: FakeRing
+) -> None:
+    ring.behave = paced = Paced(TEXT, 10)
+    async with run_gateway(nats_settings, resume_grace=0.0) as gateway, gateway.http() as http:
+        headers = {"X-Ryzanstein-Background": "60"}
+        body = STREAM | {"stop": "thing"}
+        async with http.stream("POST", CHAT, json=body, headers=headers) as response:
+            first = await read_events(response, 3)
+        answers = gateway.service._answers
+        assert answers is not None
+        await until(lambda: [answer for answer in answers.all() if not answer.readers])
+        paced.allow(25)
+        await until(lambda: ring.requests[0].generation_id in ring.commanded)  # the stop string was found
+        state = (await http.get(f"/v1/generations/{public_id(first)}")).json()
+        assert state["status"] == "completed"
+        assert state["response"]["choices"][0]["message"]["content"] == "The log is the "
+
+
+async def test_delete_ends_a_generation_for_its_readers(
+    gateway: RunningGateway, other: RunningGateway, ring: FakeRing
+) -> None:
+    async def cancelled(fake: FakeRing, request: Any) -> None:
+        await fake.emit(request, 0, list(b"Hello"))
+        await until(lambda: request.generation_id in fake.commanded)
+        await fake.emit(request, 5, [], finish="cancelled")
+
+    ring.behave = cancelled
+    for deleting in (gateway, other):
+        async with gateway.http() as http, http.stream("POST", CHAT, json=STREAM) as response:
+            lines = response.aiter_lines()
+            first = await anext(line async for line in lines if line.startswith("data: "))
+            identity = public_id([(first.removeprefix("data: "), "")])
+            async with deleting.http() as deleter:
+                answer = await deleter.delete(f"/v1/generations/{identity}")
+                assert answer.json() == {"id": identity, "object": "generation", "cancelled": True}
+            assert "was cancelled" in "".join([line async for line in lines])
+        async with deleting.http() as deleter:
+            answer = await deleter.delete(f"/v1/generations/{identity}")
+            assert answer.json()["cancelled"] is False
+
+
+@pytest.mark.parametrize("how", ["GET", "DELETE", "stream"])
+@pytest.mark.parametrize("identity", ["chatcmpl-1", "x" * 5000, "chatcmpl-" + "0" * 32, "cmpl-%00", "..%2F"])
+async def test_unknown_generations(http: httpx.AsyncClient, how: str, identity: str) -> None:
+    path = f"/v1/generations/{identity}" + ("/stream" if how == "stream" else "")
+    answer = await http.request("GET" if how == "stream" else how, path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] in ("generation_not_found", "unknown_url")
+
+
+@pytest.mark.parametrize(
+    "last", ["x", "-1", "1,2", "99999999999999999999", "4000000000", "1" * 4000, "1,", "\u0661"]
+)
+async def test_positions_that_do_not_fit(gateway: RunningGateway, ring: FakeRing, last: str) -> None:
+    ring.behave = say
+    whole = await begin(gateway, None)
+    async with gateway.http() as http:
+        answer = await http.get(
+            f"/v1/generations/{public_id(whole)}/stream", headers={"Last-Event-ID": last.encode()}
+        )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_position"
+
+
+async def test_readers_are_bounded(nats_settings: CommonSettings, ring: FakeRing) -> None:
+    ring.behave = Paced(TEXT, 10)
+    async with (
+        run_gateway(nats_settings, max_readers=1) as gateway,
+        gateway.http() as http,
+        http.stream("POST", CHAT, json=STREAM),
+    ):
+        answers = gateway.service._answers
+        assert answers is not None
+        (answer,) = answers.all()
+        refused = await http.get(f"/v1/generations/{answer.public_id}/stream")
+        assert refused.status_code == 429
+        assert "readers" in refused.json()["error"]["message"]
