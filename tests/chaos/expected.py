@@ -1,5 +1,6 @@
 """What to ask and what must come back, to the last character."""
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -39,5 +40,9 @@ def stub_tasks(chance: random.Random, tokens: int, model: str = "stub") -> Itera
 
 
 def repeated(tasks: Sequence[Task]) -> Iterator[Task]:
-    """The same tasks again and again: for a real model, whose answers were taken down undisturbed."""
-    return itertools.cycle(tasks)
+    """The same tasks again and again: for a real model, whose answers were taken down undisturbed.
+
+    Each time as a session of its own: else all would stay with the ring that had them first.
+    """
+    for number, task in enumerate(itertools.cycle(tasks)):
+        yield dataclasses.replace(task, body={**task.body, "prompt_cache_key": f"session {number}"})
