@@ -148,7 +148,7 @@ class RingMember:
         slots = agree_on_slots(shape, settings, device, collectives)
         spill = SpillStore(slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         store = KvStore(shape, blocks.hot, device, blocks.cold)
-        runner = make_runner(model, store, layout.q_heads.size, collectives, device, threads, spill)
+        runner = make_runner(model, store, layout, collectives, device, threads, spill)
         runner.warm_up()
         collectives.barrier()
         engine_spec = EngineSpec(

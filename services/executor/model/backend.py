@@ -11,6 +11,7 @@ from services.executor.model.collectives import Collectives
 from services.executor.model.collectives_shm import SharedMemory
 from services.executor.model.loader import pack_linears
 from services.executor.model.runner import ModelRunner
+from services.executor.model.sharding import ShardLayout
 from services.executor.native.decoder import NativeDecoder, NativeRing
 from services.executor.native.library import load_library, why_not
 from services.executor.native.lowering import CannotLower, Lowered, lower
@@ -21,14 +22,14 @@ log = structlog.get_logger(__name__)
 def make_runner(
     model: Any,
     store: KvStore,
-    q_heads: int,
+    layout: ShardLayout,
     collectives: Collectives,
     device: torch.device,
     threads: int,
     spill: SpillStore | None = None,
 ) -> ModelRunner:
-    """A runner for `model`, which is loaded and not packed. `q_heads`: this rank's; `threads`: of the kernels."""
-    decoder = _native_decoder(model, store, q_heads, collectives, device, threads)
+    """A runner for `model`, which is loaded and not packed. `threads`: of the kernels."""
+    decoder = _native_decoder(model, store, layout, collectives, device, threads)
     if decoder is None:
         pack_linears(model)
     else:
@@ -48,7 +49,12 @@ def computes_natively(
 
 
 def _native_decoder(
-    model: Any, store: KvStore, q_heads: int, collectives: Collectives, device: torch.device, threads: int
+    model: Any,
+    store: KvStore,
+    layout: ShardLayout,
+    collectives: Collectives,
+    device: torch.device,
+    threads: int,
 ) -> NativeDecoder | None:
     try:
         library, ring, lowered = _lower(model, store.shape.dtype, collectives, device, threads)
@@ -56,7 +62,7 @@ def _native_decoder(
         log.info("computing_with_pytorch", reason=str(reason))
         return None
     log.info("computing_with_native_kernels", threads=threads)
-    return NativeDecoder(library, lowered, store, q_heads, threads, ring)
+    return NativeDecoder(library, lowered, store, layout, threads, ring)
 
 
 def _lower(
