@@ -65,7 +65,7 @@ class Model:
             self.directory, self.dtype, self.layout, SingleRank(), CPU, lambda done, total: None
         )
         threads = torch.get_num_threads()
-        return make_runner(module, store, self.layout.q_heads.size, SingleRank(), CPU, threads)
+        return make_runner(module, store, self.layout, SingleRank(), CPU, threads)
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype) -> "Model":

@@ -9,14 +9,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig
 
+from benchmarks.random_model import LlamaShape, write_llama
 from services.executor.model.arena import allocate
 from services.executor.model.loader import load_config, load_model
 from services.executor.model.sharding import ShardLayout
@@ -46,54 +46,12 @@ class Member:
 
 
 def write_checkpoint(directory: Path, size: int, kind: str = "safetensors") -> None:
-    """A random bf16 Llama of about `size` bytes, in files of two layers each."""
+    """A random bf16 Llama of about `size` bytes."""
     hidden, heads, vocabulary = (2048, 16, 32000) if size > 10**9 // 4 else (256, 4, 1000)
-    kv, feed = hidden // 2, hidden * 11 // 4
-    layer = {
-        **{f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", hidden), ("k", kv), ("v", kv))},
-        "self_attn.o_proj": (hidden, hidden),
-        **{f"mlp.{name}_proj": (feed, hidden) for name in ("gate", "up")},
-        "mlp.down_proj": (hidden, feed),
-        **{f"{name}_layernorm": (hidden,) for name in ("input", "post_attention")},
-    }
-    bytes_each = 2 * sum(torch.Size(shape).numel() for shape in layer.values())
+    one = LlamaShape(hidden, heads, heads // 2, hidden * 11 // 4, 1, vocabulary)
+    bytes_each = 2 * sum(torch.Size(tensor).numel() for tensor in one.layer.values())
     layers = max(1, round((size - 4 * vocabulary * hidden) / bytes_each))
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=feed,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        vocab_size=vocabulary,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(str(directory))
-    shapes = {
-        f"model.layers.{n}.{name}.weight": shape for n in range(layers) for name, shape in layer.items()
-    }
-    outer = {"lm_head.weight": (vocabulary, hidden), "model.embed_tokens.weight": (vocabulary, hidden)}
-    groups: list[dict[str, tuple[int, ...]]] = [{**outer, "model.norm.weight": (hidden,)}]
-    names = list(shapes)
-    step = 2 * len(layer)
-    groups += [{name: shapes[name] for name in names[at : at + step]} for at in range(0, len(names), step)]
-    _write_files(directory, groups, kind)
-
-
-def _write_files(directory: Path, groups: list[dict[str, tuple[int, ...]]], kind: str) -> None:
-    stem = "model" if kind == "safetensors" else "pytorch_model"
-    ending = "safetensors" if kind == "safetensors" else "bin"
-    index = {}
-    for number, group in enumerate(groups, 1):
-        file = f"{stem}-{number:05}-of-{len(groups):05}.{ending}"
-        tensors = {
-            name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02) for name, shape in group.items()
-        }
-        if kind == "safetensors":
-            save_file(tensors, directory / file, metadata={"format": "pt"})
-        else:
-            torch.save(tensors, directory / file)
-        index |= dict.fromkeys(group, file)
-    (directory / f"{stem}.{ending}.index.json").write_text(json.dumps({"weight_map": index}))
+    write_llama(directory, replace(one, layers=layers), kind)
 
 
 def copy(directory: Path, total: int, member: Member, pages: str) -> dict[str, float]:

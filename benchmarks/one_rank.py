@@ -43,4 +43,4 @@ def load_one_rank(
     codecs = codecs_of([kind] * layers)
     shape = StoreShape(layers, BLOCK, layout.kv_heads.size, layout.head_dim, dtype, codecs)
     store = KvStore(shape, num_blocks, device, 0 if kind == "bf16" else num_blocks)
-    return make_runner(model, store, layout.q_heads.size, SingleRank(), device, threads), store
+    return make_runner(model, store, layout, SingleRank(), device, threads), store

@@ -1,7 +1,6 @@
 """The rank processes that `benchmarks.ring` measures: the executor's own ring, without its leader's queue.
 
-Each ring is `world` processes of one thread. The parent tells rank 0 what to run; the others follow its
-plans, as in service.
+The parent tells rank 0 what to run; the others follow its plans, as in service.
 """
 
 import multiprocessing
@@ -16,18 +15,24 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
+from benchmarks.ring_steps import Decode, Prefill
 from services.executor.board import RingBoard
 from services.executor.engine.plan import StepPlan
+from services.executor.native.library import PARTS
 from services.executor.ring import SPIN_COUNT, RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
 from shared.messages import SamplingParams
 
 if TYPE_CHECKING:
     from services.executor.model.collectives import Collectives
+    from services.executor.model.runner import ModelRunner
 
 READY_TIMEOUT = 300.0
 WARM_UP = 3
+_FIGURES = 2 + len(PARTS)
+"""Of a rank, in seconds so far: in collectives, waiting there, and on each part of the native kernels."""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -35,6 +40,8 @@ class Share(msgspec.Struct, frozen=True):
 
     communication: float
     waiting: float
+    parts: dict[str, float] = {}
+    """Milliseconds of a step that the native kernels spend on each part; none where PyTorch computes."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -48,15 +55,18 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class BenchRing:
-    """A ring of `world` processes of one thread that stay up until `close`."""
+    """A ring of `world` processes of `threads` threads that stay up until `close`."""
 
-    def __init__(self, settings: dict[str, object], world: int) -> None:
-        os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT=SPIN_COUNT)  # read when torch is imported
+    def __init__(self, settings: dict[str, object], world: int, threads: int = 1) -> None:
+        os.environ.update(
+            OMP_NUM_THREADS=str(threads), GOMP_SPINCOUNT=SPIN_COUNT
+        )  # read when torch is imported
+        settings = settings | {"tp": world, "threads": threads}
         context = multiprocessing.get_context("spawn")
         self._directory = TemporaryDirectory(prefix="ryzanstein-bench-")
         board = Path(self._directory.name, "board")
         RingBoard(board, world, create=True).close()
-        self._times: SynchronizedArray[Any] = context.Array("d", 2 * world)
+        self._times: SynchronizedArray[Any] = context.Array("d", _FIGURES * world)
         self._world = world
         self._pipes, theirs = zip(*(context.Pipe() for _ in range(world)), strict=True)
         self._processes = [
@@ -73,18 +83,29 @@ class BenchRing:
             rendezvous = self._answer()
             for pipe in self._pipes[1:]:
                 pipe.send(rendezvous)
-        self._answer()
+        self._blocks: tuple[int, int] = self._answer()
+
+    def begin(self, kind: Decode | Prefill) -> StepPlan:
+        """The plan of the steps to measure; what they read has been computed."""
+        steps = kind.steps(*self._blocks)
+        for plan in steps.before:
+            self._run(plan, 1)
+        return steps.measured
 
     def steps(self, plan: StepPlan, count: int) -> tuple[list[float], list[Share]]:
-        """(seconds of each step, what each rank spent in collectives during them)."""
-        self._pipes[0].send((plan, WARM_UP))
-        self._answer()
+        """(seconds of each step, what each rank spent during them)."""
+        self._run(plan, WARM_UP)
         before = list(self._times)
+        seconds = self._run(plan, count)
+        used = [new - old for new, old in zip(list(self._times), before, strict=True)]
+        ranks = [used[_FIGURES * rank : _FIGURES * (rank + 1)] for rank in range(self._world)]
+        return seconds, [_share(rank, sum(seconds), count) for rank in ranks]
+
+    def _run(self, plan: StepPlan, count: int) -> list[float]:
+        """Seconds of each of `count` steps."""
         self._pipes[0].send((plan, count))
         seconds: list[float] = self._answer()
-        after, total = list(self._times), sum(seconds)
-        used = [(new - old) / total for new, old in zip(after, before, strict=True)]
-        return seconds, [Share(*used[2 * rank : 2 * rank + 2]) for rank in range(self._world)]
+        return seconds
 
     def reduce(self, elements: int, count: int) -> float:
         """Median seconds of a sum of `elements` bf16 values."""
@@ -110,6 +131,13 @@ class BenchRing:
         return pipe.recv()
 
 
+def _share(used: Sequence[float], seconds: float, count: int) -> Share:
+    """Of one rank's figures over `count` steps that took `seconds`."""
+    busy, waited, *parts = used
+    by_part = {part: spent / count * 1e3 for part, spent in zip(PARTS, parts, strict=True)}
+    return Share(busy / seconds, waited / seconds, by_part if any(parts) else {})
+
+
 def _spec(rank: int, world: int, board: Path) -> RankSpec:
     return RankSpec(rank, world, "bench", "bench", 1, str(board), {})
 
@@ -119,10 +147,8 @@ def _rank(
 ) -> None:
     import torch
 
-    torch.set_num_threads(1)
-    settings = ExecutorSettings.model_validate(
-        values | {"tp": spec.world_size, "threads": 1, "kv_dtype": "bf16"}
-    )
+    settings = ExecutorSettings.model_validate(values)
+    torch.set_num_threads(settings.threads)
     if not settings.model:
         _reduce_only(settings, spec, pipe)
     elif spec.rank == 0:
@@ -147,23 +173,29 @@ def _lead(
     import torch
 
     from services.executor.engine import meeting
-    from services.executor.engine.sampling import Sampler
+    from services.executor.engine.sampling import Sampler, wants_of
     from services.executor.engine.sampling_state import SamplingState
 
     sender, collectives = meeting.lead(settings, spec, torch.device("cpu"), Path(settings.model), pipe.send)
-    runner, sampler = _member(settings, spec, collectives).runner, Sampler()
-    pipe.send("ready")
+    member, sampler = _member(settings, spec, collectives), Sampler()
+    runner, blocks = member.runner, member.engine_spec
+    pipe.send((blocks.num_blocks, blocks.num_cold))
     while (order := pipe.recv()) is not None:
         plan, count = order
+        rows = len(plan.sample_rows) // 4
         seconds = []
         for _ in range(count):
             began = time.perf_counter()
-            sender.send(plan)
-            logits = runner.forward(plan)
-            states = [SamplingState(SamplingParams(temperature=0), [1], []) for _ in range(logits.shape[0])]
-            sampler.sample(logits, states)
+            states = [SamplingState(SamplingParams(temperature=0), [1], []) for _ in range(rows)]
+            wants = wants_of(states, runner.vocab_size).tobytes()
+            wanting = structs.replace(plan, candidates=wants)
+            sender.send(wanting)
+            logits = runner.forward(wanting)
+            if states:
+                assert logits is not None, "rank 0 gets the logits"
+                sampler.sample(logits, states)
             seconds.append(time.perf_counter() - began)
-        _note(collectives, times)
+        _note(runner, collectives, times)
         pipe.send(seconds)
     sender.close()
 
@@ -178,15 +210,18 @@ def _follow(
     runner = _member(settings, spec, collectives).runner
     while (plan := receiver.receive()) is not None:
         runner.forward(plan)
-        _note(collectives, times)
+        _note(runner, collectives, times)
 
 
-def _note(collectives: "Collectives", times: "SynchronizedArray[Any]") -> None:
+def _note(runner: "ModelRunner", collectives: "Collectives", times: "SynchronizedArray[Any]") -> None:
     from services.executor.model.collectives_shm import SharedMemory
 
+    figures = [0.0] * _FIGURES
     if isinstance(collectives, SharedMemory):
-        at = 2 * collectives.rank
-        times[at : at + 2] = [collectives.busy_seconds, collectives.waited_seconds]
+        figures[:2] = [collectives.busy_seconds, collectives.waited_seconds]
+    if runner.is_native:
+        figures[2:] = runner.spent().values()
+    times[_FIGURES * collectives.rank : _FIGURES * (collectives.rank + 1)] = figures
 
 
 def _reduce_only(settings: ExecutorSettings, spec: RankSpec, pipe: Connection) -> None:

@@ -149,7 +149,7 @@ class RingMember:
         spill = SpillStore(slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         store = KvStore(shape, blocks.hot, device, blocks.cold)
         cores = cores_of(settings, spec.rank)
-        runner = make_runner(model, store, layout.q_heads.size, collectives, device, threads, spill, cores)
+        runner = make_runner(model, store, layout, collectives, device, threads, spill, cores)
         runner.warm_up()
         collectives.barrier()
         engine_spec = EngineSpec(

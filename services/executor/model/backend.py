@@ -12,6 +12,7 @@ from services.executor.model.collectives import Collectives
 from services.executor.model.collectives_shm import SharedMemory
 from services.executor.model.loader import pack_linears
 from services.executor.model.runner import ModelRunner
+from services.executor.model.sharding import ShardLayout
 from services.executor.native.decoder import NativeDecoder, NativeRing
 from services.executor.native.library import load_library, why_not
 from services.executor.native.lowering import CannotLower, Lowered, lower
@@ -22,16 +23,16 @@ log = structlog.get_logger(__name__)
 def make_runner(
     model: Any,
     store: KvStore,
-    q_heads: int,
+    layout: ShardLayout,
     collectives: Collectives,
     device: torch.device,
     threads: int,
     spill: SpillStore | None = None,
     cpus: Sequence[int] = (),
 ) -> ModelRunner:
-    """A runner for `model`, which is loaded and not packed. `q_heads`: this rank's; `threads`: of the kernels;
-    `cpus`: the cores to keep them on, one each; none: any."""
-    decoder = _native_decoder(model, store, q_heads, collectives, device, threads, cpus)
+    """A runner for `model`, which is loaded and not packed. `threads`: of the kernels; `cpus`: the cores to keep
+    them on, one each; none: any."""
+    decoder = _native_decoder(model, store, layout, collectives, device, threads, cpus)
     if decoder is None:
         pack_linears(model)
     else:
@@ -53,7 +54,7 @@ def computes_natively(
 def _native_decoder(
     model: Any,
     store: KvStore,
-    q_heads: int,
+    layout: ShardLayout,
     collectives: Collectives,
     device: torch.device,
     threads: int,
@@ -65,7 +66,7 @@ def _native_decoder(
         log.info("computing_with_pytorch", reason=str(reason))
         return None
     log.info("computing_with_native_kernels", threads=threads, cores=list(cpus) or "any")
-    return NativeDecoder(library, lowered, store, q_heads, threads, ring, cpus)
+    return NativeDecoder(library, lowered, store, layout, threads, ring, cpus)
 
 
 def _lower(

@@ -122,12 +122,14 @@ class ColumnParallelLinear(LinearShard):
 class RowParallelLinear(LinearShard):
     """`span` of a linear layer's inputs, summed over the ranks. [..., span] -> [..., out].
 
-    Rank 0 alone holds the bias: added on every rank, it would count once per rank.
+    What it is given may be wider: it begins `skip` values before the span. Rank 0 alone holds the bias: added
+    on every rank, it would count once per rank.
     """
 
-    def __init__(self, linear: nn.Linear, span: Span, collectives: Collectives):
+    def __init__(self, linear: nn.Linear, span: Span, collectives: Collectives, skip: int = 0):
         super().__init__()
         self._collectives = collectives
+        self._taken = slice(skip, skip + span.size)
         hold(self, "weight", linear.weight, TensorSlice(1, (span,), linear.in_features))
         self.register_parameter("bias", None)
         bias: Tensor | None = getattr(linear, "bias", None)
@@ -137,7 +139,7 @@ class RowParallelLinear(LinearShard):
             leave_out(self, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._collectives.all_reduce(self.multiply(x))
+        return self._collectives.all_reduce(self.multiply(x[..., self._taken]))
 
 
 class ColumnParallelConv1D(ShardedLayer):
@@ -158,14 +160,15 @@ class ColumnParallelConv1D(ShardedLayer):
 
 
 class RowParallelConv1D(ShardedLayer):
-    """`span` of the inputs of a Conv1D, summed over the ranks. Rank 0 alone holds the bias."""
+    """What `RowParallelLinear` is, for a Conv1D."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, linear: nn.Module, span: Span, collectives: Collectives):
+    def __init__(self, linear: nn.Module, span: Span, collectives: Collectives, skip: int = 0):
         super().__init__()
         self._collectives = collectives
+        self._taken = slice(skip, skip + span.size)
         weight: Tensor = linear.weight  # type: ignore[assignment]
         bias: Tensor = linear.bias  # type: ignore[assignment]
         hold(self, "weight", weight, TensorSlice(0, (span,), weight.shape[0]))
@@ -176,7 +179,9 @@ class RowParallelConv1D(ShardedLayer):
             leave_out(self, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._collectives.all_reduce(functional.linear(x, self.weight.t(), self.bias))
+        return self._collectives.all_reduce(
+            functional.linear(x[..., self._taken], self.weight.t(), self.bias)
+        )
 
 
 class VocabParallelEmbedding(ShardedLayer):

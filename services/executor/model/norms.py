@@ -16,26 +16,24 @@ from shared.errors import ModelLoadError
 class WideNorm(ShardedLayer):
     """A rank's share of an RMS norm over the values of all heads. [..., share] -> [..., share].
 
-    A KV head that several ranks hold counts once: on the ranks where `counts` is false its squares are left
-    out. One small all-reduce a call. Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
+    A head that several ranks hold counts once: of the rank's `span` the squares of `counted`, a part of it, are
+    added. One small all-reduce a call. Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, norm: nn.Module, span: Span, counts: bool, collectives: Collectives):
+    def __init__(self, norm: nn.Module, span: Span, counted: Span, collectives: Collectives):
         super().__init__()
         weight: Tensor = norm.weight  # type: ignore[assignment]
         self._epsilon: float = norm.variance_epsilon  # type: ignore[assignment]
         self._width = weight.shape[0]
-        self._counts = counts
+        self._counted = slice(counted.start - span.start, counted.stop - span.start)
         self._collectives = collectives
         hold(self, "weight", weight, TensorSlice(0, (span,), self._width))
 
     def forward(self, x: Tensor) -> Tensor:
         values = x.float()
-        squares = values.pow(2).sum(-1, keepdim=True)
-        if not self._counts:
-            squares.zero_()
+        squares = values[..., self._counted].pow(2).sum(-1, keepdim=True)
         mean = self._collectives.all_reduce(squares) / self._width
         return (values * torch.rsqrt(mean + self._epsilon) * self.weight).to(x.dtype)
 

@@ -124,7 +124,8 @@ class _Splitter:
         width = norm.weight.shape[0]  # type: ignore[index]
         _check_width(name, int(width), total * self._layout.head_dim)
         span = heads.scaled(self._layout.head_dim)
-        return WideNorm(norm, span, queries or self._layout.counts_kv, self._collectives)
+        counted = self._layout.output_heads if queries else self._layout.counted_kv_heads
+        return WideNorm(norm, span, counted.scaled(self._layout.head_dim), self._collectives)
 
     def _linear(self, linear: Any, name: str, style: Style) -> nn.Module:
         kind = type(linear).__name__
@@ -136,8 +137,13 @@ class _Splitter:
         inputs, outputs = linear.weight.shape if kind == _CONV1D else reversed(linear.weight.shape)
         if style in _ROWS:
             span = self._spans(name, style, int(inputs))[0]
+            start = (
+                self._layout.q_heads.scaled(self._layout.head_dim).start
+                if style is Style.OUTPUT
+                else span.start
+            )
             row = RowParallelConv1D if kind == _CONV1D else RowParallelLinear
-            return row(linear, span, self._collectives)
+            return row(linear, span, self._collectives, span.start - start)
         spans = self._spans(name, style, int(outputs))
         return (
             ColumnParallelConv1D(linear, *spans) if kind == _CONV1D else ColumnParallelLinear(linear, *spans)
@@ -154,6 +160,8 @@ class _Splitter:
             _check_width(name, width, (total.q_heads + 2 * total.kv_heads) * layout.head_dim)
             return fused.blocks(layout) if style is Style.QKV_BLOCKS else fused.by_group(layout)
         heads, count = self._heads(style is not Style.KEY_VALUE)
+        if style is Style.OUTPUT:
+            heads = layout.output_heads
         _check_width(name, width, count * layout.head_dim)
         return (heads.scaled(layout.head_dim),)
 

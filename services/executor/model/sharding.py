@@ -2,13 +2,17 @@
 
 Pure arithmetic. Every split is contiguous, so that a rank reads one slice of each checkpoint tensor.
 
-    kv heads >= ranks     whole KV groups, uneven where they do not divide; no KV head stored twice
-      9 q over 3 kv, 2 ranks      rank 0: q 0-5, kv 0-1      rank 1: q 6-8, kv 2
+    kv heads >= ranks     whole KV groups; where they do not divide, two neighbours hold the group between
+                          them, provided that no rank then holds more than some rank must anyway
+      9 q over 3 kv, 2 ranks      rank 0: q 0-5, kv 0-1      rank 1: q 3-8, kv 1-2     shared: kv 1
+                          output      q 0-3                          q 4-8
 
     kv heads < ranks      one KV head per rank, held by as few ranks as needed, its q heads spread
       8 q over 2 kv, 3 ranks      rank 0: q 0-1, kv 0        rank 1: q 2-3, kv 0     rank 2: q 4-7, kv 1
 
-Either way a rank has the same number of q heads for each of its KV heads.
+Either way a rank has the same number of q heads for each of its KV heads. A shared head's attention is
+either rank's to compute, row by row (the native kernels halve it), or both ranks' (PyTorch: the other would only wait).
+What becomes of it is multiplied on one of them, so that every q head counts once.
 """
 
 from dataclasses import dataclass
@@ -18,6 +22,8 @@ from shared.errors import ConfigurationError, ModelLoadError
 
 _MULTIPLES = (64, 32, 16, 8)
 """Row counts that matrix kernels like, best first."""
+_WORTH = 1.1
+"""How much larger than an equal share the largest must be for ranks to share heads: it costs a meeting per layer."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,20 @@ class HeadCounts:
 
 
 @dataclass(frozen=True)
+class SharedHead:
+    """A KV head that two neighbouring ranks hold, as one of them sees it."""
+
+    kv_head: int
+    """Among the rank's own."""
+    slot: int
+    """Among all shared heads of the ring."""
+    is_first: bool
+    """Whether this rank is the first of the two."""
+    first_share: int
+    """What the first of the two computes of its attention, in parts of `world_size`."""
+
+
+@dataclass(frozen=True)
 class ShardLayout:
     """What one rank holds of a model. Equal inputs give equal layouts, so ranks agree without talking."""
 
@@ -74,7 +94,10 @@ class ShardLayout:
     world_size: int
     total: HeadCounts
     q_heads: Span
+    """Those of its KV heads."""
     kv_heads: Span
+    output_heads: Span
+    """Of the q heads, those whose outputs it multiplies: each head is some rank's."""
 
     @classmethod
     def from_config(cls, config: object, world_size: int, rank: int) -> "ShardLayout":
@@ -97,9 +120,10 @@ class ShardLayout:
             )
         group = total.q_heads // total.kv_heads
         if total.kv_heads >= world_size:
-            kv_heads = split(total.kv_heads, world_size)[rank]
-            return cls(rank, world_size, total, kv_heads.scaled(group), kv_heads)
-        return cls(rank, world_size, total, *_replicated_heads(total.kv_heads, group, world_size, rank))
+            kv_heads, output_heads = _spread_heads(total.kv_heads, group, world_size)[rank]
+            return cls(rank, world_size, total, kv_heads.scaled(group), kv_heads, output_heads)
+        q_heads, kv_heads = _replicated_heads(total.kv_heads, group, world_size, rank)
+        return cls(rank, world_size, total, q_heads, kv_heads, q_heads)
 
     @property
     def head_dim(self) -> int:
@@ -111,11 +135,37 @@ class ShardLayout:
         return self.q_heads.size // self.kv_heads.size
 
     @property
-    def counts_kv(self) -> bool:
-        """Whether this rank is the first of those that hold its KV heads: where each head counts once."""
+    def counted_kv_heads(self) -> Span:
+        """Those of its KV heads that no rank before it holds: where each head counts once."""
         if self.rank == 0:
-            return True
-        return ShardLayout.of(self.total, self.world_size, self.rank - 1).kv_heads != self.kv_heads
+            return self.kv_heads
+        before = ShardLayout.of(self.total, self.world_size, self.rank - 1).kv_heads.stop
+        return Span(max(self.kv_heads.start, before), self.kv_heads.stop)
+
+    @property
+    def shared_heads(self) -> list[SharedHead]:
+        """The KV heads that this rank shares with the one before it and the one behind it."""
+        found = []
+        for slot, (first, kv_head) in enumerate(self._shared()):
+            if self.rank in (first, first + 1):
+                share = self.total.kv_heads * (first + 1) - kv_head * self.world_size
+                found.append(SharedHead(kv_head - self.kv_heads.start, slot, self.rank == first, share))
+        return found
+
+    @property
+    def num_shared_heads(self) -> int:
+        """Of the whole ring."""
+        return len(self._shared())
+
+    def _shared(self) -> list[tuple[int, int]]:
+        """(the first rank of the two, the KV head)"""
+        if self.total.kv_heads < self.world_size:
+            return []
+        group = self.total.q_heads // self.total.kv_heads
+        spans = [kv for kv, _ in _spread_heads(self.total.kv_heads, group, self.world_size)]
+        return [
+            (rank, two[1].start) for rank, two in enumerate(pairwise(spans)) if two[0].stop > two[1].start
+        ]
 
     def dimension(self, size: int) -> Span:
         """This rank's span of a plain dimension (MLP width, vocabulary) of `size`.
@@ -148,6 +198,20 @@ def split_dimension(size: int, parts: int) -> list[Span]:
     sizes = [span.size * multiple for span in reversed(split(size // multiple, parts))]
     bounds = [sum(sizes[:part]) for part in range(parts + 1)]
     return [Span(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _spread_heads(kv_heads: int, group: int, world_size: int) -> list[tuple[Span, Span]]:
+    """(KV heads, q heads of the output) of each rank, where there are at least as many KV heads as ranks."""
+    most = -(-kv_heads // world_size)
+    # Rank r has the heads [r, r + 1) * heads / ranks, and whole those that this cuts.
+    held = [
+        Span(rank * kv_heads // world_size, -(-(rank + 1) * kv_heads // world_size))
+        for rank in range(world_size)
+    ]
+    if most * world_size < _WORTH * kv_heads or max(span.size for span in held) > most:
+        return [(span, span.scaled(group)) for span in split(kv_heads, world_size)]
+    bounds = [rank * kv_heads * group // world_size for rank in range(world_size + 1)]
+    return [(span, Span(*ends)) for span, ends in zip(held, pairwise(bounds), strict=True)]
 
 
 def _replicated_heads(kv_heads: int, group: int, world_size: int, rank: int) -> tuple[Span, Span]:

@@ -96,7 +96,67 @@ static void merge_task(void *argument, long task, long next, int thread)
                  part->out + query / group * part->out_stride + query % group * d);
 }
 
-void rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
+/* The values of one token for a shared head, in what is exchanged and among what this rank attends. */
+typedef struct {
+    float *exchanged;
+    bf16 *attended;
+    int width;
+} shared_row;
+
+static shared_row shared_row_of(const rz_decoder *decoder, long token, int index)
+{
+    const rz_model *model = &decoder->model;
+    const int width = model->q_heads / model->kv_heads * model->head_dim;
+    const rz_shared_head *head = &model->shared[index];
+    return (shared_row){
+        decoder->space.exchanged + (token * model->shared_in_ring + head->slot) * width,
+        decoder->space.attended + (token * model->kv_heads + head->kv_head) * width,
+        width,
+    };
+}
+
+static void offer_task(void *argument, long token, long next, int thread)
+{
+    (void)next, (void)thread;
+    const rz_decoder *decoder = argument;
+    const rz_model *model = &decoder->model;
+    const long width = (long)model->shared_in_ring * (model->q_heads / model->kv_heads) * model->head_dim;
+    memset(decoder->space.exchanged + token * width, 0, (size_t)width * sizeof(float));
+    for (int i = 0; i < model->shared_here; i++) {
+        shared_row row = shared_row_of(decoder, token, i);
+        if (decoder->space.mine[token] >> i & 1)
+            for (int at = 0; at < row.width; at += LANES)
+                _mm512_storeu_ps(row.exchanged + at, load_bf16(row.attended + at));
+    }
+}
+
+static void accept_task(void *argument, long token, long next, int thread)
+{
+    (void)next, (void)thread;
+    const rz_decoder *decoder = argument;
+    for (int i = 0; i < decoder->model.shared_here; i++) {
+        shared_row row = shared_row_of(decoder, token, i);
+        to_bf16(row.attended, row.exchanged, row.width);
+    }
+}
+
+/* Both ranks of a shared head get its outputs of all rows: a row's own and zeros add up to the same bits, whoever
+ * has computed it. */
+static int exchange_shared(rz_decoder *decoder, int thread)
+{
+    const rz_model *model = &decoder->model;
+    const long tokens = decoder->step->tokens;
+    if (!model->shared_in_ring)
+        return 1;
+    const long width = (long)model->shared_in_ring * (model->q_heads / model->kv_heads) * model->head_dim;
+    rz_run_stage(decoder, thread, RZ_SUM, tokens, offer_task, decoder);
+    if (!rz_sum_over_ranks(decoder, thread, decoder->space.exchanged, width))
+        return 0;
+    rz_run_stage(decoder, thread, RZ_SUM, tokens, accept_task, decoder);
+    return 1;
+}
+
+int rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
 {
     const rz_model *model = &decoder->model;
     attention job = {
@@ -110,11 +170,39 @@ void rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
     rz_run_stage(decoder, thread, RZ_ATTEND, decoder->parts, attend_task, &job);
     if (decoder->merges)
         rz_run_stage(decoder, thread, RZ_ATTEND, decoder->merges, merge_task, decoder);
+    return exchange_shared(decoder, thread);
 }
 
 static int parts_of(int keys)
 {
     return (keys + SPLIT_KEYS - 1) / SPLIT_KEYS;
+}
+
+/* Gives a tile's attention for each shared head to one of its two ranks: to the first as long as it is not above
+ * its share of the work so far. Both decide alike, from the plan alone. Notes what is this rank's, as bits. */
+static int share_tile(rz_decoder *decoder, int rows, long row, int keys)
+{
+    const rz_model *model = &decoder->model;
+    const long work = (long)rows * keys;
+    int mine = 0;
+    for (int i = 0; i < model->shared_here; i++) {
+        const rz_shared_head *head = &model->shared[i];
+        const int first = decoder->first_work[i] * model->ranks <= decoder->work * head->first_share;
+        decoder->first_work[i] += first ? work : 0;
+        mine |= (first == head->is_first) << i;
+    }
+    decoder->work += work;
+    if (model->shared_here)
+        memset(decoder->space.mine + row, mine, (size_t)rows);
+    return mine;
+}
+
+static int is_mine(const rz_model *model, int mine, int kv_head)
+{
+    for (int i = 0; i < model->shared_here; i++)
+        if (model->shared[i].kv_head == kv_head)
+            return mine >> i & 1;
+    return 1;
 }
 
 /* Adds the parts of one tile, for all KV heads; returns the partial results that they need, in floats. */
@@ -125,8 +213,11 @@ static long plan_tile(rz_decoder *decoder, const int32_t *table, int rows, long 
     const long width = (long)model->q_heads * d, size = (long)rows * group * (d + 2);
     const int parts = parts_of(keys);
     long used = 0;
+    const int mine = share_tile(decoder, rows, row, keys);
     for (int head = 0; head < model->kv_heads; head++) {
         const long column = (long)head * group * d;
+        if (!is_mine(model, mine, head))
+            continue;
         if (parts > 1)
             decoder->space.merges[decoder->merges++] = decoder->parts;
         for (int part = 0; part < parts; part++) {
@@ -176,6 +267,7 @@ int rz_plan_attention(rz_decoder *decoder)
     if (!reserve_parts(decoder, tile))
         return 0;
     decoder->parts = decoder->merges = 0;
+    decoder->work = decoder->first_work[0] = decoder->first_work[1] = 0;
     const int32_t *table = step->block_tables;
     long row = 0, partial = 0;
     for (int i = 0; i < step->sequences; i++) {

@@ -105,12 +105,12 @@ static void norm_task(void *argument, long task, long next, int thread)
 
 /* --- the step ---------------------------------------------------------------------------------------- */
 
-static int sum_over_ranks(rz_decoder *decoder, int thread, float *values)
+int rz_sum_over_ranks(rz_decoder *decoder, int thread, float *values, long width)
 {
     const rz_model *model = &decoder->model;
     if (!model->ring)
         return 1;
-    size_t count = (size_t)decoder->step->tokens * (size_t)model->hidden;
+    size_t count = (size_t)decoder->step->tokens * (size_t)width;
     const int threads = rz_threads_count(decoder->threads);
     const int64_t began = thread ? 0 : rz_now();
     if (rz_ring_sum_f32_part(model->ring, values, count, thread, threads, model->ring_timeout_ns))
@@ -126,11 +126,13 @@ static int end_block(rz_decoder *decoder, int thread, int part, const rz_linear 
                      const float *after)
 {
     rz_workspace *space = &decoder->space;
-    const int direct = !decoder->model.ring && !after;
+    const rz_model *model = &decoder->model;
+    const int direct = !model->ring && !after;
+    const long stride = part == RZ_OUTPUT ? (long)model->q_heads * model->head_dim : 0;
     rz_multiply(decoder, thread, part, (rz_product){
-        .linear = linear, .x = x, .rows = decoder->step->tokens, .end = direct ? ADD : STORE,
-        .out = direct ? space->residual : space->delta, .scale = direct ? decoder->model.residual_scale : 1.0f });
-    return direct || sum_over_ranks(decoder, thread, space->delta);
+        .linear = linear, .x = x, .rows = decoder->step->tokens, .stride = stride, .end = direct ? ADD : STORE,
+        .out = direct ? space->residual : space->delta, .scale = direct ? model->residual_scale : 1.0f });
+    return direct || rz_sum_over_ranks(decoder, thread, space->delta, model->hidden);
 }
 
 static int run_layer(rz_decoder *decoder, int thread, const rz_layer *layer, const rz_layer *before)
@@ -143,8 +145,10 @@ static int run_layer(rz_decoder *decoder, int thread, const rz_layer *layer, con
     rz_run_stage(decoder, thread, RZ_NORM, tokens, norm_task, &first);
     rz_multiply(decoder, thread, RZ_QKV, (rz_product){
         .linear = &layer->qkv, .x = space->normed, .rows = tokens, .end = STORE, .out = space->qkv, .scale = 1.0f });
-    rz_attend_rows(decoder, thread, layer);
-    if (!end_block(decoder, thread, RZ_OUTPUT, &layer->output, space->attended, layer->after_attention_norm))
+    if (!rz_attend_rows(decoder, thread, layer))
+        return 0;
+    const bf16 *attended = space->attended + (long)model->first_output * model->head_dim;
+    if (!end_block(decoder, thread, RZ_OUTPUT, &layer->output, attended, layer->after_attention_norm))
         return 0;
     after = layer->after_attention_norm;
     norm second = { decoder, layer->feed_forward_norm, after, model->ring || after, NULL };
@@ -170,7 +174,7 @@ static void forward(void *argument, int thread)
     const rz_model *model = &decoder->model;
     const rz_step *step = decoder->step;
     rz_run_stage(decoder, thread, RZ_EMBED, step->tokens, embed_task, decoder);
-    if (model->embedding_split && !sum_over_ranks(decoder, thread, decoder->space.residual))
+    if (model->embedding_split && !rz_sum_over_ranks(decoder, thread, decoder->space.residual, model->hidden))
         return;
     for (int i = 0; i < model->layers; i++) {
         if (!run_layer(decoder, thread, &model->layer[i], i ? &model->layer[i - 1] : NULL))

@@ -28,7 +28,7 @@ typedef struct {
     const float *after_attention_norm, *after_feed_forward_norm; /* [hidden] or NULL */
     const float *query_norm, *key_norm;                          /* [head_dim] or NULL */
     rz_linear qkv;     /* outputs: q heads, k heads, v heads */
-    rz_linear output;  /* outputs: hidden */
+    rz_linear output;  /* outputs: hidden; inputs: some of the q heads' values, see first_output */
     rz_linear gate_up; /* outputs: gate 0-15, up 0-15, gate 16-31, up 16-31, ... */
     rz_linear down;    /* outputs: hidden */
     int32_t rotary;    /* index of the frequencies; -1: none */
@@ -40,6 +40,15 @@ typedef struct {
     int64_t num_hot;
     int64_t codec;
 } rz_layer;
+
+/* A KV head that this rank and one of its neighbours hold: which of them attends is decided row by row
+ * (attention_stages.c), and its outputs are brought to both. */
+typedef struct {
+    int32_t kv_head;     /* among this rank's */
+    int32_t slot;        /* among all shared heads of the ring */
+    int32_t is_first;    /* of the two ranks */
+    int32_t first_share; /* what the first one computes, in parts of `ranks` */
+} rz_shared_head;
 
 enum { RZ_SILU = 0, RZ_GELU_TANH = 1 };
 
@@ -54,6 +63,11 @@ typedef struct {
     int32_t embedding_split;    /* the ranks hold different rows of it: they are summed */
     int32_t vocab_first;        /* token of the first row of the embedding */
     int32_t rows_in_embedding;  /* rows that this rank holds */
+    int32_t first_output;       /* of the q heads, the first that `output` multiplies */
+    int32_t ranks;
+    int32_t shared_in_ring;     /* KV heads that two ranks hold */
+    int32_t shared_here;        /* how many of them this rank holds */
+    rz_shared_head shared[2];
     float eps, attention_scale, attention_cap, embedding_scale, residual_scale, logit_scale, logit_cap;
     const float *frequencies[RZ_ROTARIES]; /* [rotary_dim / 2] radians per position */
     float rotary_scale[RZ_ROTARIES];       /* of cosines and sines */

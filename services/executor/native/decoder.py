@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from services.executor.engine.plan import StepPlan
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layers import LinearShard
-from services.executor.native.library import PARTS, Layer, Linear, Model, Step
+from services.executor.model.sharding import ShardLayout
+from services.executor.native.library import PARTS, Layer, Linear, Model, SharedHead, Step
 from services.executor.native.lowering import (
     Lowered,
     LoweredLayer,
@@ -41,13 +42,13 @@ class NativeDecoder:
         library: Any,
         lowered: Lowered,
         store: KvStore,
-        q_heads: int,
+        layout: ShardLayout,
         threads: int,
         ring: "NativeRing | None",
         cpus: Sequence[int] = (),
     ) -> None:
-        """`q_heads`: this rank's; `cpus`: the cores to keep the threads on, one each; none: any. Takes the weights
-        out of the model that was lowered."""
+        """`cpus`: the cores to keep the threads on, one each; none: any. Takes the weights out of the model that
+        was lowered."""
         self._library = library
         self._store = store
         self._kept: list[object] = [lowered.final_norm, lowered.frequencies, ring]
@@ -57,8 +58,8 @@ class NativeDecoder:
         self._threads = threads
         with ThreadPoolExecutor(threads, thread_name_prefix="pack") as self._pool:
             for index, layer in enumerate(lowered.layers):
-                self._describe_layer(index, layer, q_heads)
-            self._model = self._describe_model(lowered, q_heads, ring)
+                self._describe_layer(index, layer, layout.q_heads.size)
+            self._model = self._describe_model(lowered, layout, ring)
         self.vocab_rows = self._model.head.outputs
         cores = (ctypes.c_int * threads)(*cpus) if cpus else None
         self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads, cores)
@@ -158,7 +159,7 @@ class NativeDecoder:
         into.codes = self._store.codes(index).data_ptr()
         into.scales = None if scales is None else scales.data_ptr()
 
-    def _describe_model(self, lowered: Lowered, q_heads: int, ring: "NativeRing | None") -> Model:
+    def _describe_model(self, lowered: Lowered, layout: ShardLayout, ring: "NativeRing | None") -> Model:
         shape = self._shape
         rows, first, split = vocabulary(lowered)
         head = self._pack(one_after_another([(lowered.head.weight, lowered.head.bias)]))
@@ -170,7 +171,7 @@ class NativeDecoder:
             layers=len(lowered.layers),
             hidden=head.inputs,
             intermediate=self._layers[0].down.inputs,
-            q_heads=q_heads,
+            q_heads=layout.q_heads.size,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             block_size=shape.block_size,
@@ -181,6 +182,10 @@ class NativeDecoder:
             embedding_split=split,
             vocab_first=first,
             rows_in_embedding=embedding.outputs,
+            first_output=layout.output_heads.start - layout.q_heads.start,
+            ranks=layout.world_size,
+            shared_in_ring=layout.num_shared_heads,
+            shared_here=len(layout.shared_heads),
             layer=self._layers,
             final_norm=lowered.final_norm.data_ptr(),
             embedding=embedding.packed,
@@ -190,6 +195,8 @@ class NativeDecoder:
         for index, (frequencies, scale) in enumerate(lowered.frequencies):
             model.frequencies[index] = frequencies.data_ptr()
             model.rotary_scale[index] = scale
+        for index, shared in enumerate(layout.shared_heads):
+            model.shared[index] = SharedHead(shared.kv_head, shared.slot, shared.is_first, shared.first_share)
         if ring is not None:
             model.ring, model.ring_timeout_ns = ring.handle, ring.timeout_ns
         return model

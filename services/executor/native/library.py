@@ -25,6 +25,10 @@ class Linear(ctypes.Structure):
     _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int32), ("inputs", c_int32)]
 
 
+class SharedHead(ctypes.Structure):
+    _fields_ = [(name, c_int32) for name in ("kv_head", "slot", "is_first", "first_share")]
+
+
 class Layer(ctypes.Structure):
     _fields_ = [
         ("attention_norm", c_void_p),
@@ -58,6 +62,8 @@ class Model(ctypes.Structure):
             (name, c_int32)
             for name in ("num_hot", "num_cold", "embedding_split", "vocab_first", "rows_in_embedding")
         ),
+        *((name, c_int32) for name in ("first_output", "ranks", "shared_in_ring", "shared_here")),
+        ("shared", SharedHead * 2),
         *((name, c_float) for name in ("eps", "attention_scale", "attention_cap", "embedding_scale")),
         *((name, c_float) for name in ("residual_scale", "logit_scale", "logit_cap")),
         ("frequencies", c_void_p * ROTARIES),

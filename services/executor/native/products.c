@@ -56,7 +56,7 @@ static void end_largest(const rz_product *job, const float *sums, long row, long
 static void product_task(void *argument, long task, long next, int thread)
 {
     const rz_product *job = argument;
-    const long inputs = job->linear->inputs, pairs = (inputs + 1) / 2;
+    const long inputs = job->linear->inputs, stride = job->stride ? job->stride : inputs, pairs = (inputs + 1) / 2;
     const long pieces = (job->rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
     const long panels = (job->linear->outputs + PANEL - 1) / PANEL;
     const long panel = task / pieces, first = task % pieces * ROWS_OF_TASK;
@@ -68,7 +68,7 @@ static void product_task(void *argument, long task, long next, int thread)
     rz_ahead ahead = rz_look_ahead(next / pieces == panel || next / pieces >= panels ? NULL : coming, tiles);
     for (long row = first; tiles; tiles--) {
         int here = (int)((last - row + tiles - 1) / tiles);
-        rz_tile(here, job->x + row * inputs, inputs, weights, pairs, sums, PANEL, 0, &ahead);
+        rz_tile(here, job->x + row * stride, stride, weights, pairs, sums, PANEL, 0, &ahead);
         for (int i = 0; i < here; i++) {
             if (job->end == ACTIVATE)
                 end_activate(job, sums + i * PANEL, row + i, panel * PANEL);

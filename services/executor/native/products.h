@@ -9,7 +9,7 @@ typedef enum { STORE, ADD, ACTIVATE, LARGEST } rz_product_end;
 typedef struct {
     const rz_linear *linear;
     const bf16 *x;
-    long rows;
+    long rows, stride; /* of x, in values; stride 0: rows follow each other */
     rz_product_end end;
     void *out; /* STORE: float32 [rows, outputs]; ADD: float32, added to; ACTIVATE: bf16 [rows, outputs / 2];
                   LARGEST: rz_best [threads, rows], which are set anew */

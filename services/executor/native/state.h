@@ -17,12 +17,17 @@ struct rz_decoder {
     rz_workspace space;
     const rz_step *step;
     long parts, merges; /* attention parts, and rows to be merged from partial ones */
+    long work, first_work[2]; /* of attention, in rows times keys: planned, and for the first rank of each shared head */
     atomic_int failed;
     int64_t spent[RZ_PARTS]; /* written by thread 0 */
 };
 
 /* A stage (threads.h), its time booked on `part`. */
 void rz_run_stage(rz_decoder *decoder, int thread, int part, long tasks, rz_task task, void *argument);
+
+/* Adds `values` [tokens of the step, width] over the ranks, in place. 0 when the ring is lost. Called by all threads
+ * alike, after a stage. */
+int rz_sum_over_ranks(rz_decoder *decoder, int thread, float *values, long width);
 
 /* Nanoseconds on a clock that only goes forward. */
 int64_t rz_now(void);

@@ -44,6 +44,11 @@ int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens
         there &= renew(&space->queries, n * q * sizeof(bf16));
         there &= renew(&space->attended, n * q * sizeof(bf16));
         there &= renew(&space->activated, n * (size_t)model->intermediate * sizeof(bf16));
+        if (model->shared_in_ring) {
+            size_t group = q / (size_t)model->kv_heads;
+            there &= renew(&space->exchanged, n * (size_t)model->shared_in_ring * group * sizeof(float));
+            there &= renew(&space->mine, n);
+        }
         there &= renew(&space->rotations, RZ_ROTARIES * n * (size_t)model->rotary_dim * sizeof(float));
         space->tokens = there ? tokens : 0;
     }
@@ -69,6 +74,8 @@ void rz_workspace_free(rz_workspace *space)
     free(space->queries);
     free(space->attended);
     free(space->activated);
+    free(space->exchanged);
+    free(space->mine);
     free(space->rotations);
     free(space->parts);
     free(space->merges);

@@ -16,6 +16,8 @@ typedef struct {
     bf16 *attended;   /* [tokens, q heads * d] */
     bf16 *activated;  /* [tokens, intermediate] */
     float *rotations; /* [RZ_ROTARIES, tokens, rotary_dim]: cosines, then sines */
+    float *exchanged; /* [tokens, shared heads of the ring, group * d]: their outputs, on their way between ranks */
+    unsigned char *mine; /* [tokens]: bit i: this rank attends for its shared head i */
     rz_attention_part *parts;
     long *merges;     /* [merges]: first parts of what is to be merged */
     long parts_room;

@@ -182,7 +182,7 @@ def compare(model: Path, directory: Path, known: Known, tolerance: float) -> Non
     )
     ranks = [torch.load(directory / f"rank-{rank}.pt") for rank in range(2)]
     layouts = [ShardLayout.from_config(load_config(model), 2, rank) for rank in range(2)]
-    assert [layout.kv_heads.size for layout in layouts] == [2, 1]
+    assert [layout.kv_heads.size for layout in layouts] == [2, 2]
     for block, tokens in known.blocks.items():
         with torch.inference_mode():
             cache = reference(torch.tensor([tokens]), use_cache=True).past_key_values

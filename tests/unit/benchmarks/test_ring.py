@@ -3,25 +3,33 @@
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
-from benchmarks.engine import decode_plan, prefill_plan
+from benchmarks.engine import decode_plan
+from benchmarks.one_rank import BLOCK
+from benchmarks.random_model import LlamaShape, write_llama
 from benchmarks.ring import Reduce, RingReport, measure_steps, show, timing
 from benchmarks.ring_ranks import Share
+from benchmarks.ring_steps import Decode, Prefill, Steps
+from services.executor.engine.plan import as_int32
+from services.executor.model.collectives import SingleRank
 from services.executor.model.collectives_shm import can_share_memory
+from services.executor.model.loader import load_config, load_model
+from services.executor.model.sharding import ShardLayout
 from tests.unit.executor.model.tiny import make_model
 
 
 def test_timing_takes_medians() -> None:
     shares = [
-        [Share(0.1, 0.05), Share(0.3, 0.2)],
-        [Share(0.2, 0.06), Share(0.4, 0.3)],
-        [Share(0.9, 0.9), Share(0.5, 0.4)],
+        [Share(0.1, 0.05, {"qkv": 3.0}), Share(0.3, 0.2)],
+        [Share(0.2, 0.06, {"qkv": 1.0}), Share(0.4, 0.3)],
+        [Share(0.9, 0.9, {"qkv": 2.0}), Share(0.5, 0.4)],
     ]
     found = timing(decode_plan(16, 32), [0.5, 0.1, 0.2], shares)
     assert found.milliseconds == pytest.approx(200)
     assert found.tokens_per_second == pytest.approx(80)
-    assert found.shares == [Share(0.2, 0.06), Share(0.4, 0.3)]
+    assert found.shares == [Share(0.2, 0.06, {"qkv": 2.0}), Share(0.4, 0.3)]
 
 
 @pytest.mark.skipif(not can_share_memory(), reason="no C compiler, or not Linux")
@@ -33,12 +41,55 @@ def test_one_rank_and_two_run_the_same_steps(tmp_path: Path) -> None:
         "device": "cpu",
         "kv_memory": 1 << 22,
     }
-    scalings = measure_steps(settings, {"decode": decode_plan(2, 20), "prefill": prefill_plan(8)}, rounds=1)
+    scalings = measure_steps(settings, {"decode": Decode(2, 20), "prefill": Prefill(8)}, rounds=1)
     assert [scaling.step for scaling in scalings] == ["decode", "prefill"]
     for scaling in scalings:
         assert scaling.ratio > 0
+        assert scaling.ratio_of_threads > 0
         assert scaling.one.shares == [Share(0.0, 0.0)]
         assert all(0 < share.waiting <= share.communication for share in scaling.two.shares)
     console = Console(width=160, record=True)
     show(RingReport("today", "a command", "a machine", {}, [Reduce("shm", 16, 2.2, 8.5)], scalings), console)
     assert "16 x 576 bf16" in console.export_text()
+
+
+@pytest.mark.parametrize("num_cold", [0, 100])
+def test_every_block_that_a_decode_reads_has_been_computed(num_cold: int) -> None:
+    num_hot = 60
+    steps: Steps = Decode(4, 50).steps(num_hot, num_cold)
+    computed: set[int] = set()
+    for plan in steps.before:
+        for hot, cold in as_int32(plan.compressions).reshape(-1, 2).tolist():
+            assert hot in computed
+            assert num_hot <= cold < num_hot + num_cold
+            computed.add(cold)
+        slots = as_int32(plan.slots)
+        assert slots.max(initial=0) < num_hot * BLOCK
+        table = as_int32(plan.block_tables)
+        assert (slots // BLOCK == table[as_int32(plan.positions) // BLOCK]).all()
+        computed.update((slots // BLOCK).tolist())
+    table = as_int32(steps.measured.block_tables)
+    assert len(set(table.tolist())) == len(table) == 4 * 4
+    assert set(table.tolist()) <= computed
+    assert (as_int32(steps.measured.slots) // BLOCK == table.reshape(4, 4)[:, -1]).all()
+    assert bool((table >= num_hot).any()) == bool(num_cold)
+
+
+def test_a_random_model_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
+    write_llama(tmp_path, LlamaShape.parse("64,4,2,96,3,50"))
+    config = load_config(tmp_path)
+    assert (config.num_key_value_heads, config.intermediate_size, config.num_hidden_layers) == (2, 96, 3)
+    collectives = SingleRank()
+    layout = ShardLayout.from_config(config, 1, 0)
+    model = load_model(
+        tmp_path, torch.float32, layout, collectives, torch.device("cpu"), lambda done, total: None
+    )
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "64,4,2", "64,4,3,96,3,50", "65,4,2,96,3,50", "64,4,0,96,3,50", "a,4,2,96,3,50"]
+)
+def test_shapes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not hidden,heads|must be a multiple"):
+        LlamaShape.parse(text)

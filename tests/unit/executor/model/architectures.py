@@ -7,7 +7,7 @@ a configuration of its own, `model_type/form`.
 from typing import Any
 
 GROUPED = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
-"""Two query heads for each KV head; two ranks hold 4 and 2 query heads."""
+"""Two query heads for each KV head; two ranks share a KV head."""
 ONE_KV_HEAD = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 12}
 """Fewer KV heads than ranks: each rank holds the one."""
 FIVE_HEADS = {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 12}

@@ -148,7 +148,7 @@ def test_bf16_stays_close_to_transformers_and_reports_each_layer(tmp_path: Path)
     assert progress.count == 3 * len(steps)
 
 
-def test_no_rank_stores_a_kv_head_that_another_has(tmp_path: Path) -> None:
+def test_a_kv_head_between_two_ranks_is_held_by_both_and_goes_out_once(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "llama")
 
     def shapes(collectives: Collectives) -> dict[str, tuple[int, ...]]:
@@ -156,9 +156,9 @@ def test_no_rank_stores_a_kv_head_that_another_has(tmp_path: Path) -> None:
         return {name: tuple(parameter.shape) for name, parameter in attention.named_parameters()}
 
     first, second = on_ring(2, shapes)
-    assert (first["q_proj.weight"], second["q_proj.weight"]) == ((96, 72), (48, 72))
-    assert (first["k_proj.weight"], second["k_proj.weight"]) == ((32, 72), (16, 72))
-    assert (first["o_proj.weight"], second["o_proj.weight"]) == ((72, 96), (72, 48))
+    assert (first["q_proj.weight"], second["q_proj.weight"]) == ((96, 72), (96, 72))
+    assert (first["k_proj.weight"], second["k_proj.weight"]) == ((32, 72), (32, 72))
+    assert (first["o_proj.weight"], second["o_proj.weight"]) == ((72, 64), (72, 80))
 
 
 def test_weights_that_compute_no_numbers_are_refused_at_load(tmp_path: Path) -> None:

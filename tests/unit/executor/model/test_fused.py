@@ -61,7 +61,7 @@ def test_by_group(ring: list[ShardLayout]) -> None:
 
 @given(rings())
 def test_every_kv_head_counts_once(ring: list[ShardLayout]) -> None:
-    counted = [head for layout in ring if layout.counts_kv for _, head in heads("k", layout.kv_heads)]
+    counted = [head for layout in ring for _, head in heads("k", layout.counted_kv_heads)]
     assert counted == list(range(ring[0].total.kv_heads))
 
 

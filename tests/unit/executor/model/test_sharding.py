@@ -2,7 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.model.sharding import HeadCounts, ShardLayout, Span, split, split_dimension
+from services.executor.model.sharding import (
+    HeadCounts,
+    ShardLayout,
+    SharedHead,
+    Span,
+    split,
+    split_dimension,
+)
 from shared.errors import ConfigurationError, ModelLoadError
 
 
@@ -20,24 +27,48 @@ def rings(draw: st.DrawFn) -> list[ShardLayout]:
 
 
 @given(rings())
-def test_every_q_head_is_on_exactly_one_rank_beside_its_kv_head(ring: list[ShardLayout]) -> None:
+def test_every_q_head_goes_out_from_exactly_one_rank_that_holds_its_kv_head(ring: list[ShardLayout]) -> None:
     total = ring[0].total
     group = total.q_heads // total.kv_heads
-    assert [head for layout in ring for head in as_list(layout.q_heads)] == list(range(total.q_heads))
+    assert [head for layout in ring for head in as_list(layout.output_heads)] == list(range(total.q_heads))
     for layout in ring:
+        assert set(as_list(layout.output_heads)) <= set(as_list(layout.q_heads))
         assert layout.q_heads.size == layout.q_per_kv * layout.kv_heads.size > 0
         for index, head in enumerate(as_list(layout.q_heads)):
             assert head // group == layout.kv_heads.start + index // layout.q_per_kv
 
 
 @given(rings())
-def test_kv_heads_are_stored_no_more_often_than_needed(ring: list[ShardLayout]) -> None:
+def test_no_rank_stores_more_kv_heads_than_some_rank_must(ring: list[ShardLayout]) -> None:
     total = ring[0].total
     stored = [head for layout in ring for head in as_list(layout.kv_heads)]
     assert sorted(set(stored)) == list(range(total.kv_heads))
-    assert len(stored) == max(total.kv_heads, len(ring))
     sizes = [layout.kv_heads.size for layout in ring]
+    assert max(sizes) == -(-total.kv_heads // len(ring))
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(rings())
+def test_shared_heads_are_held_by_two_neighbours_that_make_all_equal(ring: list[ShardLayout]) -> None:
+    total, ranks = ring[0].total, len(ring)
+    by_slot: dict[int, list[tuple[int, int, bool, int]]] = {}
+    for layout in ring:
+        assert len(layout.shared_heads) <= 2
+        work = layout.kv_heads.size * ranks
+        for shared in layout.shared_heads:
+            head = layout.kv_heads.start + shared.kv_head
+            assert head in as_list(layout.kv_heads)
+            by_slot.setdefault(shared.slot, []).append(
+                (layout.rank, head, shared.is_first, shared.first_share)
+            )
+            work -= ranks - shared.first_share if shared.is_first else shared.first_share
+        if layout.num_shared_heads:
+            assert work == total.kv_heads, "every rank attends as much as the others"
+    assert sorted(by_slot) == list(range(ring[0].num_shared_heads))
+    for (rank, head, is_first, share), (other, *rest) in by_slot.values():
+        assert other == rank + 1
+        assert rest == [head, not is_first, share]
+        assert 0 < share < ranks
 
 
 @given(st.integers(1, 5000), st.integers(1, 16))
@@ -53,8 +84,17 @@ def test_dimensions_are_cut_without_gaps(size: int, parts: int) -> None:
 
 def test_known_splits() -> None:
     nine_over_three = [ShardLayout.of(HeadCounts(9, 3, 64), 2, rank) for rank in range(2)]
-    assert [layout.q_heads for layout in nine_over_three] == [Span(0, 6), Span(6, 9)]
-    assert [layout.kv_heads for layout in nine_over_three] == [Span(0, 2), Span(2, 3)]
+    assert [layout.q_heads for layout in nine_over_three] == [Span(0, 6), Span(3, 9)]
+    assert [layout.kv_heads for layout in nine_over_three] == [Span(0, 2), Span(1, 3)]
+    assert [layout.output_heads for layout in nine_over_three] == [Span(0, 4), Span(4, 9)]
+    assert [layout.shared_heads for layout in nine_over_three] == [
+        [SharedHead(kv_head=1, slot=0, is_first=True, first_share=1)],
+        [SharedHead(kv_head=0, slot=0, is_first=False, first_share=1)],
+    ]
+    # Sharing would give the second of three ranks three heads of five; of seventeen, two ranks balance well enough.
+    five_over_three = [ShardLayout.of(HeadCounts(5, 5, 64), 3, rank) for rank in range(3)]
+    assert [layout.kv_heads for layout in five_over_three] == [Span(0, 2), Span(2, 4), Span(4, 5)]
+    assert ShardLayout.of(HeadCounts(17, 17, 64), 2, 0).num_shared_heads == 0
     eight_over_two = [ShardLayout.of(HeadCounts(8, 2, 64), 3, rank) for rank in range(3)]
     assert [layout.q_heads for layout in eight_over_two] == [Span(0, 2), Span(2, 4), Span(4, 8)]
     assert [layout.kv_heads for layout in eight_over_two] == [Span(0, 1), Span(0, 1), Span(1, 2)]

@@ -76,7 +76,7 @@ def runner_of(
     shape = StoreShape(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
     store = KvStore(shape, num_blocks, CPU, num_blocks if codec else 0)
     if native:
-        return make_runner(model, store, layout.q_heads.size, ring, CPU, threads, cpus=cpus)
+        return make_runner(model, store, layout, ring, CPU, threads, cpus=cpus)
     return ModelRunner(model, store, ring, CPU)
 
 
@@ -219,6 +219,45 @@ def test_finds_the_largest_logit_while_it_computes(tmp_path: Path, threads: int,
     values, tokens = decoder.forward_to_largest(plan, Progress.unread())
     assert torch.equal(values, expected[0])
     assert torch.equal(tokens, expected[1])
+
+
+def test_on_a_ring_a_row_does_not_depend_on_who_attends_for_it(tmp_path: Path) -> None:
+    """Two ranks share a KV head, and which of them attends for a row depends on its neighbours; its bits do not."""
+    directory = make_model(tmp_path, "llama", head_dim=32, max_position_embeddings=2048)
+    lengths = [600, 40, 41, 42]
+
+    def logits_of(batches: list[dict[int, int]]) -> Tensor:
+        """Of the first sequence's last four tokens, which `batches` compute after the others' beginnings."""
+        area = make_area(2, 2)
+
+        def work(rank: int) -> list[Tensor]:
+            ring = SharedMemory(area, rank, 2, lanes=2, timeout=60)
+            runner = runner_of(directory, native=True, num_blocks=900, collectives=ring)
+            assert runner.is_native
+            script = Script(lengths, num_blocks=900)
+            for sequence, length in enumerate(lengths):
+                rest = length - 4 if sequence == 0 else length - 1
+                for begin in range(0, rest, 200):
+                    runner.forward(script.step({sequence: min(200, rest - begin)}, sample=False)[0])
+            found = []
+            for batch in batches:
+                plan, sampled = script.step(batch, every_token=True)
+                logits = runner.forward(plan)
+                if logits is not None:
+                    assert isinstance(logits, Tensor)
+                    found += [
+                        row for row, (sequence, _) in zip(logits, sampled, strict=True) if sequence == 0
+                    ]
+            return found
+
+        with ThreadPoolExecutor(2) as pool:
+            return torch.stack(next(iter(pool.map(work, range(2)))))
+
+    alone = logits_of([{0: 1}] * 4)
+    behind_others = logits_of([{1: 1, 0: 1}, {2: 1, 3: 1, 0: 1}, {0: 1}, {0: 1}])
+    chunk = logits_of([{1: 1, 0: 4}])
+    assert torch.equal(alone, behind_others)
+    assert torch.equal(alone, chunk)
 
 
 @pytest.mark.parametrize(

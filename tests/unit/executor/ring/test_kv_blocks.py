@@ -14,7 +14,7 @@ from shared.errors import ConfigurationError
 from tests.unit.executor.model.ring import CPU, on_ring
 
 HEADS = HeadCounts(q_heads=9, kv_heads=3, head_dim=64)
-"""Three KV heads for two ranks: one has twice as many as the other."""
+"""Three KV heads for two ranks: each holds two."""
 
 
 def plan(
@@ -32,7 +32,7 @@ def agree(settings: ExecutorSettings, native: bool = False) -> list[BlockCounts]
 
 
 def test_uncompressed_all_blocks_are_hot() -> None:
-    # The larger share: 4 layers, 2 heads, 16 tokens of 64 values, keys and values, two bytes each.
+    # Either share: 4 layers, 2 heads, 16 tokens of 64 values, keys and values, two bytes each.
     assert agree(load_settings(ExecutorSettings, kv_memory=1000 * 4 * 2 * 16 * 64 * 2 * 2)) == [(1000, 0)] * 2
 
 

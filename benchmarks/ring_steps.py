@@ -1,0 +1,102 @@
+"""The steps that `benchmarks.ring` measures, and those that compute the contexts they read: pure.
+
+Cache that nobody has written is one page of zeros to the system, which costs no memory traffic. So every
+context is computed before it is measured, and its full blocks are compressed where the ring compresses:
+
+    hot     | each sequence's last block | the full blocks of the sequence that is being computed |
+    cold    | sequence 0's full blocks | sequence 1's | ...
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from benchmarks.engine import decode_plan, prefill_plan
+from benchmarks.one_rank import BLOCK
+from services.executor.engine.plan import StepPlan, to_bytes
+
+_TOKENS = 100
+"""Ids are drawn below this: every vocabulary has as many."""
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A kind of step over a store."""
+
+    before: list[StepPlan]
+    """Run once."""
+    measured: StepPlan
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One token for each of `sequences` sequences with `context` tokens each, the new one included."""
+
+    sequences: int
+    context: int
+
+    def steps(self, num_hot: int, num_cold: int) -> Steps:
+        """For a ring of so many blocks; without cold ones nothing is compressed."""
+        full = (self.context - 1) // BLOCK
+        last = np.arange(self.sequences)[:, None]
+        staged = self.sequences + np.arange(full)
+        kept = (num_hot if num_cold else self.sequences) + np.arange(self.sequences * full)
+        kept = kept.reshape(self.sequences, full)
+        before = []
+        compressions = b""
+        for sequence in range(self.sequences):
+            table = np.append(staged if num_cold else kept[sequence], sequence)
+            before.append(structs.replace(_prompt(self.context - 1, table), compressions=compressions))
+            compressions = to_bytes(np.stack((staged, kept[sequence]), axis=1)) if num_cold else b""
+        before.append(structs.replace(_NOTHING, compressions=compressions))
+        plan = decode_plan(self.sequences, self.context)
+        measured = structs.replace(
+            plan,
+            token_ids=_tokens(self.sequences),
+            slots=to_bytes(last[:, 0] * BLOCK + (self.context - 1) % BLOCK),
+            block_tables=to_bytes(np.concatenate((kept, last), axis=1).ravel()),
+        )
+        return Steps(before, measured)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A whole prompt of `tokens` tokens."""
+
+    tokens: int
+
+    def steps(self, num_hot: int, num_cold: int) -> Steps:
+        return Steps([], structs.replace(prefill_plan(self.tokens), token_ids=_tokens(self.tokens)))
+
+
+def _prompt(tokens: int, table: Ints) -> StepPlan:
+    """The first `tokens` tokens of a sequence whose blocks are `table`; nothing is sampled."""
+    positions = np.arange(tokens)
+    return structs.replace(
+        prefill_plan(tokens),
+        token_ids=_tokens(tokens),
+        slots=to_bytes(table[positions // BLOCK] * BLOCK + positions % BLOCK),
+        block_tables=to_bytes(table[: -(-tokens // BLOCK)]),
+        sample_rows=b"",
+    )
+
+
+def _tokens(count: int) -> bytes:
+    return to_bytes(np.random.default_rng(1).integers(0, _TOKENS, count))
+
+
+_NOTHING = StepPlan(
+    step=1,
+    num_decodes=0,
+    token_ids=b"",
+    positions=b"",
+    slots=b"",
+    query_lens=b"",
+    context_lens=b"",
+    block_tables=b"",
+    sample_rows=b"",
+)
