@@ -79,6 +79,8 @@ class BrokerUnavailable(Unavailable):
 class NobodyThere(BrokerUnavailable):
     """NATS answers that nobody has subscribed to the subject: whoever was asked is not alive."""
 
+    code = "nobody_there"
+
 
 class RingLost(Unavailable):
     code = "ring_lost"

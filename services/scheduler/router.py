@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -217,7 +218,8 @@ class Router:
         """Whether schedulers must agree on the session's group. With one group there is nothing to agree on:
         the session is pinned by its first turn after there are more."""
         if decision.reason == "least_loaded":
-            return len(self._table.open(model)) > 1
+            up = (group for group in self._table.of(model) if group.up)
+            return len(list(islice(up, 2))) > 1
         return decision.reason in ("moved", "relieved")
 
     async def _place_pinned(

@@ -16,7 +16,7 @@ from shared import bus as bus_module
 from shared import subjects
 from shared.bus import Bus, encode
 from shared.config import CommonSettings
-from shared.errors import BrokerUnavailable, ConfigurationError, PayloadTooLarge
+from shared.errors import BrokerUnavailable, ConfigurationError, NobodyThere, PayloadTooLarge
 from shared.journal import replay
 from shared.messages import Cancel, ControlCommand, ControlReply, Drain, SessionPin, TokenEntry, TokenFrame
 from shared.stores import Bucket, ObjectStore
@@ -32,7 +32,7 @@ async def test_request_is_answered_by_type(bus: Bus) -> None:
 
 
 async def test_request_without_responder_says_so(bus: Bus) -> None:
-    with pytest.raises(BrokerUnavailable, match=r"Nobody answered on groups\.none\.control"):
+    with pytest.raises(NobodyThere, match=r"Nobody listens on groups\.none\.control"):
         await bus.request(subjects.control("none"), Drain(), ControlReply, timeout=1)
 
 
