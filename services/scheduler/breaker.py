@@ -20,18 +20,18 @@ FIRST_REFUSAL, LONGEST_REFUSAL = 0.01, 1.0
 """Seconds for which a group is left alone that has refused, doubled with each time in a row."""
 TIMEOUT_DOUBLINGS = 3
 """After a time-out the open time doubles so often at most: a group that is back shall not wait long."""
-_MOST_FAILURES = 64
 
 
 class CircuitBreaker:
     """One group's, as one scheduler sees it. Times are monotonic seconds."""
 
-    __slots__ = ("_failures", "_probing", "_timeout_pause", "open_until", "state")
+    __slots__ = ("_pause", "_probing", "_timeout_pause", "open_until", "state")
 
     def __init__(self, timeout_pause: float = 1.0) -> None:
         """`timeout_pause`: seconds for which the group is left alone after the first time-out."""
         self._timeout_pause = timeout_pause
-        self._failures = 0
+        self._pause = 0.0
+        """The last open time; 0 after a success."""
         self._probing = False
         self.state: State = "closed"
         self.open_until = 0.0
@@ -83,10 +83,9 @@ class CircuitBreaker:
         """Those that were sent before it opened, and fail after, are the same failure."""
         if self.state == "open":
             return
-        pause = min(first * 2.0**self._failures, longest)
-        self._failures = min(self._failures + 1, _MOST_FAILURES)
-        self.state, self.open_until, self._probing = "open", now + pause, False
+        self._pause = min(max(first, 2 * self._pause), longest)
+        self.state, self.open_until, self._probing = "open", now + self._pause, False
 
     def _close(self) -> None:
-        self._failures, self._probing = 0, False
+        self._pause, self._probing = 0.0, False
         self.state, self.open_until = "closed", 0.0

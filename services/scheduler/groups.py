@@ -163,7 +163,8 @@ class GroupTable:
             self.forget(record.group)
             breaker = CircuitBreaker(self._suspect_time)
             group = Group(record.group, record.model, record.epoch, record.state, record.load, breaker)
-            self._groups[group.name] = self._of(group.model).groups[group.name] = group
+            self._groups[group.name] = group
+            self._models.setdefault(group.model, _Model()).groups[group.name] = group
         stale = group.lost_at > 0 and record.updated_at <= group.lost_at and record.state in SERVING
         if record.load.version >= group.load.version:
             group.load = record.load
@@ -252,10 +253,8 @@ class GroupTable:
     # --- inside ----------------------------------------------------------------------------------
 
     def _of(self, model: str) -> _Model:
-        found = self._models.get(model)
-        if found is None:
-            found = self._models[model] = _Model()
-        return found
+        """What is known of `model`; nothing is kept of one that no group has."""
+        return self._models.get(model) or _Model()
 
     def _set_status(self, group: Group, status: GroupStatus) -> None:
         group.status = status

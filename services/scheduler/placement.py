@@ -9,8 +9,10 @@
                                stays, as long as it is not longer than that
 
 Moving costs the request's own tokens, which another group would have to compute, and `sticky_tokens` on top.
-A session that leaves a busy ring takes its pin along and stays for `HOLD` at least. By then the ring it went
-to was the best one, so under a constant load nothing is left to move for: no ping-pong.
+A session that leaves a busy ring takes its pin along and stays for `HOLD` at least. No ping-pong: the ring it
+went to was within TOLERANCE of every other with nothing cached, so while the loads stay as they are, it is so
+with the session's tokens cached, however long its prompt has become. (Of more than `SAMPLE` open groups it was
+so among the sample; there the slack and the time keep it in place.)
 
 What one scheduler decides another one would: homes follow from names alone, pins are agreed upon. The sample
 is random so that schedulers which see the same stale figures do not all choose the same group.
@@ -34,8 +36,6 @@ TOLERANCE = 1.05
 """Groups whose times differ by no more than this factor are equals."""
 HOLD = 30.0
 """Seconds that a session stays, at least, with the ring that it has moved to."""
-FRESH_TOKENS = 64
-"""Tokens of a session's turn that its own ring has to compute, more or less: the rest is cached."""
 
 _CHOSEN = attrgetter("chosen")
 
@@ -80,7 +80,7 @@ class Placement:
             return Decision(best, "moved")
         home = self._table.get(pin.group)
         assert home is not None, "a living ring is in the table"
-        if home.may_take(item.lane) and self._is_worth(home, best, item, FRESH_TOKENS, self._sticky_tokens):
+        if home.may_take(item.lane) and self._is_worth(home, best, item, 0, self._sticky_tokens):
             return Decision(home, "pinned")
         suspected = home.breaker.state != "closed"  # whether it is lost, others will say
         if suspected or item.lane == "batch" or now < pin.moved_at + HOLD:
@@ -103,8 +103,8 @@ class Placement:
     def _is_worth(self, home: Group, best: Group, item: WaitingRequest, uncached: int, slack: int) -> bool:
         """Whether `home`, which lacks `uncached` tokens, answers as soon as `best`, which lacks all."""
         there, here = best.expectation, home.expectation
-        limit = there.first_token(item.tokens) + slack * here.seconds_per_token
-        return here.first_token(min(uncached, item.tokens)) <= limit
+        limit = TOLERANCE * there.first_token(item.tokens) + slack * here.seconds_per_token
+        return here.first_token(uncached) <= limit
 
     def _soonest(self, item: WaitingRequest) -> Group | None:
         """The group that would answer first without a cache; of equals the one chosen longest ago."""

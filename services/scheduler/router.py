@@ -157,6 +157,8 @@ class Router:
 
     def _refresh(self, now: float) -> None:
         """Requests wait and groups are full: asks these again, since they say so only when they are asked."""
+        if self._stopped:
+            return
         for model in self._queue.models():
             if (item := self._queue.peek(model)) is not None:
                 before = now - (BATCH_REFRESH if item.lane == "batch" else TICK / 2)

@@ -11,12 +11,21 @@ from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GroupLoad, SessionPin
 from shared.stores import Bucket
-from tests.integration.scheduler.house import MODEL, House, Leader, scheduler
+from tests.integration.scheduler.house import MODEL, House, Leader, Scheduler, scheduler
 
 
 def where(leaders: list[Leader], name: str) -> str:
     (found,) = [leader.name for leader in leaders if name in leader.ids]
     return found
+
+
+async def report(house: House, service: Scheduler, leader: Leader, load: GroupLoad) -> None:
+    """Returns once the scheduler knows of the load."""
+    leader.load = load
+    await leader.record("busy")
+    async with asyncio.timeout(10):
+        while (group := service._table.get(leader.name)) is None or group.load != load:
+            await house.bus.flush()
 
 
 @pytest.fixture
@@ -116,7 +125,7 @@ async def test_a_session_leaves_an_overloaded_home_once_and_takes_its_pin_along(
     home, other = await house.leader("home"), await house.leader("other")
     home.load = GroupLoad(waiting=50, waiting_tokens=50_000, free_blocks=90, total_blocks=100)
     await home.record("busy")
-    async with scheduler(nats_settings):
+    async with scheduler(nats_settings) as service:
         await house.ask("1", session="s")
         await house.until(lambda: other.ids == ["1"])
         moved = await pins.get(pin_key(MODEL, "s"))
@@ -124,17 +133,12 @@ async def test_a_session_leaves_an_overloaded_home_once_and_takes_its_pin_along(
         assert (moved.value.group, moved.value.epoch) == ("other", 1)
         assert moved.value.moved_at > 0
         # Now it is the other way round, and the session stays all the same: it has just moved.
-        home.load = GroupLoad(free_blocks=90, total_blocks=100)
-        await home.record("ready")
-        other.load = GroupLoad(running=5, waiting_tokens=3000, free_blocks=90, total_blocks=100)
-        await other.record("busy")
-        await house.bus.flush()
+        await report(house, service, home, GroupLoad(free_blocks=90, total_blocks=100, version=1))
+        await report(house, service, other, GroupLoad(5, 0, 3000, 90, 100, version=1))
         await house.ask("2", session="s")
         await house.until(lambda: other.ids == ["1", "2"])
         # However busy that one becomes: single requests go elsewhere, and the pin stays.
-        other.load = GroupLoad(waiting=50, waiting_tokens=50_000, free_blocks=90, total_blocks=100)
-        await other.record("busy")
-        await house.bus.flush()
+        await report(house, service, other, GroupLoad(0, 50, 50_000, 90, 100, version=2))
         await house.ask("3", session="s")
         await house.until(lambda: home.ids == ["3"])
     entry = await pins.get(pin_key(MODEL, "s"))

@@ -47,6 +47,13 @@ def test_a_timeout_opens_it_for_longer() -> None:
     assert max(pauses) <= 0.5 * 2**TIMEOUT_DOUBLINGS + 1e-9
 
 
+def test_refusals_before_a_timeout_do_not_make_it_longer() -> None:
+    breaker = CircuitBreaker(0.5)
+    fail_again(breaker, True, 4)
+    assert abs(fail_again(breaker, False, 1)[0] - 0.5) < 1e-9
+    assert fail_again(breaker, True, 1)[0] <= LONGEST_REFUSAL + 1e-9
+
+
 def test_half_open_lets_one_request_through_at_a_time() -> None:
     breaker = CircuitBreaker()
     breaker.refused(0.0)

@@ -128,6 +128,14 @@ def test_an_event_takes_a_group_out_and_an_older_record_does_not_bring_it_back()
     assert open_names(table) == []
 
 
+def test_a_model_that_nobody_serves_costs_no_memory() -> None:
+    table = table_of(group("g"))
+    for name in ("x", "y"):
+        assert (table.open(name), list(table.of(name)), len(table.ranking(name))) == ([], [], 0)
+    table.forget("g")
+    assert table._models == {}
+
+
 class TableMachine(RuleBasedStateMachine):
     """The lists that are kept up to date against the conditions they stand for."""
 
