@@ -60,7 +60,7 @@ def row_of(
     return Row(
         name,
         None if detected is None else detected - at,
-        max((r.flowing_again(at) - at for r in under_way), default=0.0),
+        max((r.flowing_again(at, told) - at for r in under_way), default=0.0),
         whole - at,
         median(gaps) * 1e3 if gaps and detected is not None else None,
         len(hit),
