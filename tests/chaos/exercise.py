@@ -16,7 +16,7 @@ class Row:
     detected: float | None
     """From the fault to the news of it."""
     streaming: float
-    """From the fault until every stream that was under way had received more."""
+    """From the fault until the longest wait of every stream that was under way was over."""
     whole: float
     """From the fault until everything was as before, restarts by the supervisor included."""
     gap_ms: float | None
@@ -60,7 +60,7 @@ def row_of(
     return Row(
         name,
         None if detected is None else detected - at,
-        max((r.gap_after(at) or 0.0 for r in under_way), default=0.0),
+        max((r.flowing_again(at, told) - at for r in under_way), default=0.0),
         whole - at,
         median(gaps) * 1e3 if gaps and detected is not None else None,
         len(hit),

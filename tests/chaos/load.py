@@ -91,6 +91,11 @@ class Record:
         times = [self.started, *self.arrivals]
         return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
+    def flowing_again(self, at: float, told: float) -> float:
+        """When its longest wait for text was over, of those that `at` or the time until `told` fell into."""
+        waits = [(b - a, b) for a, b in itertools.pairwise(self.arrivals) if b > at and a <= told]
+        return max(waits, default=(0.0, at))[1]
+
     def gap_after(self, at: float) -> float | None:
         """Seconds from `at` to the next piece of text."""
         return next((arrival - at for arrival in self.arrivals if arrival > at), None)
