@@ -1,5 +1,8 @@
 """How fast a ring computes, measured by its own steps: what schedulers reckon waiting times with.
 
+One step in which the whole process was held up says nothing of the next: a step counts for `OUTLIER` times the
+average at most, so that a ring that is slower for good is known after some steps and not after one.
+
 A step takes about
 
     step_seconds + prompt tokens / prompt_tokens_per_second
@@ -10,6 +13,7 @@ Both are averages that forget: a step weighs half as much when `HALF_LIFE` later
 HALF_LIFE = 32
 """Steps."""
 _KEEP = 0.5 ** (1 / HALF_LIFE)
+OUTLIER = 4.0
 FASTEST = 1e9
 """Prompt tokens per second that are told at most: an engine that computes nothing has no speed."""
 
@@ -25,11 +29,14 @@ class Pace:
         """A step has taken `seconds` and computed so many tokens of prompts."""
         if prompt_tokens > 0:
             beyond = max(0.0, seconds - self.step_seconds)
+            if usual := self.prompt_tokens_per_second:
+                beyond = min(beyond, OUTLIER * (prompt_tokens / usual + self.step_seconds))
             self._prompt_tokens = self._prompt_tokens * _KEEP + prompt_tokens
             self._prompt_seconds = self._prompt_seconds * _KEEP + beyond
         else:
+            usual = self.step_seconds or seconds
             self._steps = self._steps * _KEEP + 1
-            self._seconds = self._seconds * _KEEP + seconds
+            self._seconds = self._seconds * _KEEP + min(seconds, OUTLIER * usual)
 
     @property
     def step_seconds(self) -> float:

@@ -30,6 +30,9 @@ LEAST_WEIGHT = 0.1
 """A degraded group is reckoned with this weight at least: what is left of it is still used."""
 _MEMORY = 0.2
 """Weight of the newest round trip in the average."""
+_OUTLIER, _ORDINARY = 4.0, 0.05
+"""A round trip counts for so many times the average at most, or for so many seconds: a group that was held up
+once would otherwise look slow for good, since nobody would ask it again."""
 
 
 class Expectation:
@@ -54,7 +57,8 @@ class Expectation:
 
     def answered(self, seconds: float) -> None:
         """A dispatch was answered after `seconds`. Takes effect with the next `update`."""
-        self._latency += _MEMORY * (seconds - self._latency) if self._latency else seconds
+        counted = min(seconds, max(_OUTLIER * self._latency, _ORDINARY))
+        self._latency += _MEMORY * (counted - self._latency) if self._latency else seconds
 
     def update(self, load: GroupLoad, sent_requests: int, sent_tokens: int, weight: float) -> None:
         """`load` is the last report; requests of `sent_tokens` tokens were sent since. `weight`: how fast the

@@ -71,6 +71,16 @@ def test_the_latency_is_between_what_was_seen(seconds: list[float]) -> None:
     assert min(seconds) - 1e-9 <= expectation.latency <= max(seconds) + 1e-9
 
 
+def test_one_answer_that_was_held_up_does_not_make_a_group_slow_for_good() -> None:
+    expectation = Expectation()
+    for seconds in (0.002, 0.002, 4.0):
+        expectation.answered(seconds)
+    assert expectation.latency < 0.02
+    for _ in range(60):
+        expectation.answered(4.0)
+    assert expectation.latency == pytest.approx(4.0, rel=0.1)
+
+
 @given(st.integers(0, 10_000), st.integers(-5, 100_000))
 def test_a_cost_is_what_is_computed_and_bounded_by_what_is_expected(tokens: int, left: int) -> None:
     assert max(1, tokens) <= cost(tokens, left) <= max(1, tokens + EXPECTED_OUTPUT)

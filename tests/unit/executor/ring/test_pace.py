@@ -35,6 +35,17 @@ def test_a_ring_that_has_become_slow_is_known_for_it_after_a_few_half_lives() ->
     assert pace.prompt_tokens_per_second == pytest.approx(200, rel=0.2)
 
 
+def test_a_step_in_which_the_process_was_held_up_says_little_of_the_next() -> None:
+    pace = Pace()
+    for _ in range(2 * HALF_LIFE):
+        pace.observe(0.02, 0)
+        pace.observe(0.12, 100)
+    pace.observe(4.0, 0)
+    pace.observe(4.0, 100)
+    assert pace.step_seconds == pytest.approx(0.02, rel=0.1)
+    assert pace.prompt_tokens_per_second == pytest.approx(1000, rel=0.15)
+
+
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 10_000)), max_size=100))
 def test_speeds_are_bounded_whatever_is_measured(steps: list[tuple[float, int]]) -> None:
     pace = Pace()
