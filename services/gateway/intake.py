@@ -15,7 +15,7 @@ from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry
 from services.gateway.reading import Reading
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
-from services.gateway.sessions import cache_key, conversation_key, prompt_key
+from services.gateway.sessions import cache_key, conversation_key
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
 from shared.messages import Idempotency, ModelCard
@@ -123,7 +123,7 @@ class Intake:
         given = validation.prompts_of(request)
         tokenizer = await self._tokenizers.get(card)
         prompts = [await _prompt_ids(prompt, tokenizer, card) for prompt in given]
-        session = context.session or cache_key(request.prompt_cache_key) or prompt_key(prompts[0])
+        session = context.session or cache_key(request.prompt_cache_key)
         return Build(self._parts, request, card, tokenizer, context, session).run(prompts)
 
 

@@ -1,10 +1,10 @@
-"""Which conversation a request belongs to, for sticky routing. Pure."""
+"""Which conversation a request belongs to, for sticky routing. Pure.
+
+A plain prompt has none: schedulers place it by its beginning (`scheduler/prefixes.py`).
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-
-SESSION_TOKENS = 64
-"""Tokens of a plain prompt that make its session key; a shorter prompt has none."""
 
 
 def conversation_key(messages: Sequence[Mapping[str, str]]) -> str:
@@ -24,11 +24,3 @@ def cache_key(given: str | None) -> str:
     if not given:
         return ""
     return f"key-{hashlib.blake2b(given.encode(), digest_size=16).hexdigest()}"
-
-
-def prompt_key(prompt: Sequence[int]) -> str:
-    """The session of a plain prompt: the hash of its beginning; "" when it is too short to tell."""
-    if len(prompt) < SESSION_TOKENS:
-        return ""
-    beginning = ",".join(map(str, prompt[:SESSION_TOKENS])).encode()
-    return f"auto-{hashlib.blake2b(beginning, digest_size=16).hexdigest()}"

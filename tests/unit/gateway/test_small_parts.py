@@ -22,7 +22,7 @@ from services.gateway.mailbox import ClientGone, Event, Mailbox
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.sampling import max_tokens, sampling_params, seed_of_choice
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, Message
-from services.gateway.sessions import SESSION_TOKENS, cache_key, conversation_key, prompt_key
+from services.gateway.sessions import cache_key, conversation_key
 from services.gateway.text_output import Piece, ScoredToken
 from services.gateway.tokenization import ModelTokenizer
 from shared import errors
@@ -88,11 +88,6 @@ def test_a_conversation_keeps_its_key_from_turn_to_turn() -> None:
     assert conversation_key([{"role": "system", "content": "su"}, {"role": "user", "content": ""}]) != (
         conversation_key([system, user])
     )
-
-
-def test_a_short_prompt_has_no_key() -> None:
-    assert prompt_key([1] * (SESSION_TOKENS - 1)) == ""
-    assert prompt_key([1] * SESSION_TOKENS) == prompt_key([1] * (SESSION_TOKENS + 5)) != ""
 
 
 def test_a_cache_key_of_any_length_is_a_session() -> None:
