@@ -26,7 +26,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     step: int
 
 
-class GroupStatus(msgspec.Struct, frozen=True):
+class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     group: str
     model: str
     state: str
@@ -36,7 +36,7 @@ class GroupStatus(msgspec.Struct, frozen=True):
     """Share of the KV blocks that sequences hold, 0 to 1."""
     ranks: list[RankStatus]
     weight: float = 1.0
-    """Speed against the group's own past and its peers; below 1 it is degraded."""
+    """Speed against the group's own past and its peers; below 1 it is degraded. In JSON only then."""
 
 
 class Status(msgspec.Struct, frozen=True):
