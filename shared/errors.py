@@ -77,9 +77,8 @@ class BrokerUnavailable(Unavailable):
 
 
 class NobodyThere(BrokerUnavailable):
-    """NATS answers that nobody has subscribed to the subject: whoever was asked is not alive."""
-
-    code = "nobody_there"
+    """NATS answers that nobody has subscribed to the subject: whoever was asked is not alive.
+    Told apart inside a service only, so it has no code of its own."""
 
 
 class RingLost(Unavailable):

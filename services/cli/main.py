@@ -129,7 +129,7 @@ def status(
     settings = _nats_of_stack(data_dir, nats_url)
     found = asyncio.run(read_status(settings))
     if json:
-        print(msgspec.json.encode(found).decode())  # noqa: T201
+        print(msgspec.json.encode(found.status).decode())  # noqa: T201
     else:
         print_status(found, console())
 

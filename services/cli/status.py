@@ -1,5 +1,8 @@
 """What runs where: the health monitor's records, for people and for machines."""
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import msgspec
 import psutil
 from rich.console import Console
@@ -26,7 +29,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     step: int
 
 
-class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+class GroupStatus(msgspec.Struct, frozen=True):
     group: str
     model: str
     state: str
@@ -35,8 +38,6 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_used: float
     """Share of the KV blocks that sequences hold, 0 to 1."""
     ranks: list[RankStatus]
-    weight: float = 1.0
-    """Speed against the group's own past and its peers; below 1 it is degraded. In JSON only then."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -46,7 +47,16 @@ class Status(msgspec.Struct, frozen=True):
     groups: list[GroupStatus]
 
 
-async def read_status(settings: CommonSettings) -> Status:
+class Snapshot(NamedTuple):
+    """What is known, for machines and for people."""
+
+    status: Status
+    """The shape of `status --json`, which is promised."""
+    weights: dict[str, float]
+    """Speed of each group against its own past and its peers; below 1 it is degraded."""
+
+
+async def read_status(settings: CommonSettings) -> Snapshot:
     """Reads the health monitor's buckets. Raises `BrokerUnavailable`."""
     bus = await Bus.connect(settings, "ryzanstein status")
     try:
@@ -54,10 +64,17 @@ async def read_status(settings: CommonSettings) -> Status:
         groups = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
     finally:
         await bus.close()
-    return Status(
-        services=sorted(map(_service, services.values()), key=lambda one: (one.name, one.instance)),
-        groups=sorted(map(_group, groups.values()), key=lambda one: one.group),
+    return snapshot(services.values(), groups.values())
+
+
+def snapshot(services: Iterable[ServiceRecord], groups: Iterable[GroupRecord]) -> Snapshot:
+    """From the monitor's records."""
+    groups = sorted(groups, key=lambda one: one.group)
+    status = Status(
+        services=sorted(map(_service, services), key=lambda one: (one.name, one.instance)),
+        groups=list(map(_group, groups)),
     )
+    return Snapshot(status, {group.group: group.weight for group in groups})
 
 
 def _service(record: ServiceRecord) -> ServiceStatus:
@@ -75,21 +92,21 @@ def _group(record: GroupRecord) -> GroupStatus:
         waiting=load.waiting,
         kv_used=round(used, 4),
         ranks=[RankStatus(rank.rank, rank.pid, rank.step) for rank in record.ranks],
-        weight=record.weight,
     )
 
 
-def print_status(status: Status, console: Console) -> None:
+def print_status(snapshot: Snapshot, console: Console) -> None:
     """Three tables, for 80 columns: services with their CPU time and memory, groups, and their ranks."""
     services = _table("Services", "service", "instance", "pid", "state", "CPU s", "memory")
     groups = _table("Groups", "group", "model", "state", "running", "waiting", "KV used")
     ranks = _table("Ranks", "group", "rank", "pid", "step", "memory")
-    for service in status.services:
+    for service in snapshot.status.services:
         state = _coloured(service.state)
         services.add_row(service.name, service.instance, str(service.pid), state, *_usage(service.pid))
-    for group in status.groups:
+    for group in snapshot.status.groups:
         load = (str(group.running), str(group.waiting), f"{group.kv_used:.1%}")
-        slow = f" [yellow](speed {group.weight:.0%})[/]" if group.weight < 1 else ""
+        weight = snapshot.weights.get(group.group, 1.0)
+        slow = f" [yellow](speed {weight:.0%})[/]" if weight < 1 else ""
         groups.add_row(escape(group.group), escape(group.model), _coloured(group.state) + slow, *load)
         for rank in group.ranks:
             memory = _usage(rank.pid)[1]

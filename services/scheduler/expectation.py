@@ -1,7 +1,8 @@
 """When a group would give the first token of one more request: what placement compares groups by.
 
     seconds x weight = round trip                                  dispatch, as seen lately
-                     + one step                                    the one that gives the token
+                     + one step                                    the one that gives the token,
+                        x (1 + sequences / places)                 longer the fuller the batch
                      + (queued + uncached tokens                   prompts before it, and its own
                         + 64 x sequences) / speed                  what runs slows prompts down
                      + steps of an answer x sequences beyond       with no place free, or no memory,
@@ -76,7 +77,7 @@ class Expectation:
         self.seconds_per_token = factor * per_token
         self.seconds = factor * (
             self._latency
-            + step
+            + step * (1 + sequences / self.slots)
             + (queued + SEQUENCE_TOKENS * sequences) * per_token
             + EXPECTED_OUTPUT * step * beyond / self.slots
         )

@@ -2,14 +2,14 @@
 
 from rich.console import Console
 
-from services.cli.status import Status, _group, print_status
+from services.cli.status import print_status, snapshot
 from shared.messages import GroupLoad, GroupRecord
 
 
 def shown(record: GroupRecord) -> str:
     console = Console(width=100)
     with console.capture() as capture:
-        print_status(Status([], [_group(record)]), console)
+        print_status(snapshot([], [record]), console)
     return capture.get()
 
 

@@ -36,14 +36,14 @@ def test_it_is_the_time_of_the_work_that_lies_before() -> None:
     expectation.answered(0.002)
     expectation.update(load, 2, 300, 1.0)
     work = (700 + 300 + 100 + SEQUENCE_TOKENS * 5) / 1000
-    assert expectation.first_token(100) == pytest.approx(0.002 + 0.03 + work)
+    assert expectation.first_token(100) == pytest.approx(0.002 + 0.03 * (1 + 5 / 8) + work)
     assert expectation.queue_seconds == pytest.approx(1.0)
 
 
 def test_without_a_free_place_somebody_must_end_first() -> None:
     load = GroupLoad(8, 0, 0, 50, 100, 1, slots=8, step_seconds=0.1, prompt_tokens_per_second=1e9)
-    assert expected(load) == pytest.approx(0.1 + EXPECTED_OUTPUT * 0.1 / 8, rel=1e-3)
-    assert expected(msgspec.structs.replace(load, running=7)) == pytest.approx(0.1, rel=1e-3)
+    assert expected(load) == pytest.approx(0.1 * 2 + EXPECTED_OUTPUT * 0.1 / 8, rel=1e-3)
+    assert expected(msgspec.structs.replace(load, running=7)) == pytest.approx(0.1 * (1 + 7 / 8), rel=1e-3)
 
 
 @given(loads, st.integers(0, 10_000), st.integers(1, 50), st.integers(0, 5000))
@@ -57,6 +57,12 @@ def test_more_work_never_comes_sooner(load: GroupLoad, uncached: int, more: int,
     assert base > 0
     worse = msgspec.structs.replace(load, free_blocks=0)
     assert expected(worse, uncached) >= base
+
+
+def test_of_two_rings_the_one_that_measures_a_little_faster_does_not_get_everything() -> None:
+    slower = GroupLoad(0, 0, 0, 50, 100, 1, slots=64, step_seconds=0.022, prompt_tokens_per_second=1e9)
+    faster = msgspec.structs.replace(slower, running=8, step_seconds=0.020)
+    assert expected(slower) < expected(faster)
 
 
 def test_a_group_without_measurements_is_reckoned_with_constants() -> None:
