@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -41,6 +41,8 @@ class Times:
     wall: float = 0.0
     model: float = 0.0
     """In the forward pass."""
+    blocks: float = 0.0
+    """Compressing and moving KV blocks."""
     sampling: float = 0.0
     planning: float = 0.0
     """Scheduling, and taking the tokens back."""
@@ -49,7 +51,7 @@ class Times:
 
     @property
     def outside(self) -> float:
-        """Share of the time that is not the model's."""
+        """Share of the time that is neither the model's nor the KV cache's."""
         return (self.sampling + self.planning) / self.wall
 
 
@@ -67,8 +69,8 @@ class InProcess:
         self._limits = BatchSettings(settings.max_batch_tokens, settings.max_sequences, max_drafts=0)
         self._random = random.Random(1)
         self._names = count()
-        self._forward = 0.0
-        self._time_forward()
+        self._forward = self._blocks = 0.0
+        self._time_parts()
 
     def run(self, workload: Workload) -> Times:
         """A closed loop of the workload's clients."""
@@ -91,14 +93,15 @@ class InProcess:
         scheduled = batcher.schedule(began)
         assert scheduled is not None
         plan, rows = scheduled
-        planned, self._forward = time.perf_counter(), 0.0
+        planned, self._forward, self._blocks = time.perf_counter(), 0.0, 0.0
         sampled = self._engine.execute(plan, [row.sampling for row in rows])
         computed = time.perf_counter()
         entries = [entry for batch in batcher.update(sampled, computed - planned).values() for entry in batch]
         ended = time.perf_counter()
         times.planning += planned - began + ended - computed
         times.model += self._forward
-        times.sampling += computed - planned - self._forward
+        times.blocks += self._blocks
+        times.sampling += computed - planned - self._forward - self._blocks
         times.tokens += sum(len(entry.tokens) for entry in entries)
         times.steps += 1
         return sum(bool(entry.finish) for entry in entries)
@@ -110,19 +113,23 @@ class InProcess:
             name, name, "m", "c", prompt, workload.output_tokens, SamplingParams(temperature=0)
         )
 
-    def _time_forward(self) -> None:
-        """Has the model's part of each step timed."""
+    def _time_parts(self) -> None:
+        """Has the model's and the KV cache's part of each step timed."""
         member = self._engine._member  # noqa: SLF001  # a benchmark looks inside
         assert member is not None
         runner = member.runner
         for name in ("_compute", "_compute_largest"):
-            setattr(runner, name, self._timed(getattr(runner, name)))
+            setattr(runner, name, self._timed(getattr(runner, name), "_forward"))
+        copier = runner._copier  # noqa: SLF001
+        copier.run = self._timed(copier.run, "_blocks")  # type: ignore[method-assign]
 
-    def _timed(self, compute: Callable[..., object]) -> Callable[..., object]:
-        def timed(*arguments: object) -> object:
+    def _timed(self, compute: Callable[..., Any], into: str) -> Callable[..., Any]:
+        """`compute`, its seconds added to the attribute `into`."""
+
+        def timed(*arguments: object) -> Any:
             began = time.perf_counter()
             result = compute(*arguments)
-            self._forward += time.perf_counter() - began
+            setattr(self, into, getattr(self, into) + time.perf_counter() - began)
             return result
 
         return timed
@@ -164,13 +171,14 @@ def main(
         runs = {name: [engine.run(WORKLOADS[name]) for _ in range(rounds)] for name in SHAPES}
     behind = served(url, rounds) if url else {}
     table = Table(
-        "", "tok/s", "steps", "ms a step", "model", "sampling", "planning", "outside the model", "served"
+        "", "tok/s", "steps", "ms a step", "model", "blocks", "sampling", "planning", "outside", "served"
     )
     for name, times in runs.items():
         best = min(times, key=lambda run: run.wall)
         rate = best.tokens / best.wall
         row = [
-            f"{1e3 * part / best.steps:.2f}" for part in (best.wall, best.model, best.sampling, best.planning)
+            f"{1e3 * part / best.steps:.2f}"
+            for part in (best.wall, best.model, best.blocks, best.sampling, best.planning)
         ]
         there = f"{behind[name]:.0f} ({behind[name] / rate:.0%})" if behind else ""
         table.add_row(name, f"{rate:.0f}", str(best.steps), *row, f"{best.outside:.1%}", there)
