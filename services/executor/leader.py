@@ -265,6 +265,8 @@ class Leader:
             if scheduled is None:
                 self._gathering.add(self._batcher.take_entries())
                 await self._tell()
+                if not self._batcher.has_work:
+                    self._pace.rest()
                 self._report_load()
                 if not self._batcher.has_work and not self._draining:
                     self._wake.clear()

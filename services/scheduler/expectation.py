@@ -11,8 +11,11 @@
 The weight is 1, and less for a group that the health monitor has found slow.
 
 Speeds are the group's own, measured in its ring; a group that has not measured any yet is reckoned with
-constants. Wrong figures cost time and nothing else: the group's leader has the last word.
+those of its peers, and else with constants. Wrong figures cost time and nothing else: the group's leader has
+the last word.
 """
+
+from dataclasses import dataclass
 
 from services.scheduler.costs import EXPECTED_OUTPUT
 from shared.messages import GroupLoad
@@ -34,6 +37,21 @@ _MEMORY = 0.2
 _OUTLIER, _ORDINARY = 4.0, 0.05
 """A round trip counts for so many times the average at most, or for so many seconds: a group that was held up
 once would otherwise look slow for good, since nobody would ask it again."""
+
+
+@dataclass(slots=True)
+class Usual:
+    """Of the groups of one model, what was told last: a group that has not measured its own speed is reckoned with
+    it. So a ring that is new or has rested is given the work that shows what it can do."""
+
+    step: float = UNKNOWN_STEP
+    """Seconds."""
+    speed: float = UNKNOWN_SPEED
+    """Prompt tokens per second."""
+
+    def hear(self, load: GroupLoad) -> None:
+        self.step = load.step_seconds or self.step
+        self.speed = load.prompt_tokens_per_second or self.speed
 
 
 class Expectation:
@@ -59,14 +77,20 @@ class Expectation:
     def answered(self, seconds: float) -> None:
         """A dispatch was answered after `seconds`. Takes effect with the next `update`."""
         counted = min(seconds, max(_OUTLIER * self._latency, _ORDINARY))
-        self._latency += _MEMORY * (counted - self._latency) if self._latency else seconds
+        self._latency += _MEMORY * (counted - self._latency) if self._latency else counted
 
-    def update(self, load: GroupLoad, sent_requests: int, sent_tokens: int, weight: float) -> None:
+    def rested(self) -> None:
+        """Nothing was asked of the group for a while: what was seen counts less, from the next `update` on."""
+        self._latency *= 1 - _MEMORY
+
+    def update(
+        self, load: GroupLoad, sent_requests: int, sent_tokens: int, weight: float, usual: Usual
+    ) -> None:
         """`load` is the last report; requests of `sent_tokens` tokens were sent since. `weight`: how fast the
         group is, against what is usual (1)."""
         factor = 1 / min(max(weight, LEAST_WEIGHT), 1.0)
-        step = load.step_seconds or UNKNOWN_STEP
-        per_token = 1 / (load.prompt_tokens_per_second or UNKNOWN_SPEED)
+        step = load.step_seconds or usual.step
+        per_token = 1 / (load.prompt_tokens_per_second or usual.speed)
         self.slots = load.slots or UNKNOWN_SLOTS
         sequences = load.running + load.waiting + sent_requests
         queued = load.waiting_tokens + sent_tokens

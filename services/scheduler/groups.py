@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from services.scheduler.breaker import CircuitBreaker, State
-from services.scheduler.expectation import SCARCE_SHARE, Expectation
+from services.scheduler.expectation import SCARCE_SHARE, Expectation, Usual
 from services.scheduler.rendezvous import Rendezvous
 from shared.messages import GroupEvent, GroupLoad, GroupRecord, GroupStatus, Lane
 
@@ -95,8 +95,8 @@ class Group:
     def may_take(self, lane: Lane) -> bool:
         return self.takes and (lane != "batch" or self.has_idle_capacity)
 
-    def update(self) -> None:
-        self.expectation.update(self.load, self.sent_requests, self.sent_tokens, self.weight)
+    def update(self, usual: Usual) -> None:
+        self.expectation.update(self.load, self.sent_requests, self.sent_tokens, self.weight, usual)
 
 
 @dataclass(slots=True)
@@ -107,6 +107,7 @@ class _Model:
     open: list[Group] = field(default_factory=list)
     ranking: Rendezvous = field(default_factory=Rendezvous)
     """Of those that are up."""
+    usual: Usual = field(default_factory=Usual)
 
 
 class GroupTable:
@@ -169,6 +170,8 @@ class GroupTable:
         if record.load.version >= group.load.version:
             group.load = record.load
         group.weight = record.weight
+        if not group.sent_requests:
+            group.expectation.rested()
         self._set_status(group, group.status if stale else record.state)
 
     def forget(self, name: str) -> None:
@@ -276,7 +279,9 @@ class GroupTable:
 
     def _changed(self, group: Group) -> None:
         """Brings the group's figures and its place among the open ones up to date."""
-        group.update()
+        usual = self._of(group.model).usual
+        usual.hear(group.load)
+        group.update(usual)
         opens = group.takes and self._groups.get(group.name) is group
         if opens and group.place < 0:
             candidates = self._of(group.model).open

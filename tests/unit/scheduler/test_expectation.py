@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.costs import EXPECTED_OUTPUT, cost
-from services.scheduler.expectation import LEAST_WEIGHT, SEQUENCE_TOKENS, UNKNOWN_SPEED, Expectation
+from services.scheduler.expectation import LEAST_WEIGHT, SEQUENCE_TOKENS, UNKNOWN_SPEED, Expectation, Usual
 from shared.messages import GroupLoad
 
 loads = st.builds(
@@ -26,7 +26,7 @@ def expected(
     load: GroupLoad, uncached: int = 100, *, sent: int = 0, tokens: int = 0, weight: float = 1.0
 ) -> float:
     expectation = Expectation()
-    expectation.update(load, sent, tokens, weight)
+    expectation.update(load, sent, tokens, weight, Usual())
     return expectation.first_token(uncached)
 
 
@@ -34,7 +34,7 @@ def test_it_is_the_time_of_the_work_that_lies_before() -> None:
     load = GroupLoad(2, 1, 700, 50, 100, 1, slots=8, step_seconds=0.03, prompt_tokens_per_second=1000.0)
     expectation = Expectation()
     expectation.answered(0.002)
-    expectation.update(load, 2, 300, 1.0)
+    expectation.update(load, 2, 300, 1.0, Usual())
     work = (700 + 300 + 100 + SEQUENCE_TOKENS * 5) / 1000
     assert expectation.first_token(100) == pytest.approx(0.002 + 0.03 * (1 + 5 / 8) + work)
     assert expectation.queue_seconds == pytest.approx(1.0)
@@ -65,6 +65,14 @@ def test_of_two_rings_the_one_that_measures_a_little_faster_does_not_get_everyth
     assert expected(slower) < expected(faster)
 
 
+def test_a_new_ring_is_reckoned_with_what_its_peers_measure() -> None:
+    usual, new = Usual(), Expectation()
+    usual.hear(GroupLoad(slots=8, step_seconds=0.005, prompt_tokens_per_second=50_000.0))
+    usual.hear(GroupLoad())
+    new.update(GroupLoad(), 0, 0, 1.0, usual)
+    assert new.first_token(500) == pytest.approx(0.005 + 500 / 50_000)
+
+
 def test_a_group_without_measurements_is_reckoned_with_constants() -> None:
     assert expected(GroupLoad(), 4000) - expected(GroupLoad(), 0) == pytest.approx(4000 / UNKNOWN_SPEED)
 
@@ -74,7 +82,10 @@ def test_the_latency_is_between_what_was_seen(seconds: list[float]) -> None:
     expectation = Expectation()
     for each in seconds:
         expectation.answered(each)
-    assert min(seconds) - 1e-9 <= expectation.latency <= max(seconds) + 1e-9
+    assert min(*seconds, 0.05) - 1e-9 <= expectation.latency <= max(seconds) + 1e-9
+    seen = expectation.latency
+    expectation.rested()
+    assert expectation.latency < seen
 
 
 def test_one_answer_that_was_held_up_does_not_make_a_group_slow_for_good() -> None:

@@ -4,24 +4,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.pace import FASTEST, HALF_LIFE, Pace
+from services.executor.pace import ENOUGH, FASTEST, HALF_LIFE, Pace
 
 
 def test_nothing_is_told_before_anything_was_measured() -> None:
     pace = Pace()
     assert (pace.step_seconds, pace.prompt_tokens_per_second) == (0.0, 0.0)
+    for _ in range(ENOUGH - 1):
+        pace.observe(0.5, 1000)
+    assert (pace.step_seconds, pace.prompt_tokens_per_second) == (0.0, 0.0)
     pace.observe(0.5, 1000)
     assert (pace.step_seconds, pace.prompt_tokens_per_second) == (0.0, 2000.0)
+    pace.rest()
+    assert (pace.step_seconds, pace.prompt_tokens_per_second) == (0.0, 0.0)
 
 
 @given(st.floats(1e-4, 1.0), st.floats(10, 1e6), st.lists(st.integers(0, 512), min_size=1, max_size=200))
 def test_a_steady_ring_is_measured_as_it_is(step: float, rate: float, prompts: list[int]) -> None:
     pace = Pace()
-    pace.observe(step, 0)
+    for _ in range(ENOUGH):
+        pace.observe(step, 0)
     for tokens in prompts:
         pace.observe(step + tokens / rate, tokens)
     assert pace.step_seconds == pytest.approx(step)
-    if any(prompts):
+    if sum(tokens > 0 for tokens in prompts) >= ENOUGH:
         assert pace.prompt_tokens_per_second == pytest.approx(rate, rel=1e-3)
 
 
