@@ -103,6 +103,15 @@ class Heirs:
     async def watch(self) -> None:
         """Looks after the losses of other gateways, and of earlier lives of this one. Runs until cancelled."""
         await self._try_to_inherit(self._consumer, self._began)
+        while not self._stopping:
+            try:
+                await self._watch_services()
+            except (RyzansteinError, *BROKER_ERRORS) as error:
+                reason = str(error) if isinstance(error, RyzansteinError) else reason_of(error)
+                log.warning("services_not_watched", error=reason)
+            await asyncio.sleep(PAUSE)
+
+    async def _watch_services(self) -> None:
         services = await Bucket.open(self._bus, subjects.SERVICES_BUCKET, ServiceRecord)
         async for update in services.watch():
             if self._stopping:
