@@ -19,7 +19,8 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from shared import subjects
 from shared.broker_errors import BROKER_ERRORS
 from shared.bus import Bus
-from shared.messages import GenerationRecords, TokenFrame
+from shared.messages import TokenFrame
+from shared.records import GenerationRecords
 
 T = TypeVar("T")
 

@@ -45,6 +45,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """-1: none; 0: of the chosen token; k: also of the k most likely tokens."""
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What the output's text must match. The ring masks the tokens that cannot follow; where an attempt
+    continues another's tokens, it brings its state up to date with them first."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    """`json_schema`: a JSON Schema (`{"type": "object"}` is any object); `lark`: a grammar in Lark's notation."""
+    text: str
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One generation: what a ring needs to produce it, and who reads its tokens."""
 
@@ -69,95 +78,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""
     deadline: float = 0.0
     """Unix seconds after which nobody waits for the first token; 0: none."""
-
-
-# --- generations across gateways (gateway → journal and KV, gateway → gateway) --------------------
-
-
-class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that any gateway needs to serve a client's generation: its choices, and how its text is shown.
-
-    Choice c of prompt p has the index p * choices + c, and its wire id is `<identity>-<index>`.
-    """
-
-    identity: str
-    """What the client knows, behind a prefix of its endpoint."""
-    endpoint: Literal["chat.completions", "completions"]
-    created: float
-    """Unix seconds by the clock of the gateway that took it."""
-    requests: list[GenerationRequest]
-    """Choice 0 of each prompt; the other choices differ from it in id and seed alone."""
-    choices: int = 1
-    """Choices of each prompt (n)."""
-    prompts: int = 1
-    """Prompts in all. A record that is too large for one message comes in several, each with some of them."""
-    first_prompt: int = 0
-    """Number of the prompt in `requests[0]`."""
-    stop: list[str] = []
-    skip_special_tokens: bool = True
-    stream: bool = False
-    include_usage: bool = False
-    background: float = 0.0
-    """Seconds for which it goes on while nobody listens; 0: for the short grace of its gateway."""
-    idempotency: str = ""
-    """Key in the bucket `idempotency`, where there is one: freed when the generation fails."""
-
-
-class GenerationRecords(msgspec.Struct, frozen=True):
-    """The records of one turn of a gateway's event loop."""
-
-    records: list[GenerationRecord]
-
-
-class Ownership(msgspec.Struct, frozen=True):
-    """Who looks after a generation whose first gateway is lost, in the KV bucket `generations`; changed by
-    compare-and-set. A generation without an entry is its first gateway's."""
-
-    owner: str
-    """The gateway's instance."""
-    consumers: list[str]
-    """Whose token subjects have parts of the log, in order; the owner's is the last."""
-
-
-class Unfinished(msgspec.Struct, frozen=True):
-    """A gateway's generations that take long, in the KV bucket `unfinished`: what others would inherit."""
-
-    at: float
-    """Unix seconds; what began shortly before or later is found among the records alone."""
-    identities: list[str]
-
-
-class Inheritance(msgspec.Struct, frozen=True):
-    """Which gateway looks through what a lost one left, in the KV bucket `inheritances`; by compare-and-set."""
-
-    heir: str
-    lost_at: float
-    """Unix seconds, as the record of the lost gateway has them: one life is inherited once."""
-    done: bool = False
-
-
-class Idempotency(msgspec.Struct, frozen=True):
-    """The generation of an idempotency key, in the KV bucket `idempotency`; created by compare-and-set."""
-
-    identity: str
-    fingerprint: str
-    """Of the request's body: another body under the same key is a mistake of the client."""
-    created: float
-    """Unix seconds."""
-
-
-class Listen(msgspec.Struct, frozen=True, tag="listen"):
-    """Somebody at `listener` reads these generations of yours. Repeated while it is so."""
-
-    listener: str
-    identities: list[str]
-
-
-class Listened(msgspec.Struct, frozen=True):
-    """The answer to `Listen`."""
-
-    held: list[str]
-    """Those that the gateway looks after. The others have ended, or belong to nobody it knows."""
+    grammar: Grammar | None = None
 
 
 # --- dispatch and control (scheduler or gateway → leader) ----------------------------------------

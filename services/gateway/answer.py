@@ -14,7 +14,8 @@ import msgspec
 from services.gateway.generation import Generation, Limits
 from services.gateway.identity import PREFIXES
 from services.gateway.sampling import seed_of_choice
-from shared.messages import GenerationRecord, GenerationRequest
+from shared.messages import GenerationRequest
+from shared.records import GenerationRecord
 
 KEPT = 2.0
 """Seconds that a generation which nobody reads here stays at hand, when it need not."""

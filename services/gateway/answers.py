@@ -19,7 +19,7 @@ from services.gateway.records import RecordReader, RecordWriter
 from services.gateway.settings import GatewaySettings
 from shared.bus import Bus
 from shared.errors import QueueFull, RyzansteinError, Unavailable
-from shared.messages import GenerationRecord, Ownership
+from shared.records import GenerationRecord, Ownership
 
 log = structlog.get_logger(__name__)
 

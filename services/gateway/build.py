@@ -17,7 +17,8 @@ from services.gateway.runs import new_run
 from services.gateway.schemas import ChatCompletionRequest, GenerationFields
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenization import Tokenizer
-from shared.messages import GenerationRecord, GenerationRequest, ModelCard
+from shared.messages import GenerationRequest, Lane, ModelCard
+from shared.records import GenerationRecord
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -36,6 +37,7 @@ class Context(msgspec.Struct, frozen=True):
     """The Last-Event-ID header: where the client stands in what its key stands for."""
     idempotency: str = ""
     """The key's entry in the bucket `idempotency`."""
+    lane: Lane = "interactive"
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -122,5 +124,6 @@ class Build:
             sampling=self._sampling,
             stop_token_ids=self._stop_ids,
             session=self._session,
+            lane=self._context.lane,
             deadline=self._started_at + settings.token_timeout,
         )

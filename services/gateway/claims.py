@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from shared import subjects
 from shared.bus import Bus
-from shared.messages import Ownership
+from shared.records import Ownership
 from shared.stores import Bucket
 
 MAX_OWNERS = 16

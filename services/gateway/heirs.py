@@ -28,7 +28,8 @@ from shared.broker_errors import BROKER_ERRORS, reason_of
 from shared.bus import Bus
 from shared.errors import RyzansteinError
 from shared.journal import replay
-from shared.messages import GenerationRecord, Inheritance, ServiceRecord, Unfinished
+from shared.messages import ServiceRecord
+from shared.records import GenerationRecord, Inheritance, Unfinished
 from shared.stores import Bucket
 
 log = structlog.get_logger(__name__)

@@ -17,7 +17,7 @@ import msgspec
 from services.gateway.errors import KeyReused
 from shared import subjects
 from shared.bus import Bus
-from shared.messages import GenerationRecord, Idempotency
+from shared.records import GenerationRecord, Idempotency
 from shared.stores import Bucket, Entry
 
 ABANDONED = 2.0

@@ -18,7 +18,8 @@ from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, G
 from services.gateway.sessions import cache_key, conversation_key
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
-from shared.messages import Idempotency, ModelCard
+from shared.messages import ModelCard
+from shared.records import Idempotency
 from shared.stores import Entry
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)

@@ -22,7 +22,7 @@ from services.gateway.settings import GatewaySettings
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import BrokerUnavailable, NobodyThere
-from shared.messages import Listen, Listened, Ownership
+from shared.records import Listen, Listened, Ownership
 
 if TYPE_CHECKING:
     from services.gateway.answers import Answers

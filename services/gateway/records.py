@@ -21,7 +21,7 @@ from shared.broker_errors import BROKER_ERRORS, broker_error
 from shared.bus import Bus, encode
 from shared.errors import PayloadTooLarge, RyzansteinError
 from shared.journal import recorded
-from shared.messages import GenerationRecord
+from shared.records import GenerationRecord
 
 log = structlog.get_logger(__name__)
 

@@ -15,7 +15,8 @@ import pytest
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.messages import Inheritance, Ownership, ServiceRecord, Unfinished
+from shared.messages import ServiceRecord
+from shared.records import Inheritance, Ownership, Unfinished
 from shared.stores import Bucket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until

@@ -9,7 +9,7 @@ import pytest
 
 from shared import subjects
 from shared.config import CommonSettings
-from shared.messages import Idempotency
+from shared.records import Idempotency
 from shared.stores import Bucket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, until

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from services.gateway import identity
 from services.gateway.answer import KEPT, Answer, followed_answer, requests_of
 from services.gateway.generation import Limits
-from shared.messages import GenerationRecord, GenerationRequest, SamplingParams
+from shared.messages import GenerationRequest, SamplingParams
+from shared.records import GenerationRecord
 
 LIMITS = Limits(3, 600.0, 10.0)
 GRACE = 5.0

@@ -18,14 +18,8 @@ from services.gateway.run import Chunk, Run
 from services.gateway.runs import new_run
 from services.gateway.tokenization import ModelTokenizer
 from shared.errors import RyzansteinError
-from shared.messages import (
-    FinishReason,
-    GenerationRecord,
-    GenerationRequest,
-    SamplingParams,
-    TokenEntry,
-    TokenLogprobs,
-)
+from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
+from shared.records import GenerationRecord
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 
 TOKENIZER = ModelTokenizer(tiny_files())

@@ -1,0 +1,96 @@
+"""What gateways keep and tell each other about generations: records, owners, keys, listeners.
+
+As in `messages.py`: fields are only ever added, at the end and with a default.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from shared.messages import GenerationRequest
+
+
+class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that any gateway needs to serve a client's generation: its choices, and how its text is shown.
+
+    Choice c of prompt p has the index p * choices + c, and its wire id is `<identity>-<index>`.
+    """
+
+    identity: str
+    """What the client knows, behind a prefix of its endpoint."""
+    endpoint: Literal["chat.completions", "completions"]
+    created: float
+    """Unix seconds by the clock of the gateway that took it."""
+    requests: list[GenerationRequest]
+    """Choice 0 of each prompt; the other choices differ from it in id and seed alone."""
+    choices: int = 1
+    """Choices of each prompt (n)."""
+    prompts: int = 1
+    """Prompts in all. A record that is too large for one message comes in several, each with some of them."""
+    first_prompt: int = 0
+    """Number of the prompt in `requests[0]`."""
+    stop: list[str] = []
+    skip_special_tokens: bool = True
+    stream: bool = False
+    include_usage: bool = False
+    background: float = 0.0
+    """Seconds for which it goes on while nobody listens; 0: for the short grace of its gateway."""
+    idempotency: str = ""
+    """Key in the bucket `idempotency`, where there is one: freed when the generation fails."""
+
+
+class GenerationRecords(msgspec.Struct, frozen=True):
+    """The records of one turn of a gateway's event loop."""
+
+    records: list[GenerationRecord]
+
+
+class Ownership(msgspec.Struct, frozen=True):
+    """Who looks after a generation whose first gateway is lost, in the KV bucket `generations`; changed by
+    compare-and-set. A generation without an entry is its first gateway's."""
+
+    owner: str
+    """The gateway's instance."""
+    consumers: list[str]
+    """Whose token subjects have parts of the log, in order; the owner's is the last."""
+
+
+class Unfinished(msgspec.Struct, frozen=True):
+    """A gateway's generations that take long, in the KV bucket `unfinished`: what others would inherit."""
+
+    at: float
+    """Unix seconds; what began shortly before or later is found among the records alone."""
+    identities: list[str]
+
+
+class Inheritance(msgspec.Struct, frozen=True):
+    """Which gateway looks through what a lost one left, in the KV bucket `inheritances`; by compare-and-set."""
+
+    heir: str
+    lost_at: float
+    """Unix seconds, as the record of the lost gateway has them: one life is inherited once."""
+    done: bool = False
+
+
+class Idempotency(msgspec.Struct, frozen=True):
+    """The generation of an idempotency key, in the KV bucket `idempotency`; created by compare-and-set."""
+
+    identity: str
+    fingerprint: str
+    """Of the request's body: another body under the same key is a mistake of the client."""
+    created: float
+    """Unix seconds."""
+
+
+class Listen(msgspec.Struct, frozen=True, tag="listen"):
+    """Somebody at `listener` reads these generations of yours. Repeated while it is so."""
+
+    listener: str
+    identities: list[str]
+
+
+class Listened(msgspec.Struct, frozen=True):
+    """The answer to `Listen`."""
+
+    held: list[str]
+    """Those that the gateway looks after. The others have ended, or belong to nobody it knows."""
