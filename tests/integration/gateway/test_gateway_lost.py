@@ -319,9 +319,11 @@ async def test_what_has_run_for_long_is_found_by_the_list(
             assert list(left) == entry.value.identities
             assert len(await heir._going(gateway.service.instance, list(left.values()))) == 1
             paced.allow()
-            async with asyncio.timeout(10):  # the journal has the end a moment after the gateway
-                while await heir._going(gateway.service.instance, list(left.values())):
-                    await asyncio.sleep(0.01)
+
+            async def nothing_goes_on() -> bool:
+                return await heir._going(gateway.service.instance, list(left.values())) == []
+
+            await until(nothing_goes_on)  # the journal has the end a moment after the gateway
         await heirs.write_list()
         assert (await lists.items())[gateway.service.instance].identities == []
 
