@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.errors import write_json
+from benchmarks.errors import told_in_a_sentence, write_json
 from benchmarks.random_model import LlamaShape, write_llama
 from benchmarks.report import machine, versions
 from benchmarks.ring_ranks import BenchRing, Share, Timing
@@ -204,7 +204,8 @@ def main(
             scalings=measure_steps(settings, KINDS, rounds) if steps else [],
         )
     show(report, Console())
-    write_json(json, report)
+    with told_in_a_sentence():
+        write_json(json, report)
 
 
 def _random_model(directory: Path, text: str) -> Path:
