@@ -5,6 +5,8 @@ gigabytes or the whole stack, so what is not known yet is compiled in a process 
 (`grammar_check.py`).
 """
 
+import re
+
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
@@ -14,6 +16,7 @@ MAX_BYTES = 256 << 10
 """Longest text of a grammar, in UTF-8: its request has to fit a message of the broker."""
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 _MOST_OF_REASON = 300
+_PICTURE = re.compile(r"^\s*(\^+|\d+ \|.*)$", re.MULTILINE)
 
 # Between JSON's tokens: nothing, a blank, or a line break with an indentation. Left free, white space is what a
 # model that has lost its way puts out for ever.
@@ -29,10 +32,10 @@ def source_of(grammar: Grammar) -> str:
         if not isinstance(schema, dict):
             raise ValueError("the schema is not a JSON object")
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_OPTIONS)  # type: ignore[arg-type]
+    if grammar.kind == "regex" and grammar.text:
+        return LLMatcher.grammar_from_regex(grammar.text)
     if not grammar.text.strip():
         raise ValueError("it is empty")
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.text)
     return LLMatcher.grammar_from_lark(grammar.text)
 
 
@@ -46,6 +49,8 @@ def limits() -> LLParserLimits:
 
 
 def shortened(reason: str) -> str:
-    """llguidance's words for what is wrong, as one line of bounded length."""
-    line = " ".join(reason.split())
+    """llguidance's words for what is wrong, as one line of bounded length, without its pictures of the place."""
+    if reason.startswith("NoExtension"):
+        return "no token of this model fits"
+    line = " ".join(_PICTURE.sub("", reason).replace("<non-verbose/>", "").split()).rstrip(".")
     return line if len(line) <= _MOST_OF_REASON else f"{line[: _MOST_OF_REASON - 3]}..."

@@ -156,7 +156,7 @@ def _of_kind(kind: str, value: Any, param: str) -> Wanted:
         return Wanted(grammar, param, subject)
     if kind == "choice":
         return Wanted(grammar_of_choices(_checked_choices(value, param)), param, subject)
-    if not value.strip():
+    if not (value if kind == "regex" else value.strip()):
         raise _empty(param)
     return Wanted(Grammar("regex" if kind == "regex" else "lark", value), param, subject)
 

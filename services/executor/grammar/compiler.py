@@ -61,5 +61,5 @@ class GrammarCompiler:
     def _keep(self, grammar: Grammar, matcher: LLMatcher) -> None:
         self._kept[grammar] = matcher
         self._kept_bytes += len(grammar.text)
-        while len(self._kept) > MOST_KEPT or self._kept_bytes > MOST_KEPT_BYTES:
+        while len(self._kept) > MOST_KEPT or (self._kept_bytes > MOST_KEPT_BYTES and len(self._kept) > 1):
             self._kept_bytes -= len(self._kept.popitem(last=False)[0].text)
