@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -96,6 +97,17 @@ def test_the_official_client_parses_into_pydantic_models(client: Client) -> None
             **client.body(max_tokens=2000, seed=seed), response_format=Person
         )
         assert isinstance(reply.choices[0].message.parsed, Person)
+
+
+def test_the_pages_example(stub: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "structured-output.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    found: dict[str, Any] = {}
+    exec(example.replace("http://127.0.0.1:8000", stub.url), found)
+    assert isinstance(found["person"], found["Person"])
+    assert found["choice"] in ("yes", "no")
+    found["client"].close()
 
 
 def test_every_choice_is_held_to_the_form(client: Client) -> None:
