@@ -16,6 +16,7 @@ from services.gateway.reading import Reading
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key
+from services.gateway.structured import Grammars
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
 from shared.messages import ModelCard
@@ -36,8 +37,10 @@ class Intake:
         tokenizers: TokenizerStore,
         keys: IdempotencyKeys,
         reading: Reading,
+        grammars: Grammars,
     ) -> None:
         self._keys = keys
+        self._grammars = grammars
         self._reading = reading
         self._parts = parts
         self._catalog = catalog
@@ -112,20 +115,22 @@ class Intake:
     async def _prepare_chat(self, request: ChatCompletionRequest, context: Context) -> Run:
         validation.check_chat(request)
         card = self._catalog.card(request.model)
+        grammar = await self._grammars.of(request)
         tokenizer = await self._tokenizers.get(card)
         messages = chat_messages(request)
         prompt = await tokenizer.encode_chat(messages)
         session = context.session or cache_key(request.prompt_cache_key) or conversation_key(messages)
-        return Build(self._parts, request, card, tokenizer, context, session).run([prompt])
+        return Build(self._parts, request, card, tokenizer, context, session, grammar).run([prompt])
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
         card = self._catalog.card(request.model)
         given = validation.prompts_of(request)
+        grammar = await self._grammars.of(request)
         tokenizer = await self._tokenizers.get(card)
         prompts = [await _prompt_ids(prompt, tokenizer, card) for prompt in given]
         session = context.session or cache_key(request.prompt_cache_key)
-        return Build(self._parts, request, card, tokenizer, context, session).run(prompts)
+        return Build(self._parts, request, card, tokenizer, context, session, grammar).run(prompts)
 
 
 def _streamed(request: FieldsT) -> FieldsT:

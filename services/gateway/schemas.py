@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.structured_fields import ResponseFormat, StructuredOutputs
+
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
@@ -71,6 +73,14 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    # OpenAI's, here for completions too
+    response_format: ResponseFormat | None = None
 
     # OpenAI's, accepted without effect
     metadata: dict[str, str] | None = None
@@ -100,7 +110,6 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     reasoning_effort: Any = None
-    response_format: Any = None
     tool_choice: Any = None
     tools: Any = None
     verbosity: Any = None
@@ -132,7 +141,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
