@@ -37,6 +37,8 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds for which it goes on while nobody listens; 0: for the short grace of its gateway."""
     idempotency: str = ""
     """Key in the bucket `idempotency`, where there is one: freed when the generation fails."""
+    tenant: str = ""
+    """Whose it is: to others it is not there."""
 
 
 class GenerationRecords(msgspec.Struct, frozen=True):

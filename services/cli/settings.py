@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Literal
 
 from platformdirs import user_cache_path, user_data_path
-from pydantic import Field
+from pydantic import Field, SecretStr
+from pydantic_settings import CliSuppress
 
 from shared.config import CommonSettings
 
@@ -16,6 +17,8 @@ class LocalSettings(CommonSettings):
     """The local stack's NATS store, logs and run file."""
     model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
     """Models that were pulled or converted."""
+    api_key: CliSuppress[SecretStr] = SecretStr("")
+    """For gateways that ask for one."""
 
 
 class StackSettings(LocalSettings):

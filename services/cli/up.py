@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from services.cli.bars import LoadBars, model_bars
-from services.cli.chat import answer_once
+from services.cli.chat import KeyNeeded, answer_once
 from services.cli.gpus import find_gpus, share_out
 from services.cli.nats_address import existing_nats, without_credentials
 from services.cli.prepare import prepare_model
@@ -165,10 +165,14 @@ class Up:
         """One answer, streamed: the whole way works."""
         self._say(f"\n> {PROOF_PROMPT}", "bold")
         printer = AnswerPrinter(self._console)
+        key = self._settings.api_key.get_secret_value()
         try:
-            async for text in answer_once(url, PROOF_PROMPT, max_tokens=PROOF_TOKENS):
+            async for text in answer_once(url, PROOF_PROMPT, max_tokens=PROOF_TOKENS, api_key=key):
                 printer.write(text)
             printer.end()
+        except KeyNeeded:
+            printer.end()
+            self._say("(not asked: the stack has API keys; set RYZANSTEIN_API_KEY to one of them for that)")
         except RyzansteinError as error:
             printer.end()
             raise ConfigurationError(

@@ -8,6 +8,7 @@ import msgspec
 from services.gateway import sampling, validation
 from services.gateway.answer import Answer, requests_of
 from services.gateway.answers import Answers
+from services.gateway.auth.principal import ANONYMOUS, Principal
 from services.gateway.errors import InvalidParameter
 from services.gateway.generation import Generation, Limits
 from services.gateway.identity import new_identity
@@ -32,12 +33,13 @@ class Context(msgspec.Struct, frozen=True):
     key: str = ""
     """The Idempotency-Key header."""
     tenant: str = ""
-    """Whose keys these are: what stands in the Authorization header."""
+    """Whose request and idempotency keys these are: the principal's."""
     after: Sequence[int] | None = None
     """The Last-Event-ID header: where the client stands in what its key stands for."""
     idempotency: str = ""
     """The key's entry in the bucket `idempotency`."""
     lane: Lane = "interactive"
+    principal: Principal = ANONYMOUS
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -91,6 +93,7 @@ class Build:
             include_usage=bool(options and options.include_usage),
             background=self._context.background,
             idempotency=self._context.idempotency,
+            tenant=self._context.tenant,
         )
         settings = parts.settings
         limits = Limits(settings.recovery_attempts, settings.token_timeout, settings.stall_timeout)
@@ -125,5 +128,6 @@ class Build:
             stop_token_ids=self._stop_ids,
             session=self._session,
             lane=self._context.lane,
+            tenant=self._context.tenant,
             deadline=self._started_at + settings.token_timeout,
         )

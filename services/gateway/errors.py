@@ -16,6 +16,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
+from shared.keys import redact
 
 
 class RequestTimeout(InvalidRequest):
@@ -30,7 +31,15 @@ class KeyReused(InvalidRequest):
     code = "idempotency_key_reused"
 
 
+class AuthenticationFailed(InvalidRequest):
+    """There is no API key, or not one that is good."""
+
+    code = "invalid_api_key"
+    headers = {"www-authenticate": 'Bearer realm="ryzanstein"'}
+
+
 _STATUS: list[tuple[type[RyzansteinError], int]] = [
+    (AuthenticationFailed, 401),
     (UnknownModel, 404),
     (ContextLengthExceeded, 400),
     (PayloadTooLarge, 413),
@@ -97,7 +106,7 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
         )
         return ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
     code = getattr(error, "reason", None) or error.code
-    return ErrorBody(ErrorDetail(error.message, _type(status), error.param, code))
+    return ErrorBody(ErrorDetail(redact(error.message), _type(status), error.param, code))
 
 
 def _type(status: int) -> str:
@@ -107,9 +116,9 @@ def _type(status: int) -> str:
 
 
 def headers_of(error: BaseException) -> dict[str, str]:
-    """Headers that belong to `error`: Retry-After (whole seconds, at least 1), Allow, and Connection where
-    what is left of the request must not be taken for the next one."""
-    headers: dict[str, str] = {}
+    """Headers that belong to `error`: its own, Retry-After (whole seconds, at least 1), Allow, and Connection
+    where what is left of the request must not be taken for the next one."""
+    headers: dict[str, str] = dict(getattr(error, "headers", {}))
     seconds: Any = getattr(error, "retry_after", None) or _RETRY_AFTER.get(status_of(error))
     if seconds is not None:
         headers["retry-after"] = str(max(1, round(seconds)))

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from services.gateway import validation
+from services.gateway.auth.authenticator import Authenticator
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
 from services.gateway.errors import RouteError
@@ -36,7 +37,9 @@ class Intake:
         tokenizers: TokenizerStore,
         keys: IdempotencyKeys,
         reading: Reading,
+        authenticator: Authenticator,
     ) -> None:
+        self._authenticator = authenticator
         self._keys = keys
         self._reading = reading
         self._parts = parts
@@ -57,6 +60,7 @@ class Intake:
 
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
+        self._authenticator.check(context.principal)
         if context.key:
             return await self._repeatable(endpoint, body, context, always_streamed)
         return await self._prepare(endpoint, body, context, always_streamed)
@@ -69,8 +73,10 @@ class Intake:
         context = msgspec.structs.replace(context, idempotency=name)
         while True:
             known = await self._keys.get(name, print_)
-            if known is not None and (run := await self._repeat(known, context.after)) is not None:
-                return run
+            if known is not None:
+                run = await self._repeat(known, context.after, context.tenant)
+                if run is not None:
+                    return run
             if context.after is not None:
                 raise RouteError(
                     "No generation is known under this Idempotency-Key (any more), so there is nothing to go on "
@@ -82,12 +88,16 @@ class Intake:
             if await self._keys.take(name, run.answer.identity, print_, known):
                 return run
 
-    async def _repeat(self, known: Entry[Idempotency], after: Sequence[int] | None) -> Run | None:
+    async def _repeat(
+        self, known: Entry[Idempotency], after: Sequence[int] | None, tenant: str
+    ) -> Run | None:
         """None when the key stands for nothing (any more)."""
         give_up = time.monotonic() + ABANDONED
         while True:
             try:
-                run = await self._reading.attach(known.value.identity, after, how="idempotency")
+                run = await self._reading.attach(
+                    known.value.identity, after, how="idempotency", tenant=tenant
+                )
             except RouteError:
                 if time.monotonic() >= give_up:
                     return None

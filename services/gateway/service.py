@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 
 from services.gateway.answers import Answers
 from services.gateway.app import GatewayApp
+from services.gateway.auth.authenticator import Authenticator
+from services.gateway.auth.watch import KeyWatch
 from services.gateway.backend import Backend, shutting_down
 from services.gateway.build import Parts
 from services.gateway.catalog import Catalog
@@ -35,7 +37,9 @@ class GatewayService(Service):
         super().__init__(settings)
         self.settings = settings
         self._metrics = GatewayMetrics(self.registry)
-        self._backend = Backend()
+        self._authenticator = Authenticator(required=settings.require_key)
+        self._backend = Backend(self._authenticator)
+        self._keys: KeyWatch | None = None
         self._generations: Generations | None = None
         self._answers: Answers | None = None
         self._heirs: Heirs | None = None
@@ -69,17 +73,21 @@ class GatewayService(Service):
             on_alive=generations.on_group_alive,
         )
         self._generations, self._catalog = generations, catalog
+        api_keys = self._keys = KeyWatch(self.bus, self._authenticator)
         await generations.start(catalog)
+        self.spawn(api_keys.run(), "keys")
         self.spawn(catalog.watch_models(), "models")
         self.spawn(catalog.watch_groups(), "groups")
         self.spawn(generations.tokens.run(), "journal")
         self.spawn(generations.run(), "timeouts")
         self.spawn(generations.suspects.run(), "suspects")
         try:
-            await asyncio.wait_for(catalog.wait(), self.settings.nats_connect_timeout)
+            async with asyncio.timeout(self.settings.nats_connect_timeout):
+                await catalog.wait()
+                await api_keys.wait()
         except TimeoutError:
             raise BrokerUnavailable(
-                "NATS answers, but its buckets `models` and `groups` cannot be read; is JetStream enabled?"
+                "NATS answers, but its buckets `models`, `groups` and `keys` cannot be read; is JetStream enabled?"
             ) from None
         await self._open(generations, catalog, tokenizers)
 
@@ -100,7 +108,8 @@ class GatewayService(Service):
         self.spawn(heirs.run(), "unfinished")
         self.spawn(heirs.watch(), "heirs")
         parts = Parts(self.settings, answers, self._metrics)
-        self._backend.open(Intake(parts, catalog, tokenizers, keys, reading), reading, catalog)
+        intake = Intake(parts, catalog, tokenizers, keys, reading, self._authenticator)
+        self._backend.open(intake, reading, catalog)
 
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""
@@ -115,6 +124,8 @@ class GatewayService(Service):
                 self._answers.end_readers(shutting_down())
             await self._backend.idle(LAST_WORDS)
         self._catalog.stop()
+        if self._keys is not None:
+            self._keys.stop()
         if self._answers is not None:
             await self._answers.stop()
         if self._heirs is not None:

@@ -39,5 +39,9 @@ class GatewaySettings(CommonSettings):
     as long as a load balancer takes to notice."""
     drain_timeout: float = Field(default=20.0, ge=0)
     """Seconds that running streams get to end when the gateway stops; then others take them over."""
+    require_key: bool = False
+    """Ask for an API key also before the first one exists; once there is one, it is always asked for."""
+    metrics_need_key: bool = False
+    """Whether /metrics needs an API key as well, once one exists."""
     pending_frames: int = Field(default=65_536, gt=0)
     """Token frames that may wait to be read; when there are more, the journal fills the gap."""
