@@ -104,14 +104,18 @@ class Answers:
     async def submit(self, answer: Answer) -> "asyncio.Future[None]":
         """Hands it in; what is returned is done when its record is durable.
 
-        Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
+        Raises `RateLimited`, `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
         """
-        self._by_identity[answer.identity] = answer
         try:
+            if answer.admission is not None:
+                await answer.admission.begin(answer.may_cost)
+            self._by_identity[answer.identity] = answer
             stored = self._writer.write(answer.record)
             await self._generations.submit(answer.generations)
         except RyzansteinError:
             self._by_identity.pop(answer.identity, None)
+            if answer.admission is not None:
+                answer.admission.end(0)
             if answer.record.idempotency and self.free_key is not None:
                 self.spawn(self.free_key(answer.record))
             raise
@@ -253,6 +257,8 @@ class Answers:
         """Forgets it; whoever asks for it later is answered from the journal."""
         if self._by_identity.pop(answer.identity, None) is None:
             return
+        if answer.admission is not None:
+            answer.admission.end(answer.cost)
         self._generations.forget(answer.generations)
         if answer.watched and not answer.ended:  # another gateway's by now
             for generation in answer.generations:

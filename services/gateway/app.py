@@ -114,7 +114,9 @@ class _Exchange:
             self._remember()
 
     def _remember(self) -> None:
-        self._scope.setdefault("state", {})["request_id"] = self.request_id
+        state = self._scope.setdefault("state", {})
+        state["request_id"] = self.request_id
+        self._more_headers = state.setdefault("answer_headers", {})
         structlog.contextvars.bind_contextvars(request_id=self.request_id)
 
     async def send(self, message: Any) -> None:
@@ -122,6 +124,7 @@ class _Exchange:
             self.status = message.get("status", 101)
             message["headers"] = [
                 *message.get("headers", ()),
+                *((name.encode(), value.encode()) for name, value in self._more_headers.items()),
                 (b"x-request-id", self.request_id.encode()),
             ]
         await self._send(message)

@@ -12,6 +12,7 @@ from services.gateway.auth.principal import ANONYMOUS, Principal
 from services.gateway.errors import InvalidParameter
 from services.gateway.generation import Generation, Limits
 from services.gateway.identity import new_identity
+from services.gateway.limits.limiter import Admission
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.run import Run
 from services.gateway.runs import new_run
@@ -20,6 +21,9 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.tokenization import Tokenizer
 from shared.messages import GenerationRequest, Lane, ModelCard
 from shared.records import GenerationRecord
+
+UNNAMED_OUTPUT = 512
+"""Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -40,6 +44,10 @@ class Context(msgspec.Struct, frozen=True):
     """The key's entry in the bucket `idempotency`."""
     lane: Lane = "interactive"
     principal: Principal = ANONYMOUS
+    answer_headers: dict[str, str] = {}
+    """Gets what the answer's head should say of limits, by the time that the answer begins."""
+    admission: Admission | None = None
+    """Set by the intake, where something is limited."""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -102,8 +110,17 @@ class Build:
             for index, wire in enumerate(requests_of(record))
         ]
         answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=self._now)
+        answer.admission, answer.may_cost = self._context.admission, self._may_cost(record)
         metrics = parts.metrics.of_model(self._card.model)
         return new_run(answer, self._tokenizer, parts.answers, metrics=metrics)
+
+    def _may_cost(self, record: GenerationRecord) -> int:
+        """Tokens that it may come to; where the client names no limit, what answers usually are."""
+        request = self._request
+        named = request.max_tokens or getattr(request, "max_completion_tokens", None)
+        most = record.requests[0].max_tokens if named else UNNAMED_OUTPUT
+        outputs = (min(most, item.max_tokens) * record.choices for item in record.requests)
+        return sum(len(item.prompt) for item in record.requests) + sum(outputs)
 
     def _wire(self, index: int, prompt: list[int]) -> GenerationRequest:
         """The request of choice 0 of a prompt."""

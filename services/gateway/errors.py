@@ -1,5 +1,6 @@
 """Errors as the HTTP and WebSocket edge shows them: a status, and a body in OpenAI's shape."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -38,6 +39,19 @@ class AuthenticationFailed(InvalidRequest):
     headers = {"www-authenticate": 'Bearer realm="ryzanstein"'}
 
 
+class RateLimited(Unavailable):
+    """A key or a tenant has done as much as it may within this minute, or has as much under way."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, kind: str, wait: float = 0.0) -> None:
+        """`kind`: requests or tokens, OpenAI's type of the error; `wait`: seconds to the next try, 0: none will do."""
+        super().__init__(message, retry_after=math.ceil(wait) or None)
+        self.kind = kind
+        self.wait = wait
+        self.headers = {"retry-after-ms": str(math.ceil(wait * 1000))} if wait else {}
+
+
 _STATUS: list[tuple[type[RyzansteinError], int]] = [
     (AuthenticationFailed, 401),
     (UnknownModel, 404),
@@ -45,6 +59,7 @@ _STATUS: list[tuple[type[RyzansteinError], int]] = [
     (PayloadTooLarge, 413),
     (RequestTimeout, 408),
     (KeyReused, 422),
+    (RateLimited, 429),
     (QueueFull, 429),
     (NoGroupAvailable, 503),
     (DeadlineExceeded, 504),
@@ -106,7 +121,8 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
         )
         return ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
     code = getattr(error, "reason", None) or error.code
-    return ErrorBody(ErrorDetail(redact(error.message), _type(status), error.param, code))
+    kind = getattr(error, "kind", None) or _type(status)
+    return ErrorBody(ErrorDetail(redact(error.message), kind, error.param, code))
 
 
 def _type(status: int) -> str:
@@ -119,7 +135,9 @@ def headers_of(error: BaseException) -> dict[str, str]:
     """Headers that belong to `error`: its own, Retry-After (whole seconds, at least 1), Allow, and Connection
     where what is left of the request must not be taken for the next one."""
     headers: dict[str, str] = dict(getattr(error, "headers", {}))
-    seconds: Any = getattr(error, "retry_after", None) or _RETRY_AFTER.get(status_of(error))
+    seconds: Any = getattr(error, "retry_after", None)
+    if seconds is None and not isinstance(error, RateLimited):
+        seconds = _RETRY_AFTER.get(status_of(error))
     if seconds is not None:
         headers["retry-after"] = str(max(1, round(seconds)))
     if isinstance(error, RequestTimeout):

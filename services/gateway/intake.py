@@ -13,6 +13,7 @@ from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
 from services.gateway.errors import RouteError
 from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
+from services.gateway.limits.limiter import Limiter
 from services.gateway.reading import Reading
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
@@ -38,8 +39,10 @@ class Intake:
         keys: IdempotencyKeys,
         reading: Reading,
         authenticator: Authenticator,
+        limiter: Limiter,
     ) -> None:
         self._authenticator = authenticator
+        self._limiter = limiter
         self._keys = keys
         self._reading = reading
         self._parts = parts
@@ -111,6 +114,10 @@ class Intake:
     async def _prepare(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:
+        admission = self._limiter.admission(context.principal, context.lane, context.answer_headers)
+        if admission is not None:
+            await admission.request()
+            context = msgspec.structs.replace(context, admission=admission)
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
             return await self._prepare_chat(_streamed(chat) if always_streamed else chat, context)

@@ -74,6 +74,7 @@ def context_of(scope: Scope, settings: GatewaySettings) -> Context:
         tenant=scope["state"]["principal"].tenant,
         after=after,
         principal=scope["state"]["principal"],
+        answer_headers=scope["state"]["answer_headers"],
     )
 
 

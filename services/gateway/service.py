@@ -14,6 +14,7 @@ from services.gateway.generations import Generations
 from services.gateway.heirs import Heirs
 from services.gateway.idempotency import IdempotencyKeys
 from services.gateway.intake import Intake
+from services.gateway.limits.limiter import Limiter
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.reading import Reading
 from services.gateway.settings import GatewaySettings
@@ -40,6 +41,7 @@ class GatewayService(Service):
         self._authenticator = Authenticator(required=settings.require_key)
         self._backend = Backend(self._authenticator)
         self._keys: KeyWatch | None = None
+        self._limiter: Limiter | None = None
         self._generations: Generations | None = None
         self._answers: Answers | None = None
         self._heirs: Heirs | None = None
@@ -108,7 +110,11 @@ class GatewayService(Service):
         self.spawn(heirs.run(), "unfinished")
         self.spawn(heirs.watch(), "heirs")
         parts = Parts(self.settings, answers, self._metrics)
-        intake = Intake(parts, catalog, tokenizers, keys, reading, self._authenticator)
+        limiter = self._limiter = Limiter(self.bus, self.instance, self.settings)
+        await limiter.start()
+        self.spawn(limiter.run(), "in use")
+        self.spawn(limiter.windows.run(), "limits")
+        intake = Intake(parts, catalog, tokenizers, keys, reading, self._authenticator, limiter)
         self._backend.open(intake, reading, catalog)
 
     async def stop(self) -> None:
@@ -132,3 +138,5 @@ class GatewayService(Service):
             self._heirs.stop()
             await self._heirs.write_list()
         await self._generations.stop()
+        if self._limiter is not None:
+            await self._limiter.stop()

@@ -39,6 +39,17 @@ class GatewaySettings(CommonSettings):
     as long as a load balancer takes to notice."""
     drain_timeout: float = Field(default=20.0, ge=0)
     """Seconds that running streams get to end when the gateway stops; then others take them over."""
+    requests_per_minute: int = Field(default=0, ge=0)
+    """Requests that each API key may begin within any minute, at all gateways together; 0: any number. A key
+    may have a limit of its own; without keys it holds for all requests together."""
+    tokens_per_minute: int = Field(default=0, ge=0)
+    """As `requests_per_minute`, for tokens of prompt and output."""
+    concurrent_generations: int = Field(default=0, ge=0)
+    """Requests that each API key may have under way; 0: any number."""
+    tenant_requests_per_minute: int = Field(default=0, ge=0)
+    """As `requests_per_minute`, for all keys of a tenant together."""
+    tenant_tokens_per_minute: int = Field(default=0, ge=0)
+    tenant_concurrent_generations: int = Field(default=0, ge=0)
     require_key: bool = False
     """Ask for an API key also before the first one exists; once there is one, it is always asked for."""
     metrics_need_key: bool = False
