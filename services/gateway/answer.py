@@ -169,7 +169,9 @@ def followed_answer(
     generations = []
     for index, request in enumerate(requests_of(record)):
         generation = Generation(request, index, limits, now=now, started_at=record.created, followed=True)
-        generation.attempt_at = now - max(0.0, now_unix - record.created)
+        age = max(0.0, now_unix - record.created)
+        generation.attempt_at = now - age
+        generation.ends_at -= age
         generations.append(generation)
     return Answer(record, generations, owner=owner, owned=False, now=now)
 

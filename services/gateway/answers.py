@@ -10,13 +10,13 @@ import structlog
 
 from services.gateway.answer import Answer, followed_answer
 from services.gateway.errors import RouteError
-from services.gateway.generation import Deliver, Limits
+from services.gateway.generation import Deliver
 from services.gateway.generations import CLOCK_MARGIN, SWEEP_INTERVAL, Generations
 from services.gateway.identity import writer_of
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.ownership import Owners
 from services.gateway.records import RecordReader, RecordWriter
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings, limits_of
 from shared.bus import Bus
 from shared.errors import QueueFull, RyzansteinError, Unavailable
 from shared.records import GenerationRecord, Ownership
@@ -215,9 +215,7 @@ class Answers:
     ) -> Answer:
         """Reads the log of a generation that is not at hand, and goes on reading it."""
         now = time.monotonic()
-        limits = Limits(
-            self._settings.recovery_attempts, self._settings.token_timeout, self._settings.stall_timeout
-        )
+        limits = limits_of(self._settings)
         owner = ownership.owner if ownership else record.requests[0].consumer
         answer = followed_answer(record, limits, owner=owner, now=now, now_unix=time.time())
         answer.quiet_since = now + keep

@@ -10,15 +10,16 @@ from services.gateway.answer import Answer, requests_of
 from services.gateway.answers import Answers
 from services.gateway.auth.principal import ANONYMOUS, Principal
 from services.gateway.errors import InvalidParameter
-from services.gateway.generation import Generation, Limits
+from services.gateway.generation import Generation
 from services.gateway.identity import new_identity
 from services.gateway.limits.limiter import Admission
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.run import Run
 from services.gateway.runs import new_run
 from services.gateway.schemas import ChatCompletionRequest, GenerationFields
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.tokenization import Tokenizer
+from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, Lane, ModelCard
 from shared.records import GenerationRecord
 
@@ -104,7 +105,7 @@ class Build:
             tenant=self._context.tenant,
         )
         settings = parts.settings
-        limits = Limits(settings.recovery_attempts, settings.token_timeout, settings.stall_timeout)
+        limits = limits_of(settings)
         generations = [
             Generation(wire, index, limits, now=self._now, started_at=self._started_at)
             for index, wire in enumerate(requests_of(record))
@@ -131,6 +132,12 @@ class Build:
                 f"Invalid '{param}': it resulted in no token; send at least one character.",
                 param=param,
                 reason="empty_prompt",
+            )
+        if settings.prompt_limit and len(prompt) > settings.prompt_limit:
+            raise ContextLengthExceeded(
+                f"This server takes prompts of at most {settings.prompt_limit} tokens, and yours has {len(prompt)}; "
+                "shorten it.",
+                param="messages" if self._chat else "prompt",
             )
         limit = sampling.max_tokens(self._request, self._card, len(prompt), settings.default_max_tokens)
         validation.check_min_tokens(self._request, limit)

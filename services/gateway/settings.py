@@ -2,7 +2,15 @@
 
 from pydantic import Field
 
+from services.gateway.generation import Limits
 from shared.config import CommonSettings
+
+
+def limits_of(settings: "GatewaySettings") -> Limits:
+    """The bounds of every generation's life."""
+    return Limits(
+        settings.recovery_attempts, settings.token_timeout, settings.stall_timeout, settings.request_timeout
+    )
 
 
 class GatewaySettings(CommonSettings):
@@ -14,6 +22,10 @@ class GatewaySettings(CommonSettings):
     """Largest request body or WebSocket message, in bytes."""
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds that a client gets to send a request body."""
+    prompt_limit: int = Field(default=0, ge=0)
+    """Tokens that a prompt may have; 0: what the model's context takes."""
+    request_timeout: float = Field(default=0.0, ge=0)
+    """Seconds after which a generation is ended, however far it has come; 0: never. Batch jobs have their own."""
     token_timeout: float = Field(default=600.0, gt=0)
     """Seconds to wait for the first token, and for each next one."""
     stall_timeout: float = Field(default=10.0, gt=0)

@@ -199,3 +199,18 @@ async def test_lines_of_a_batch_take_tokens_alone_and_wait_for_them(
     second.end(60)
     interactive.end(0)
     third.end(0)
+
+
+async def test_a_prompt_may_have_so_many_tokens_and_a_generation_take_so_long(
+    nats_settings: CommonSettings, ring: FakeRing
+) -> None:
+    async with run_gateway(nats_settings, prompt_limit=40, request_timeout=0.3) as gateway:
+        long = await ask(gateway, None, BODY | {"messages": [{"role": "user", "content": "Hi" * 40}]})
+        assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "at most 40 tokens" in long.json()["error"]["message"]
+        assert (await ask(gateway, None)).status_code == 200
+        ring.behave = silence
+        late = await ask(gateway, None)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert "longer than 0.3 s" in late.json()["error"]["message"]
+        await until(lambda: len(ring.cancelled | ring.commanded) == 1)
