@@ -30,6 +30,7 @@ from shared.broker_errors import (
 )
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, NobodyThere, PayloadTooLarge
+from shared.permissions import inbox_of
 from shared.stored import StoredPublisher
 from shared.streams import LEADER_PAUSE, ensure_stream
 
@@ -102,6 +103,7 @@ class Bus:
             self._client.connect(
                 servers=urls,
                 name=name,
+                inbox_prefix=inbox_of(self._settings.nats_user),
                 user=self._settings.nats_user or None,
                 password=self._settings.nats_password.get_secret_value() or None,
                 error_cb=self._on_error,
@@ -168,8 +170,9 @@ class Bus:
 
     # --- streams ---------------------------------------------------------------------------------
 
-    async def ensure_streams(self) -> None:
-        """Creates intake and journal where they do not exist yet. Any service may do so, at any time.
+    async def ensure_streams(self, *, change: bool = True) -> None:
+        """Creates intake and journal where they do not exist yet. Any service may do so, at any time; where they
+        are there with other limits, they get those of the settings if `change` says so.
 
         Raises `BrokerUnavailable`, and `ConfigurationError` for a server that has no JetStream or has
         other streams under these names.
@@ -182,6 +185,7 @@ class Bus:
                 retention=RetentionPolicy.WORK_QUEUE,
                 storage=StorageType.FILE,
             ),
+            change=change,
         )
         await ensure_stream(
             self,
@@ -193,6 +197,7 @@ class Bus:
                 max_age=self._settings.journal_max_age,
                 max_bytes=self._settings.journal_max_bytes,
             ),
+            change=change,
         )
 
     # --- publish, request, subscribe -------------------------------------------------------------

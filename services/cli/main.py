@@ -14,6 +14,7 @@ from services.cli.bars import model_bars
 from services.cli.chat import ChatClient
 from services.cli.drain import drain_group, left_of, print_groups, undrain_group
 from services.cli.keys import keys_app
+from services.cli.nats_config_command import nats_config
 from services.cli.prepare import prepare_model
 from services.cli.serve import MODULES
 from services.cli.serve import serve as serve_service
@@ -40,6 +41,7 @@ app = typer.Typer(
 models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
 app.add_typer(keys_app, name="keys")
+app.command("nats-config")(nats_config)
 
 
 @app.command()

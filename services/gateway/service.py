@@ -32,6 +32,7 @@ class GatewayService(Service):
     """Serves the API until it is told to stop; then lets running streams end."""
 
     name: ClassVar[ServiceName] = "gateway"
+    changes_streams: ClassVar[bool] = True
     settings: GatewaySettings
 
     def __init__(self, settings: GatewaySettings) -> None:
