@@ -1,5 +1,6 @@
 """A conversation with the gateway, streamed to the terminal."""
 
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx
 import msgspec
 
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
+from shared.tls import client_context, pinned_context
 
 Message = dict[str, str]
 
@@ -53,10 +55,19 @@ class ChatClient:
     """
 
     def __init__(
-        self, url: str, *, model: str = "", session: str = "", timeout: float = 600.0, api_key: str = ""
+        self,
+        url: str,
+        *,
+        model: str = "",
+        session: str = "",
+        timeout: float = 600.0,
+        api_key: str = "",
+        trust: ssl.SSLContext | bool = True,
     ) -> None:
         self.url = _checked(url)
-        self._client = httpx.Client(timeout=_timeout(timeout), trust_env=False, headers=_bearer(api_key))
+        self._client = httpx.Client(
+            timeout=_timeout(timeout), trust_env=False, headers=_bearer(api_key), verify=trust
+        )
         self._headers = {"x-session-id": session} if session else {}
         self.model = model
         self.messages: list[Message] = []
@@ -105,10 +116,13 @@ class ChatClient:
         raise _broken_off()
 
 
-async def answer_once(url: str, prompt: str, *, max_tokens: int, api_key: str = "") -> AsyncIterator[str]:
+async def answer_once(
+    url: str, prompt: str, *, max_tokens: int, api_key: str = "", trust: ssl.SSLContext | bool = True
+) -> AsyncIterator[str]:
     """The greedy answer to a single question, as it comes; leaving it early ends it at the gateway too."""
     url = _checked(url)
     options: dict[str, Any] = {"timeout": _timeout(600), "trust_env": False, "headers": _bearer(api_key)}
+    options["verify"] = trust
     async with httpx.AsyncClient(**options) as client:
         try:
             model = _first_model(url, await client.get(f"{url}/v1/models"))
@@ -183,6 +197,14 @@ def _text_of(url: str, line: str) -> str | None:
     if event.error is not None:
         raise RyzansteinError(event.error.message)
     return "".join(choice.delta.content or "" for choice in event.choices)
+
+
+def trust_of(certificate: str, ca: str = "") -> ssl.SSLContext | bool:
+    """Whom to trust: the authorities in the file `ca`, the one certificate of a gateway on this machine, or
+    those that everybody trusts."""
+    if ca:
+        return client_context(ca)
+    return pinned_context(certificate) if certificate else True
 
 
 def _bearer(api_key: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from services.cli import models as model_store
 from services.cli.bars import model_bars
-from services.cli.chat import ChatClient
+from services.cli.chat import ChatClient, trust_of
 from services.cli.drain import drain_group, left_of, print_groups, undrain_group
 from services.cli.keys import keys_app
 from services.cli.nats_config_command import nats_config
@@ -72,6 +73,17 @@ def up(
     engine: Annotated[
         str, typer.Option(help="torch, or stub: tokens at a set speed, for tests of the control plane.")
     ] = "torch",
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificate chain (PEM): the API is at https:// then. With --tls-key.", dir_okay=False
+        ),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).", dir_okay=False)] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(help="Authorities of which clients must bring a certificate (PEM).", dir_okay=False),
+    ] = None,
     proof: Annotated[bool, typer.Option(help="Stream one answer once everything is ready.")] = True,
 ) -> None:
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
@@ -79,7 +91,9 @@ def up(
     _check_choice("--engine", engine, ("torch", "stub"))
     if kv_dtype is not None:
         _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
-    settings = load_settings(StackSettings, data_dir=data_dir)
+    tls = {"tls_certificate": tls_certificate, "tls_key": tls_key, "tls_client_ca": tls_client_ca}
+    files = {name: str(path.resolve()) for name, path in tls.items() if path is not None}
+    settings = load_settings(StackSettings, data_dir=data_dir, **files)
     options = UpOptions(
         model=model,
         data_dir=settings.data_dir.expanduser().resolve(),
@@ -182,6 +196,12 @@ def chat(
     prompt: Annotated[str, typer.Argument(help="A single question; without it, a conversation.")] = "",
     model: Annotated[str, typer.Option(help="Default: the first model that is served.")] = "",
     url: Annotated[str, typer.Option(help="The gateway. Default: the local stack's.")] = "",
+    ca: Annotated[
+        str,
+        typer.Option(
+            envvar="RYZANSTEIN_CA", help="File of the authorities to trust (PEM), for an https:// gateway."
+        ),
+    ] = "",
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", min=0, max=2)] = None,
     data_dir: DataDir = None,
@@ -194,13 +214,19 @@ def chat(
     ] = "",
 ) -> None:
     """Talk to a model, streamed."""
+    certificate = ""
     if not url:
         stack = _find_stack(data_dir)
         if stack is None and data_dir is not None:
             raise _no_stack(data_dir, "name its gateway with --url")
         url = stack.gateway_url if stack else "http://127.0.0.1:8000"
+        certificate = stack.certificate if stack else ""
     client = ChatClient(
-        url, model=model, session=f"chat-{os.getpid()}-{os.urandom(4).hex()}", api_key=api_key
+        url,
+        model=model,
+        session=f"chat-{os.getpid()}-{os.urandom(4).hex()}",
+        api_key=api_key,
+        trust=trust_of(certificate, ca),
     )
     screen = console()
     try:

@@ -30,6 +30,10 @@ class StackSettings(LocalSettings):
     """CPU threads of each rank; 0: the cores shared out among all ranks of the stack."""
     replicas_on_host: int = Field(default=0, ge=0)
     """Executor groups that share this host's memory; 0: those of the stack."""
+    tls_certificate: str = ""
+    """Certificate chain and key of the API, which is at https:// then; and whose certificates clients must have."""
+    tls_key: str = ""
+    tls_client_ca: str = ""
     drain_grace: float = Field(default=10.0, ge=0)
     """Seconds that an executor takes to finish what runs; only then may it be killed."""
     drain_delay: float = Field(default=0.0, ge=0)

@@ -77,7 +77,7 @@ class LocalStack:
         """Where clients on this machine reach the API."""
         beat = next((beat for beat in self.beats.values() if beat.service == "gateway"), None)
         address = beat.address if beat else f"{bracketed(self._plan.host)}:{self._port}"
-        return f"http://{reachable(address)}"
+        return f"{'https' if self._settings.tls_certificate else 'http'}://{reachable(address)}"
 
     @property
     def logs(self) -> Path:
@@ -160,7 +160,11 @@ class LocalStack:
         return children
 
     def _gateway_arguments(self) -> list[str]:
-        return ["--host", self._plan.host, "--port", str(self._port)]
+        arguments = ["--host", self._plan.host, "--port", str(self._port)]
+        for name in ("tls_certificate", "tls_key", "tls_client_ca"):
+            if path := getattr(self._settings, name):
+                arguments += [f"--{name.replace('_', '-')}", path]
+        return arguments
 
     def _executor_arguments(self, replica: int) -> list[str]:
         plan, settings = self._plan, self._settings

@@ -19,10 +19,11 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.reading import Reading
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer_store import TokenizerStore
-from shared.errors import BrokerUnavailable
+from shared.errors import BrokerUnavailable, ConfigurationError
 from shared.lifecycle import Service
 from shared.messages import ServiceName
 from shared.telemetry import OpsApp
+from shared.tls import Certificates, server_context
 
 LAST_WORDS = 2.0
 """Seconds that streams get to write their error when the time to drain is over."""
@@ -43,6 +44,7 @@ class GatewayService(Service):
         self._backend = Backend(self._authenticator)
         self._keys: KeyWatch | None = None
         self._limiter: Limiter | None = None
+        self._certificates: Certificates | None = None
         self._generations: Generations | None = None
         self._answers: Answers | None = None
         self._heirs: Heirs | None = None
@@ -64,7 +66,22 @@ class GatewayService(Service):
             "timeout_keep_alive": 75,
             "server_header": False,
             "proxy_headers": False,  # nobody asks for the client's address
+            **self._tls_options(),
         }
+
+    def _tls_options(self) -> dict[str, Any]:
+        """Raises `ConfigurationError`."""
+        settings = self.settings
+        if not settings.tls_certificate:
+            if settings.tls_key or settings.tls_client_ca:
+                raise ConfigurationError(
+                    "RYZANSTEIN_TLS_KEY and RYZANSTEIN_TLS_CLIENT_CA are of no use without "
+                    "RYZANSTEIN_TLS_CERTIFICATE; set that too."
+                )
+            return {}
+        context = server_context(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        self._certificates = Certificates(context, settings.tls_certificate, settings.tls_key)
+        return {"ssl_context_factory": lambda config, default: context}
 
     async def start(self) -> None:
         generations = Generations(self.bus, self.instance, self.settings, self._metrics)
@@ -79,6 +96,8 @@ class GatewayService(Service):
         api_keys = self._keys = KeyWatch(self.bus, self._authenticator)
         await generations.start(catalog)
         self.spawn(api_keys.run(), "keys")
+        if self._certificates is not None:
+            self.spawn(self._certificates.run(self.settings.tls_check_interval), "certificates")
         self.spawn(catalog.watch_models(), "models")
         self.spawn(catalog.watch_groups(), "groups")
         self.spawn(generations.tokens.run(), "journal")

@@ -18,6 +18,14 @@ class GatewaySettings(CommonSettings):
 
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of the API and of /health, /ready and /metrics; 0: the system chooses."""
+    tls_certificate: str = ""
+    """File of the certificate chain (PEM) of the API; with `tls_key`. Both may be replaced while it runs."""
+    tls_key: str = ""
+    """File of its key (PEM, without a password)."""
+    tls_client_ca: str = ""
+    """File of the authorities of which every client must bring a certificate; empty: clients need none."""
+    tls_check_interval: float = Field(default=5.0, gt=0)
+    """Seconds between two looks whether certificate and key were replaced."""
     body_limit: int = Field(default=4 << 20, gt=0)
     """Largest request body or WebSocket message, in bytes."""
     body_timeout: float = Field(default=30.0, gt=0)
