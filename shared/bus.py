@@ -6,6 +6,7 @@ can read the journal.
 """
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -351,10 +352,12 @@ class Bus:
             for subscription, callback in list(self._gap_callbacks):
                 if subscription is not None and subscription is error.sub:
                     callback()
+        elif "permissions violation" in self._last_error.lower():
+            self._warn("nats_refused", self._last_error, logging.ERROR)
         elif self._client.is_connected:
             self._warn("nats_error", self._last_error)
 
-    def _warn(self, event: str, about: str) -> None:
+    def _warn(self, event: str, about: str, level: int = logging.WARNING) -> None:
         """Logs at once, and what repeats once per interval with its number: a line for each message that
         is dropped would make a slow consumer slower still."""
         key = (event, about)
@@ -362,7 +365,7 @@ class Bus:
             self._repeats[key] += 1
             return
         self._repeats[key] = 0
-        log.warning(event, about=about)
+        log.log(level, event, about=about)
         asyncio.get_running_loop().call_later(REPEAT_INTERVAL, self._warn_again, key)
 
     def _warn_again(self, key: tuple[str, str]) -> None:

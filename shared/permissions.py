@@ -5,7 +5,7 @@
 
 Only who owns something may write it: groups and services the health monitor, keys the operator, session pins the
 schedulers. Streams and buckets are made by whoever comes first; what exists is changed by the gateways (limits of
-INTAKE and JOURNAL) and the operator alone. Patterns are NATS': `*` is one token, `>` all that follow.
+INTAKE and JOURNAL) and the operator (all) alone. Patterns are NATS': `*` is one token, `>` all that follow.
 """
 
 from collections.abc import Iterator
@@ -119,6 +119,13 @@ def _answers(*askers: User) -> Iterator[str]:
     return (f"{inbox_of(asker)}.>" for asker in askers)
 
 
+def _stores() -> Iterator[str]:
+    """The streams behind all buckets and object stores."""
+    for name, value in vars(subjects).items():
+        if name.endswith(("_BUCKET", "_STORE")):
+            yield f"{'KV' if name.endswith('_BUCKET') else 'OBJ'}_{value}"
+
+
 # --- the table -----------------------------------------------------------------------------------
 
 _ALL_DISPATCH, _ALL_CONTROL, _ALL_GATEWAYS = "groups.*.dispatch", "groups.*.control", "gateways.*"
@@ -186,6 +193,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *map(_create, _STREAMS),
             *map(_change, _STREAMS),
             *(f"{_API}.STREAM.INFO.{stream}" for stream in _STREAMS),
+            *map(_change, _stores()),
             *_bucket(subjects.GROUPS_BUCKET),
             *_bucket(subjects.SERVICES_BUCKET),
             *_own_bucket(subjects.KEYS_BUCKET),

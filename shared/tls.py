@@ -6,6 +6,7 @@ certificate, key ──▶ context ──▶ every new connection
 """
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -101,10 +102,19 @@ class TlsClient(Client):
     nats-py encrypts where the server says so; whoever sits between could say that it does not.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        logging.getLogger("asyncio").addFilter(_without_eof_note)
+
     def _connect_command(self) -> bytes:
         if not self._server_info.get("tls_required"):
             raise PlainServer
         return bytes(super()._connect_command())
+
+
+def _without_eof_note(record: logging.LogRecord) -> bool:
+    """asyncio remarks on nats-py's way of closing, at each connection's end; there is nothing to do about it."""
+    return "eof_received() has no effect when using ssl" not in record.getMessage()
 
 
 class PlainServer(nats.errors.Error):

@@ -119,7 +119,7 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
             "The server failed on this request by a fault of its own; "
             f"report it with the request id {request_id}."
         )
-        return ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
+        return ErrorBody(ErrorDetail(redact(message), "server_error", None, "internal_error"))
     code = getattr(error, "reason", None) or error.code
     kind = getattr(error, "kind", None) or _type(status)
     return ErrorBody(ErrorDetail(redact(error.message), kind, error.param, code))

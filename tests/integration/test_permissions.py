@@ -63,7 +63,7 @@ PUBLISH: dict[str, set[str]] = {
     "$JS.API.STREAM.CREATE.KV_keys": {G, O},
     "$JS.API.STREAM.CREATE.other": set(),
     "$JS.API.STREAM.UPDATE.JOURNAL": {G, O},
-    "$JS.API.STREAM.UPDATE.KV_keys": set(),
+    "$JS.API.STREAM.UPDATE.KV_keys": {O},
     "$JS.API.STREAM.DELETE.JOURNAL": set(),
     "$JS.API.STREAM.PURGE.INTAKE": set(),
     "$JS.API.STREAM.PURGE.KV_keys": set(),

@@ -35,6 +35,9 @@ BATCH_WAIT = 1.0
 """Seconds after which a batch line looks again for tokens: others may have given some back."""
 
 
+NO_LIMITS = KeyLimits()
+
+
 class Scope(NamedTuple):
     """Whom limits are for."""
 
@@ -57,6 +60,7 @@ class Limiter:
             settings.tenant_tokens_per_minute,
             settings.tenant_concurrent_generations,
         )
+        self._unlimited = self._default == self._tenant == NO_LIMITS
         self.windows = SharedWindows(bus)
         self.counts = Counts(gateway)
         self._stopping = False
@@ -80,7 +84,9 @@ class Limiter:
 
     def admission(self, principal: Principal, lane: Lane, headers: dict[str, str]) -> "Admission | None":
         """For one request; None where nothing is limited. `headers` gets what the answer should say."""
-        scopes = [scope for scope in self._scopes(principal) if scope.limits != KeyLimits()]
+        if self._unlimited and principal.limits == NO_LIMITS:
+            return None
+        scopes = [scope for scope in self._scopes(principal) if scope.limits != NO_LIMITS]
         return Admission(self, scopes, headers, batch=lane == "batch") if scopes else None
 
     def _scopes(self, principal: Principal) -> Iterator[Scope]:
