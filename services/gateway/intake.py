@@ -8,10 +8,12 @@ from typing import Literal, TypeVar
 import msgspec
 
 from services.gateway import validation
+from services.gateway.auth.authenticator import Authenticator
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
 from services.gateway.errors import RouteError
 from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
+from services.gateway.limits.limiter import Limiter
 from services.gateway.reading import Reading
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
@@ -38,7 +40,11 @@ class Intake:
         keys: IdempotencyKeys,
         reading: Reading,
         grammars: Grammars,
+        authenticator: Authenticator,
+        limiter: Limiter,
     ) -> None:
+        self._authenticator = authenticator
+        self._limiter = limiter
         self._keys = keys
         self._grammars = grammars
         self._reading = reading
@@ -60,6 +66,7 @@ class Intake:
 
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
+        self._authenticator.check(context.principal)
         if context.key:
             return await self._repeatable(endpoint, body, context, always_streamed)
         return await self._prepare(endpoint, body, context, always_streamed)
@@ -72,8 +79,10 @@ class Intake:
         context = msgspec.structs.replace(context, idempotency=name)
         while True:
             known = await self._keys.get(name, print_)
-            if known is not None and (run := await self._repeat(known, context.after)) is not None:
-                return run
+            if known is not None:
+                run = await self._repeat(known, context.after, context.tenant)
+                if run is not None:
+                    return run
             if context.after is not None:
                 raise RouteError(
                     "No generation is known under this Idempotency-Key (any more), so there is nothing to go on "
@@ -85,12 +94,16 @@ class Intake:
             if await self._keys.take(name, run.answer.identity, print_, known):
                 return run
 
-    async def _repeat(self, known: Entry[Idempotency], after: Sequence[int] | None) -> Run | None:
+    async def _repeat(
+        self, known: Entry[Idempotency], after: Sequence[int] | None, tenant: str
+    ) -> Run | None:
         """None when the key stands for nothing (any more)."""
         give_up = time.monotonic() + ABANDONED
         while True:
             try:
-                run = await self._reading.attach(known.value.identity, after, how="idempotency")
+                run = await self._reading.attach(
+                    known.value.identity, after, how="idempotency", tenant=tenant
+                )
             except RouteError:
                 if time.monotonic() >= give_up:
                     return None
@@ -104,6 +117,10 @@ class Intake:
     async def _prepare(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:
+        admission = self._limiter.admission(context.principal, context.lane, context.answer_headers)
+        if admission is not None:
+            await admission.request()
+            context = msgspec.structs.replace(context, admission=admission)
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
             return await self._prepare_chat(_streamed(chat) if always_streamed else chat, context)

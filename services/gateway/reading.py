@@ -44,13 +44,15 @@ class Reading:
         self._tokenizers = tokenizers
         self._metrics = metrics
 
-    async def attach(self, public_id: str, after: Sequence[int] | None, *, how: str = "id") -> Run:
+    async def attach(
+        self, public_id: str, after: Sequence[int] | None, *, how: str = "id", tenant: str = ""
+    ) -> Run:
         """A reading that has begun, behind the positions `after`; None: from the beginning.
 
         `how` it was found is for the metrics: `id`, `idempotency` or `websocket`. Raises `RouteError`
-        for an unknown id, `InvalidParameter` for positions that do not fit, `Unavailable`.
+        for an unknown id or one of another tenant, `InvalidParameter` for positions that do not fit, `Unavailable`.
         """
-        answer = await self._find(public_id)
+        answer = await self._find(public_id, tenant)
         if after is not None:
             cursor.check(after, _ends(answer))
         run = await self._run(answer, after)
@@ -58,9 +60,9 @@ class Reading:
         self._metrics.attached.labels(how if after is None else f"{how}_resumed").inc()
         return run
 
-    async def state(self, public_id: str, request_id: str) -> GenerationState:
+    async def state(self, public_id: str, request_id: str, tenant: str = "") -> GenerationState:
         """Raises as `attach`."""
-        answer = await self._find(public_id)
+        answer = await self._find(public_id, tenant)
         run = await self._run(answer, None)
         run.join()
         try:
@@ -82,9 +84,9 @@ class Reading:
             response=msgspec.Raw(response),
         )
 
-    async def cancel(self, public_id: str) -> tuple[Answer, bool]:
+    async def cancel(self, public_id: str, tenant: str = "") -> tuple[Answer, bool]:
         """Ends the generation, for everybody; False when it had ended before. Raises as `attach`."""
-        answer = await self._find(public_id)
+        answer = await self._find(public_id, tenant)
         going = not answer.ended
         self._answers.cancel(answer)
         return answer, going
@@ -106,11 +108,15 @@ class Reading:
         run = await self._run(answer, None)
         await run.watch()
 
-    async def _find(self, public_id: str) -> Answer:
+    async def _find(self, public_id: str, tenant: str) -> Answer:
+        """Another tenant's is answered as if it were not there."""
         identity = parse(public_id)
         if identity is None:
             raise unknown_generation(public_id)
-        return await self._answers.find(public_id, identity)
+        answer = await self._answers.find(public_id, identity)
+        if answer.record.tenant != tenant:
+            raise unknown_generation(public_id)
+        return answer
 
     async def _run(self, answer: Answer, after: Sequence[int] | None) -> Run:
         card = self._catalog.card(answer.record.requests[0].model)
