@@ -25,6 +25,7 @@ from services.executor.engine.protocol import BadLogits, Engine, EngineSpec, Res
 from services.executor.gathering import Gathering
 from services.executor.naming import served_name
 from services.executor.pace import Pace
+from services.executor.parsers import with_parsers
 from services.executor.recent_frames import RecentFrames
 from services.executor.ring import Drained, RankSpec, Ready
 from services.executor.settings import ExecutorSettings
@@ -124,6 +125,7 @@ class Leader:
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
+        card = with_parsers(card, self._settings)
         await self._check_name(card)
         if bundle:
             store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)

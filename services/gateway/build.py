@@ -18,7 +18,7 @@ from services.gateway.schemas import ChatCompletionRequest, GenerationFields
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenization import Tokenizer
 from shared.messages import GenerationRequest, Lane, ModelCard
-from shared.records import GenerationRecord
+from shared.records import GenerationRecord, Parsing
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -59,14 +59,16 @@ class Build:
         tokenizer: Tokenizer,
         context: Context,
         session: str,
+        parsing: Parsing | None = None,
     ) -> None:
-        """Raises `InvalidParameter`."""
+        """`parsing`: how a chat's text is taken apart. Raises `InvalidParameter`."""
         self._parts = parts
         self._request = request
         self._card = card
         self._tokenizer = tokenizer
         self._context = context
         self._session = session
+        self._parsing = parsing
         self._chat = isinstance(request, ChatCompletionRequest)
         self._sampling = sampling.sampling_params(request, card)
         self._stop_ids = sampling.stop_token_ids(request, card)
@@ -91,6 +93,7 @@ class Build:
             include_usage=bool(options and options.include_usage),
             background=self._context.background,
             idempotency=self._context.idempotency,
+            parsing=self._parsing,
         )
         settings = parts.settings
         limits = Limits(settings.recovery_attempts, settings.token_timeout, settings.stall_timeout)

@@ -18,6 +18,7 @@ from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, G
 from services.gateway.sessions import cache_key, conversation_key
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
+from services.gateway.tools.plan import plan_of
 from shared.messages import ModelCard
 from shared.records import Idempotency
 from shared.stores import Entry
@@ -113,10 +114,13 @@ class Intake:
         validation.check_chat(request)
         card = self._catalog.card(request.model)
         tokenizer = await self._tokenizers.get(card)
-        messages = chat_messages(request)
-        prompt = await tokenizer.encode_chat(messages)
-        session = context.session or cache_key(request.prompt_cache_key) or conversation_key(messages)
-        return Build(self._parts, request, card, tokenizer, context, session).run([prompt])
+        plan = plan_of(request, card, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
+        prompt = await tokenizer.encode_rendered(text)
+        session = context.session or cache_key(request.prompt_cache_key)
+        session = session or conversation_key(chat_messages(request))
+        build = Build(self._parts, request, card, tokenizer, context, session, plan.parsing(text))
+        return build.run([prompt])
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
@@ -142,13 +146,11 @@ async def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, card: Model
 
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:
-    """The conversation for a chat template. `developer` is OpenAI's new name of `system`."""
-    messages = []
-    for message in request.messages:
-        role = "system" if message.role == "developer" else message.role
-        shown = {"role": role, "content": validation.text_of(message)}
-        for name in ("name", "tool_call_id"):
-            if (value := getattr(message, name)) is not None:
-                shown[name] = value
-        messages.append(shown)
-    return messages
+    """Roles and texts alone, by which a conversation is known. `developer` is OpenAI's new name of `system`."""
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": validation.text_of(message),
+        }
+        for message in request.messages
+    ]

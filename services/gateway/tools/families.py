@@ -26,6 +26,7 @@ from services.gateway.tools.parsers.marked import (
 from services.gateway.tools.parsers.pythonic import pythonic
 from services.gateway.tools.parsers.tagged import glm4, qwen3_coder
 from services.gateway.tools.parsers.types import Machine
+from shared.records import Parsing
 
 NONE = "none"
 
@@ -38,6 +39,8 @@ class Family(NamedTuple):
     """A template with one of these is of the family."""
     markers: tuple[str, ...]
     """Text that may be a special token, and must be shown to the parser even so."""
+    form: str
+    """How a call is written, for a model whose template does not say it."""
     models: str
     """For the documentation."""
 
@@ -53,15 +56,22 @@ FAMILIES: Mapping[str, Family] = {
             deepseek_.CALL_END,
             deepseek_.CALLS_END,
         ),
+        f"{deepseek_.CALLS_BEGIN}{deepseek_.CALL_BEGIN}NAME{deepseek_.SEPARATOR}ARGUMENTS{deepseek_.CALL_END}"
+        f"{deepseek_.CALLS_END}",
         "DeepSeek V3, V3.1, R1",
     ),
     "mistral": Family(
-        mistral, (TOOL_CALLS,), (TOOL_CALLS, CALL_ID, ARGS), "Mistral, Mixtral, Ministral, Devstral"
+        mistral,
+        (TOOL_CALLS,),
+        (TOOL_CALLS, CALL_ID, ARGS),
+        '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]',
+        "Mistral, Mixtral, Ministral, Devstral",
     ),
     "qwen3_coder": Family(
         qwen3_coder,
         (tagged.PARAMETER,),
         (TOOL_CALL, END_OF_TOOL_CALL),
+        "<tool_call>\n<function=NAME>\n<parameter=ARGUMENT>\nVALUE\n</parameter>\n</function>\n</tool_call>",
         "Qwen3-Coder, Qwen3.5",
     ),
     "glm4": Family(
@@ -75,30 +85,35 @@ FAMILIES: Mapping[str, Family] = {
             tagged.ARG_VALUE,
             tagged.END_OF_ARG_VALUE,
         ),
+        "<tool_call>NAME\n<arg_key>ARGUMENT</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
         "GLM-4.5, GLM-4.6, GLM-4.7",
     ),
     "granite": Family(
         granite,
         (GRANITE_CALL,),
         (GRANITE_CALL, "<|/tool_call|>", TOOL_CALL, END_OF_TOOL_CALL),
+        '<|tool_call|>[{"name": "NAME", "arguments": ARGUMENTS}]',
         "Granite 3, Phi-4-mini",
     ),
     "hermes": Family(
         hermes,
         (TOOL_CALL,),
         (TOOL_CALL, END_OF_TOOL_CALL),
+        '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
         "Hermes 2 and 3, Qwen2.5, Qwen3, QwQ, Granite 4, SmolLM3; every template without tools of its own",
     ),
     "pythonic": Family(
         pythonic,
         ("<|python_start|>", "<|tool_call_start|>", "<function_calls>", "func_name1("),
         (*pythonic_.MARKERS, *pythonic_.MARKERS.values()),
+        "[NAME(ARGUMENT=VALUE, ...)]",
         "Llama 4, Llama 3.2 with calls in Python, LFM2, OLMo 3",
     ),
     "llama3_json": Family(
         llama3_json,
         (PYTHON_TAG, '"parameters": dictionary', "Environment: ipython"),
         (PYTHON_TAG,),
+        '{"name": "NAME", "parameters": ARGUMENTS}',
         "Llama 3.1, 3.2, 3.3",
     ),
 }
@@ -119,3 +134,11 @@ def reasoning_of(template: str) -> str:
         if end in template:
             return name
     return ""
+
+
+def markers_of(parsing: Parsing | None) -> frozenset[str]:
+    """What the parsers of `parsing` must see, though it is a special token perhaps."""
+    if parsing is None:
+        return frozenset()
+    family = FAMILIES.get(parsing.tools)
+    return frozenset((*(family.markers if family else ()), *reasoning.MARKERS.get(parsing.reasoning, ())))

@@ -9,3 +9,14 @@ Types = Mapping[str, Mapping[str, str]]
 
 Machine = Callable[[Scanner, Types], Steps[None]]
 """Reads a whole answer."""
+
+TYPE_OF: dict[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+"""JSON's names for Python's types."""

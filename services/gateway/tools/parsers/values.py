@@ -8,16 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from services.gateway.tools.parsers.scanner import clean
-
-_TYPE_OF: dict[type, str] = {
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    str: "string",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
+from services.gateway.tools.parsers.types import TYPE_OF
 
 
 def to_json(value: Any) -> str:
@@ -48,7 +39,7 @@ def of_type(text: str, types: str) -> str:
     if "string" in wanted and len(wanted) == 1:
         return quoted(text)
     read = of_literal(text)
-    kind = _TYPE_OF.get(type(json.loads(read)), "")
+    kind = TYPE_OF.get(type(json.loads(read)), "")
     if kind in wanted or (kind == "integer" and "number" in wanted) or "string" not in wanted:
         return read
     return quoted(text)
