@@ -17,7 +17,7 @@ from services.gateway.runs import new_run
 from services.gateway.schemas import ChatCompletionRequest, GenerationFields
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenization import Tokenizer
-from shared.messages import GenerationRequest, Lane, ModelCard
+from shared.messages import GenerationRequest, Grammar, Lane, ModelCard
 from shared.records import GenerationRecord, Parsing
 
 
@@ -59,6 +59,7 @@ class Build:
         tokenizer: Tokenizer,
         context: Context,
         session: str,
+        grammar: Grammar | None = None,
         parsing: Parsing | None = None,
     ) -> None:
         """`parsing`: how a chat's text is taken apart. Raises `InvalidParameter`."""
@@ -68,6 +69,7 @@ class Build:
         self._tokenizer = tokenizer
         self._context = context
         self._session = session
+        self._grammar = grammar
         self._parsing = parsing
         self._chat = isinstance(request, ChatCompletionRequest)
         self._sampling = sampling.sampling_params(request, card)
@@ -129,4 +131,5 @@ class Build:
             session=self._session,
             lane=self._context.lane,
             deadline=self._started_at + settings.token_timeout,
+            grammar=self._grammar,
         )

@@ -16,6 +16,7 @@ from services.gateway.reading import Reading
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key
+from services.gateway.structured import Grammars
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
 from services.gateway.tools.plan import plan_of
@@ -37,8 +38,10 @@ class Intake:
         tokenizers: TokenizerStore,
         keys: IdempotencyKeys,
         reading: Reading,
+        grammars: Grammars,
     ) -> None:
         self._keys = keys
+        self._grammars = grammars
         self._reading = reading
         self._parts = parts
         self._catalog = catalog
@@ -113,23 +116,25 @@ class Intake:
     async def _prepare_chat(self, request: ChatCompletionRequest, context: Context) -> Run:
         validation.check_chat(request)
         card = self._catalog.card(request.model)
+        grammar = await self._grammars.of(request)
         tokenizer = await self._tokenizers.get(card)
         plan = plan_of(request, card, tokenizer.traits)
         text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
         prompt = await tokenizer.encode_rendered(text)
         session = context.session or cache_key(request.prompt_cache_key)
         session = session or conversation_key(chat_messages(request))
-        build = Build(self._parts, request, card, tokenizer, context, session, plan.parsing(text))
+        build = Build(self._parts, request, card, tokenizer, context, session, grammar, plan.parsing(text))
         return build.run([prompt])
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
         card = self._catalog.card(request.model)
         given = validation.prompts_of(request)
+        grammar = await self._grammars.of(request)
         tokenizer = await self._tokenizers.get(card)
         prompts = [await _prompt_ids(prompt, tokenizer, card) for prompt in given]
         session = context.session or cache_key(request.prompt_cache_key)
-        return Build(self._parts, request, card, tokenizer, context, session).run(prompts)
+        return Build(self._parts, request, card, tokenizer, context, session, grammar).run(prompts)
 
 
 def _streamed(request: FieldsT) -> FieldsT:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.structured_fields import ResponseFormat, StructuredOutputs
 from services.gateway.tools.schemas import (
     CalledFunction,
     FunctionDefinition,
@@ -82,6 +83,14 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    # OpenAI's, here for completions too
+    response_format: ResponseFormat | None = None
 
     # OpenAI's, accepted without effect
     metadata: dict[str, str] | None = None
@@ -115,7 +124,6 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     prediction: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    response_format: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -141,7 +149,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory", "in-memory"),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),

@@ -15,6 +15,7 @@ from services.gateway.intake import Intake
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.reading import Reading
 from services.gateway.settings import GatewaySettings
+from services.gateway.structured import Grammars
 from services.gateway.tokenizer_store import TokenizerStore
 from shared.errors import BrokerUnavailable
 from shared.lifecycle import Service
@@ -40,6 +41,7 @@ class GatewayService(Service):
         self._answers: Answers | None = None
         self._heirs: Heirs | None = None
         self._catalog: Catalog | None = None
+        self._grammars = Grammars()
 
     def listen_port(self) -> int:
         return self.settings.port
@@ -100,7 +102,9 @@ class GatewayService(Service):
         self.spawn(heirs.run(), "unfinished")
         self.spawn(heirs.watch(), "heirs")
         parts = Parts(self.settings, answers, self._metrics)
-        self._backend.open(Intake(parts, catalog, tokenizers, keys, reading), reading, catalog)
+        self._backend.open(
+            Intake(parts, catalog, tokenizers, keys, reading, self._grammars), reading, catalog
+        )
 
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""
@@ -121,3 +125,4 @@ class GatewayService(Service):
             self._heirs.stop()
             await self._heirs.write_list()
         await self._generations.stop()
+        await self._grammars.stop()

@@ -47,7 +47,7 @@ WRONG_CHATS = [
         "messages[0].mood",
     ),
     (GOOD | {"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].function"),
-    (GOOD | {"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+    (GOOD | {"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
     (GOOD | {"max_tokens": 0}, "integer_below_min_value", "max_tokens"),
     (GOOD | {"max_tokens": "many"}, "invalid_type", "max_tokens"),
     (GOOD | {"max_tokens": 2046}, "context_length_exceeded", "messages"),
