@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +15,9 @@ from websockets.asyncio.client import connect
 
 from services.gateway.tools.calls import call_id
 from shared.config import CommonSettings
+from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, stub_card, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, saying, stub_card, until
 from tests.integration.gateway.resuming import Event, Paced, finishes, public_id, read_events
 from tests.integration.gateway.test_rest import until_listed
 
@@ -306,3 +309,19 @@ async def test_calls_over_a_websocket(gateway: RunningGateway, ring: FakeRing) -
     assert found["calls"][0]["arguments"] == ARGUMENTS
     assert finishes(events) == ["tool_calls"]
     await until(lambda: ring.answered == 1)
+
+
+async def test_the_pages_example(
+    gateway: RunningGateway, ring: FakeRing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tools.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    async def behave(ring: FakeRing, request: GenerationRequest) -> None:
+        called = b"22 degrees" in bytes(request.prompt)
+        await say(ring, request, "It is warm." if called else CALL.replace(', "days": 2', ""))
+
+    ring.behave = behave
+    await asyncio.to_thread(exec, code.replace("http://127.0.0.1:8000", gateway.url), {"model": MODEL})
+    said = [line for line in capsys.readouterr().out.splitlines() if "[info" not in line]
+    assert said == ['get_weather {"city": "Rome"}', "It is warm."]
