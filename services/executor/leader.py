@@ -34,6 +34,7 @@ from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
 from services.executor.naming import served_name
 from services.executor.pace import Pace
+from services.executor.parsers import with_parsers
 from services.executor.recent_frames import RecentFrames
 from services.executor.ring import Drained, RankSpec, Ready
 from services.executor.settings import ExecutorSettings
@@ -135,6 +136,7 @@ class Leader:
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
+        card = with_parsers(card, self._settings)
         await self._check_name(card)
         await asyncio.to_thread(self._grammars.load, card, bundle)
         if bundle:

@@ -21,7 +21,7 @@ from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.tokenization import Tokenizer
 from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard
-from shared.records import GenerationRecord
+from shared.records import GenerationRecord, Parsing
 
 UNNAMED_OUTPUT = 512
 """Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
@@ -71,8 +71,9 @@ class Build:
         context: Context,
         session: str,
         grammar: Grammar | None = None,
+        parsing: Parsing | None = None,
     ) -> None:
-        """Raises `InvalidParameter`."""
+        """`parsing`: how a chat's text is taken apart. Raises `InvalidParameter`."""
         self._parts = parts
         self._request = request
         self._card = card
@@ -80,6 +81,7 @@ class Build:
         self._context = context
         self._session = session
         self._grammar = grammar
+        self._parsing = parsing
         self._chat = isinstance(request, ChatCompletionRequest)
         self._sampling = sampling.sampling_params(request, card)
         self._stop_ids = sampling.stop_token_ids(request, card)
@@ -105,6 +107,7 @@ class Build:
             background=self._context.background,
             idempotency=self._context.idempotency,
             tenant=self._context.tenant,
+            parsing=self._parsing,
         )
         settings = parts.settings
         limits = limits_of(settings)

@@ -11,17 +11,20 @@ from services.gateway import validation
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
-from services.gateway.errors import RouteError
+from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.limits.limiter import Limiter
 from services.gateway.reading import Reading
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key
-from services.gateway.structured import Grammars
+from services.gateway.structured import Grammars, Wanted, wanted_by
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
-from shared.messages import ModelCard
+from services.gateway.tools.demand import demanded, schemas_of
+from services.gateway.tools.families import markers_of
+from services.gateway.tools.plan import ChatPlan, plan_of
+from shared.messages import Grammar, ModelCard
 from shared.records import Idempotency
 from shared.stores import Entry
 
@@ -132,12 +135,30 @@ class Intake:
     async def _prepare_chat(self, request: ChatCompletionRequest, context: Context) -> Run:
         validation.check_chat(request)
         card = self._catalog.card(request.model)
-        grammar = await self._grammars.of(request)
+        answer = wanted_by(request)
         tokenizer = await self._tokenizers.get(card)
-        messages = chat_messages(request)
-        prompt = await tokenizer.encode_chat(messages)
-        session = context.session or cache_key(request.prompt_cache_key) or conversation_key(messages)
-        return Build(self._parts, request, card, tokenizer, context, session, grammar).run([prompt])
+        plan = plan_of(request, card, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
+        parsing = plan.parsing(text)
+        grammar = await self._grammar(
+            plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
+        )
+        prompt = await tokenizer.encode_rendered(text)
+        session = context.session or cache_key(request.prompt_cache_key)
+        session = session or conversation_key(chat_messages(request))
+        build = Build(self._parts, request, card, tokenizer, context, session, grammar, parsing)
+        return build.run([prompt])
+
+    async def _grammar(self, plan: ChatPlan, wanted: Wanted | None) -> Grammar | None:
+        """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`."""
+        if wanted is None:
+            return None
+        try:
+            return await self._grammars.checked(wanted)
+        except InvalidParameter:
+            for schema in schemas_of(plan) if plan.family else ():
+                await self._grammars.checked(schema)
+            raise
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
@@ -164,13 +185,11 @@ async def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, card: Model
 
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:
-    """The conversation for a chat template. `developer` is OpenAI's new name of `system`."""
-    messages = []
-    for message in request.messages:
-        role = "system" if message.role == "developer" else message.role
-        shown = {"role": role, "content": validation.text_of(message)}
-        for name in ("name", "tool_call_id"):
-            if (value := getattr(message, name)) is not None:
-                shown[name] = value
-        messages.append(shown)
-    return messages
+    """Roles and texts alone, by which a conversation is known. `developer` is OpenAI's new name of `system`."""
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": validation.text_of(message),
+        }
+        for message in request.messages
+    ]
