@@ -16,6 +16,7 @@ GENERATIONS_BUCKET = "generations"
 UNFINISHED_BUCKET = "unfinished"
 INHERITANCES_BUCKET = "inheritances"
 IDEMPOTENCY_BUCKET = "idempotency"
+RESPONSES_BUCKET = "responses"
 TOKENIZERS_STORE = "tokenizers"
 
 ALL_INTAKE = "intake.>"

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -12,6 +13,7 @@ from services.gateway.errors import InvalidParameter
 from services.gateway.generation import Generation, Limits
 from services.gateway.identity import new_identity
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.responses.making import MakeResponse
 from services.gateway.run import Run
 from services.gateway.runs import new_run
 from services.gateway.schemas import ChatCompletionRequest, GenerationFields
@@ -59,8 +61,9 @@ class Build:
         tokenizer: Tokenizer,
         context: Context,
         session: str,
+        response: MakeResponse | None = None,
     ) -> None:
-        """Raises `InvalidParameter`."""
+        """`response`: what the chat is inside of, if it is a response. Raises `InvalidParameter`."""
         self._parts = parts
         self._request = request
         self._card = card
@@ -72,7 +75,10 @@ class Build:
         self._stop_ids = sampling.stop_token_ids(request, card)
         self._stops = validation.stop_strings(request)
         self._now, self._started_at = time.monotonic(), time.time()
-        self._identity = new_identity(parts.answers.writer, self._started_at)
+        self._response = response
+        self._identity = (
+            response.identity if response else new_identity(parts.answers.writer, self._started_at)
+        )
 
     def run(self, prompts: Sequence[list[int]]) -> Run:
         """Raises `InvalidParameter`, `ContextLengthExceeded`."""
@@ -80,7 +86,7 @@ class Build:
         count = request.n or 1
         record = GenerationRecord(
             identity=self._identity,
-            endpoint="chat.completions" if self._chat else "completions",
+            endpoint=self._endpoint(),
             created=self._started_at,
             requests=[self._wire(index * count, prompt) for index, prompt in enumerate(prompts)],
             choices=count,
@@ -91,6 +97,7 @@ class Build:
             include_usage=bool(options and options.include_usage),
             background=self._context.background,
             idempotency=self._context.idempotency,
+            response=self._response.record(self._sampling) if self._response else None,
         )
         settings = parts.settings
         limits = Limits(settings.recovery_attempts, settings.token_timeout, settings.stall_timeout)
@@ -101,6 +108,11 @@ class Build:
         answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=self._now)
         metrics = parts.metrics.of_model(self._card.model)
         return new_run(answer, self._tokenizer, parts.answers, metrics=metrics)
+
+    def _endpoint(self) -> Literal["chat.completions", "completions", "responses"]:
+        if self._response is not None:
+            return "responses"
+        return "chat.completions" if self._chat else "completions"
 
     def _wire(self, index: int, prompt: list[int]) -> GenerationRequest:
         """The request of choice 0 of a prompt."""

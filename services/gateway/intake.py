@@ -13,6 +13,8 @@ from services.gateway.catalog import Catalog
 from services.gateway.errors import RouteError
 from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.reading import Reading
+from services.gateway.responses.intake import ResponseIntake
+from services.gateway.responses.making import MakeResponse
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key
@@ -23,7 +25,7 @@ from shared.records import Idempotency
 from shared.stores import Entry
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
-Endpoint = Literal["chat.completions", "completions"]
+Endpoint = Literal["chat.completions", "completions", "responses"]
 
 
 class Intake:
@@ -44,6 +46,8 @@ class Intake:
         self._tokenizers = tokenizers
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
+        self.responses: ResponseIntake | None = None
+        """Set before the first request: it comes back here with the chat that a response is inside."""
 
     async def prepare(
         self,
@@ -101,22 +105,34 @@ class Intake:
     async def _prepare(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:
+        if endpoint == "responses":
+            assert self.responses is not None, "it is set before the first request"
+            return await self.responses.prepare(body, context, always_streamed=always_streamed)
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
-            return await self._prepare_chat(_streamed(chat) if always_streamed else chat, context)
+            return await self.chat_run(_streamed(chat) if always_streamed else chat, context)
         completion = validation.decode(body, self._completion)
         return await self._prepare_completion(
             _streamed(completion) if always_streamed else completion, context
         )
 
-    async def _prepare_chat(self, request: ChatCompletionRequest, context: Context) -> Run:
+    async def chat_run(
+        self, request: ChatCompletionRequest, context: Context, response: MakeResponse | None = None
+    ) -> Run:
+        """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
         validation.check_chat(request)
         card = self._catalog.card(request.model)
         tokenizer = await self._tokenizers.get(card)
         messages = chat_messages(request)
         prompt = await tokenizer.encode_chat(messages)
         session = context.session or cache_key(request.prompt_cache_key) or conversation_key(messages)
-        return Build(self._parts, request, card, tokenizer, context, session).run([prompt])
+        return Build(self._parts, request, card, tokenizer, context, session, response).run([prompt])
+
+    async def chat_tokens(self, request: ChatCompletionRequest) -> int:
+        """Tokens of the prompt, however many the context has. Raises as `prepare`."""
+        validation.check_chat(request)
+        tokenizer = await self._tokenizers.get(self._catalog.card(request.model))
+        return len(await tokenizer.encode_chat(chat_messages(request)))
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
