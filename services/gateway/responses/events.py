@@ -1,30 +1,29 @@
 """From what a model says to the numbered events of a response. Pure.
 
     token     0          1        2            3           (end)
-    events    3 added    6 delta  (no text)    7 delta     8 text done
-              4 part                                       9 part done
-              5 delta                                     10 item done
-                                                          11 completed
-    before:   0 created  1 in_progress          (in the background: 1 queued, 2 in_progress)
+    events    2 item     5 delta  (no text)    6 delta      7 text done
+              3 part                                        8 part done
+              4 delta                                       9 item done
+                                                           10 completed
+    before:   0 created  1 in_progress          (in the background: 1 queued, and 2 in_progress with token 0)
 
-Invariant: the events are a function of the log alone. What one token adds to the text is at most one delta,
-and each token is taken by itself, however the frames were cut that brought it; so event n is the same event
-for every reader on every gateway, and `starting_after` n goes on exactly.
+Invariant: the events are a function of the log alone. Each token is taken by itself, however the frames were cut
+that brought it, and adds at most one delta to an item; so event n is the same event for every reader on every
+gateway, and `starting_after` n goes on exactly.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from services.gateway.formats import Usage
-from services.gateway.responses.items import Item, output_id
-from services.gateway.responses.shape import (
-    INCOMPLETE,
-    ItemStatus,
-    ResponseShape,
-    Status,
-    call_item,
-    message_item,
-    text_part,
+from services.gateway.responses.items import Item
+from services.gateway.responses.shape import INCOMPLETE, ItemStatus, ResponseShape, Status
+from services.gateway.responses.writing import (
+    CallWriting,
+    MessageWriting,
+    News,
+    ReasoningWriting,
+    Writing,
 )
 from services.gateway.text_output import ScoredToken
 
@@ -37,53 +36,21 @@ class Event(NamedTuple):
     body: dict[str, Any]
 
 
-class _Message:
-    """The message that is being written."""
-
-    def __init__(self, item_id: str) -> None:
-        self.id = item_id
-        self.text: list[str] = []
-        self.logprobs: list[dict[str, Any]] = []
-
-    def part(self) -> Item:
-        return text_part("".join(self.text), self.logprobs)
-
-    def item(self, status: ItemStatus) -> Item:
-        return message_item(self.id, status, [self.part()])
-
-
-class _Call:
-    """The function call that is being written."""
-
-    def __init__(self, item_id: str, call_id: str, name: str) -> None:
-        self.id = item_id
-        self.call_id = call_id
-        self.name = name
-        self.arguments: list[str] = []
-
-    def item(self, status: ItemStatus) -> Item:
-        return call_item(self.id, status, self.call_id, self.name, "".join(self.arguments))
-
-
 class ResponseEvents:
     """One response, from its beginning. Every method returns the events that it adds."""
 
     def __init__(self, shape: ResponseShape) -> None:
         self._shape = shape
-        self._number = 0
         self._events: list[Event] = []
+        self.count = 0
+        """Events so far."""
         self._output: list[Item] = []
         """Items that are done."""
-        self._open: _Message | _Call | None = None
+        self._writing: Writing | None = None
         self._scored: list[dict[str, Any]] = []
         """Scored tokens whose text is still held back."""
         self._begun = False
         self._final: dict[str, Any] | None = None
-
-    @property
-    def count(self) -> int:
-        """Events so far."""
-        return self._number
 
     # --- what happens ----------------------------------------------------------------------------
 
@@ -103,53 +70,43 @@ class ResponseEvents:
             self._lifecycle("response.in_progress", "in_progress")
         return self._take()
 
+    def reasoning(self, text: str) -> list[Event]:
+        """What one token adds to the reasoning, perhaps nothing."""
+        if text:
+            writing = self._writing
+            if not isinstance(writing, ReasoningWriting):
+                writing = ReasoningWriting(self._shape.identity, self._next_index())
+                self._begin(writing)
+            self._add(writing.add(text))
+        return self._take()
+
     def text(self, text: str, scored: Sequence[ScoredToken] = ()) -> list[Event]:
         """What one token adds to the message, perhaps nothing."""
         self._scored += self._shape.logprobs(scored)
         if text:
-            message = self._message()
             logprobs, self._scored = self._scored, []
-            message.text.append(text)
-            message.logprobs += logprobs
-            self._add(
-                "response.output_text.delta",
-                item_id=message.id,
-                output_index=len(self._output),
-                content_index=0,
-                delta=text,
-                logprobs=logprobs,
-            )
+            self._add(self._message().add(text, logprobs))
         return self._take()
 
     def call(self, call_id: str, name: str) -> list[Event]:
-        """A function call begins; what was being written is done."""
-        self._close("completed")
-        item_id = output_id("function_call", self._shape.identity, len(self._output))
-        self._open = _Call(item_id, call_id, name)
-        self._add_item("response.output_item.added", self._open.item("in_progress"))
+        """A function call begins."""
+        self._begin(CallWriting(self._shape.identity, self._next_index(), call_id, name))
         return self._take()
 
-    def arguments(self, delta: str) -> list[Event]:
+    def arguments(self, text: str) -> list[Event]:
         """More of the arguments of the call that is being written."""
-        call = self._open
-        assert isinstance(call, _Call), "a call has begun"
-        if delta:
-            call.arguments.append(delta)
-            self._add(
-                "response.function_call_arguments.delta",
-                item_id=call.id,
-                output_index=len(self._output),
-                delta=delta,
-            )
+        if text:
+            assert isinstance(self._writing, CallWriting), "a call has begun"
+            self._add(self._writing.add(text))
         return self._take()
 
     def finish(self, reason: str, usage: Usage) -> list[Event]:
-        """The model has ended; a message that says nothing is said where there is no other item."""
+        """The model has ended. An answer without any item is an empty message."""
         incomplete = INCOMPLETE.get(reason)
-        if not self._output and self._open is None:
+        if not self._output and self._writing is None:
             self._message()
-        status: Status = "incomplete" if incomplete else "completed"
-        self._close("incomplete" if incomplete else "completed")
+        status: ItemStatus = "incomplete" if incomplete else "completed"
+        self._close(status)
         return self._end(f"response.{status}", status, usage, incomplete=incomplete)
 
     def cancel(self, usage: Usage) -> list[Event]:
@@ -166,52 +123,42 @@ class ResponseEvents:
         """The object as far as it has come."""
         if self._final is not None:
             return self._final
-        output = self._output if self._open is None else [*self._output, self._open.item("in_progress")]
+        output = list(self._output)
+        if self._writing is not None:
+            output.append(self._writing.item("in_progress"))
         return self._shape.response("in_progress" if self._begun else "queued", output)
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _message(self) -> _Message:
+    def _message(self) -> MessageWriting:
         """The message that is being written; it begins now where there is none."""
-        if isinstance(self._open, _Message):
-            return self._open
-        self._close("completed")
-        item_id = output_id("message", self._shape.identity, len(self._output))
-        self._open = message = _Message(item_id)
-        self._add_item("response.output_item.added", message_item(item_id, "in_progress", []))
-        self._add_part("response.content_part.added", message)
+        if isinstance(self._writing, MessageWriting):
+            return self._writing
+        message = MessageWriting(self._shape.identity, self._next_index())
+        self._begin(message)
         return message
 
+    def _next_index(self) -> int:
+        """The index of an item that begins now."""
+        return len(self._output) + (self._writing is not None)
+
+    def _begin(self, writing: Writing) -> None:
+        """What was being written is done."""
+        self._close("completed")
+        self._writing = writing
+        self._add(writing.begin())
+
     def _close(self, status: ItemStatus) -> None:
-        """What is being written is done."""
-        item, index = self._open, len(self._output)
-        if item is None:
+        writing = self._writing
+        if writing is None:
             return
-        if isinstance(item, _Message):
-            item.logprobs += self._scored
+        if isinstance(writing, MessageWriting):
+            writing.logprobs += self._scored
             self._scored = []
-            part = item.part()
-            self._add(
-                "response.output_text.done",
-                item_id=item.id,
-                output_index=index,
-                content_index=0,
-                text=part["text"],
-                logprobs=part["logprobs"],
-            )
-            self._add_part("response.content_part.done", item)
-        else:
-            self._add(
-                "response.function_call_arguments.done",
-                item_id=item.id,
-                output_index=index,
-                name=item.name,
-                arguments="".join(item.arguments),
-            )
-        shown = item.item(status)
-        self._add_item("response.output_item.done", shown)
-        self._output.append(shown)
-        self._open = None
+        item = writing.item(status)
+        self._add([*writing.done(), ("response.output_item.done", {"item": item})])
+        self._output.append(item)
+        self._writing = None
 
     def _end(
         self,
@@ -223,23 +170,20 @@ class ResponseEvents:
         error: dict[str, str] | None = None,
     ) -> list[Event]:
         self._final = self._shape.response(status, self._output, usage, incomplete=incomplete, error=error)
-        self._add(kind, response=self._final)
+        self._number(kind, {"response": self._final})
         return self._take()
 
     def _lifecycle(self, kind: str, status: Status) -> None:
-        self._add(kind, response=self._shape.response(status, []))
+        self._number(kind, {"response": self._shape.response(status, [])})
 
-    def _add_item(self, kind: str, item: Item) -> None:
-        self._add(kind, output_index=len(self._output), item=item)
+    def _add(self, news: Sequence[News]) -> None:
+        """Events of the item that is being written."""
+        for kind, body in news:
+            self._number(kind, {"output_index": len(self._output), **body})
 
-    def _add_part(self, kind: str, message: _Message) -> None:
-        self._add(
-            kind, item_id=message.id, output_index=len(self._output), content_index=0, part=message.part()
-        )
-
-    def _add(self, kind: str, **body: Any) -> None:
-        self._events.append(Event(self._number, kind, body))
-        self._number += 1
+    def _number(self, kind: str, body: dict[str, Any]) -> None:
+        self._events.append(Event(self.count, kind, body))
+        self.count += 1
 
     def _take(self) -> list[Event]:
         events, self._events = self._events, []

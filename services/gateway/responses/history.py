@@ -20,7 +20,7 @@ class History:
     def __init__(self, lookup: ResponseLookup) -> None:
         self._lookup = lookup
 
-    async def conversation(self, previous: str) -> list[Item]:
+    async def conversation(self, previous: str, tenant: str) -> list[Item]:
         """All items up to the end of the response `previous`. Raises `InvalidParameter` where one is missing or
         has not ended, `BrokerUnavailable`."""
         turns: list[list[Item]] = []
@@ -33,7 +33,7 @@ class History:
                     param="previous_response_id",
                     reason="invalid_value",
                 )
-            found = await self._find(identity)
+            found = await self._find(identity, tenant)
             items, shown = await self._lookup.items(found)
             if shown["status"] in ("queued", "in_progress"):
                 raise InvalidParameter(
@@ -48,9 +48,9 @@ class History:
             identity = PREFIXES["responses"] + response.previous if response and response.previous else None
         return [item for turn in reversed(turns) for item in turn]
 
-    async def _find(self, public_id: str) -> Found:
+    async def _find(self, public_id: str, tenant: str) -> Found:
         try:
-            return await self._lookup.find(public_id)
+            return await self._lookup.find(public_id, tenant)
         except RouteError:
             raise InvalidParameter(
                 f"Previous response with id '{public_id[:64]}' not found.",
@@ -58,19 +58,21 @@ class History:
                 reason="previous_response_not_found",
             ) from None
 
-    async def resolve(self, items: Sequence[Item | Reference]) -> list[Item]:
+    async def resolve(self, items: Sequence[Item | Reference], tenant: str) -> list[Item]:
         """`items` with what they refer to in its place. Raises `InvalidParameter`, `BrokerUnavailable`."""
         wanted = {
             identity for item in items if isinstance(item, Reference) and (identity := identity_in(item.id))
         }
         known: dict[str, Item] = {}
-        for found in await asyncio.gather(*(self._items_of(identity) for identity in wanted)):
+        for found in await asyncio.gather(*(self._items_of(identity, tenant) for identity in wanted)):
             known |= {item["id"]: item for item in found}
         return [_resolved(item, known) for item in items]
 
-    async def _items_of(self, identity: str) -> list[Item]:
+    async def _items_of(self, identity: str, tenant: str) -> list[Item]:
         try:
-            items, shown = await self._lookup.items(await self._lookup.find(PREFIXES["responses"] + identity))
+            items, shown = await self._lookup.items(
+                await self._lookup.find(PREFIXES["responses"] + identity, tenant)
+            )
         except RouteError:
             return []
         return [*items, *shown["output"]]

@@ -11,6 +11,7 @@ from services.gateway.responses.history import History
 from services.gateway.responses.items import Item, droppable, read_input
 from services.gateway.responses.making import MakeResponse
 from services.gateway.responses.schemas import InputFields, InputTokensRequest, ResponseRequest
+from services.gateway.responses.tenancy import tenant_of_context
 from services.gateway.responses.translation import chat_request, renamed
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest
@@ -56,29 +57,29 @@ class ResponseIntake:
             request = msgspec.structs.replace(request, stream=True)
         check_request(request)
         identity = new_identity(self._writer, time.time())
-        past, own = await self._items(request, identity)
+        past, own = await self._items(request, identity, tenant_of_context(context))
         make = MakeResponse(identity, request, own)
         context = self._in_background(request, context)
         with renamed():
             return await self._fitting(request, past + own, context, make)
 
-    async def count(self, body: bytes) -> int:
+    async def count(self, body: bytes, tenant: str) -> int:
         """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
         request = decode(body, self._count)
         check_input_fields(request)
-        past, own = await self._items(request, new_identity(self._writer, time.time()))
+        past, own = await self._items(request, new_identity(self._writer, time.time()), tenant)
         with renamed():
             return await self._chat.chat_tokens(chat_request(request, past + own))
 
-    async def _items(self, request: InputFields, identity: str) -> tuple[list[Item], list[Item]]:
+    async def _items(self, request: InputFields, identity: str, tenant: str) -> tuple[list[Item], list[Item]]:
         """The conversation so far, and the items of this request."""
         given = read_input(request.input if request.input is not None else [], identity)
         past = (
-            await self._history.conversation(request.previous_response_id)
+            await self._history.conversation(request.previous_response_id, tenant)
             if request.previous_response_id
             else []
         )
-        return past, await self._history.resolve(given)
+        return past, await self._history.resolve(given, tenant)
 
     def _in_background(self, request: ResponseRequest, context: "Context") -> "Context":
         if not request.background:

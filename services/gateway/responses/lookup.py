@@ -76,8 +76,14 @@ class ResponseLookup:
         self._catalog = catalog
         self._tokenizers = tokenizers
 
-    async def find(self, public_id: str) -> Found:
-        """Raises `RouteError` where there is none."""
+    async def find(self, public_id: str, tenant: str) -> Found:
+        """Raises `RouteError` where there is none; another tenant's is not there either."""
+        found = await self._find(public_id)
+        if found.record.requests[0].tenant != tenant:
+            raise not_found(public_id)
+        return found
+
+    async def _find(self, public_id: str) -> Found:
         identity = parse(public_id) if public_id.startswith(_PREFIX) else None
         if identity is None:
             raise not_found(public_id)
@@ -122,24 +128,27 @@ class ResponseLookup:
         assert response is not None, "it is a response"
         return msgspec.json.decode(response.items), msgspec.json.decode(await self.shown(found))
 
-    async def read(self, public_id: str, found: Found, after: Sequence[int] | None) -> Run:
-        """A reading of its events that has begun. Raises as `Reading.attach`."""
-        if found.stored is None:
-            return await self._reading.attach(public_id, after)
+    async def read(self, found: Found, after: Sequence[int] | None) -> Run:
+        """A reading of its events that has begun, behind event `after`; None: from the first. Raises
+        `QueueFull`, `UnknownModel`, `Unavailable`."""
         card = self._catalog.card(found.record.requests[0].model)
         tokenizer = await self._tokenizers.get(card)
-        run = new_run(answer_of(found.stored), tokenizer, StoreOwner(), after=after)
+        if found.stored is not None:
+            run = new_run(answer_of(found.stored), tokenizer, StoreOwner(), after=after)
+        else:
+            assert found.answer is not None, "one of the two is there"
+            run = new_run(found.answer, tokenizer, self._answers, after=after)
         run.join()
         return run
 
-    async def cancel(self, public_id: str) -> None:
-        """Ends it, for everybody. Raises as `Reading.cancel`."""
-        await self._reading.cancel(public_id)
+    def cancel(self, found: Found) -> None:
+        """Ends it, for everybody. Another gateway's ends when the log says so."""
+        if found.answer is not None and not found.answer.ended:
+            self._answers.cancel(found.answer)
 
     async def delete(self, found: Found) -> None:
         """Nothing of it is shown any more; what goes on is cancelled."""
-        if found.answer is not None and not found.answer.ended:
-            self._answers.cancel(found.answer)
+        self.cancel(found)
         await self._store.delete(found.record.identity)
 
     async def refresh(self, found: Found) -> None:

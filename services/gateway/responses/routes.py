@@ -10,6 +10,7 @@ from services.gateway.backend import Backend
 from services.gateway.http_io import read_body, send_json, watch_disconnect
 from services.gateway.responses.lookup import Found, ResponseLookup
 from services.gateway.responses.queries import item_list, page, retrieval
+from services.gateway.responses.tenancy import tenant_of
 from services.gateway.rest import CompletionsRoute, positions_of, stream
 from services.gateway.settings import GatewaySettings
 from shared.errors import RyzansteinError
@@ -45,11 +46,11 @@ class ResponseRoute:
             responses = self._backend.responses
             public_id = scope["path_params"]["response"]
             if scope["method"] == "DELETE":
-                await responses.delete(await responses.find(public_id))
+                await responses.delete(await responses.find(public_id, tenant_of(scope)))
                 await send_json(send, 200, Deleted(public_id, "response", True))
                 return
             wanted = retrieval(scope["query_string"])
-            found = await responses.find(public_id)
+            found = await responses.find(public_id, tenant_of(scope))
             scope["state"]["model"] = found.record.requests[0].model
             if not wanted.stream:
                 await send_json(send, 200, await responses.shown(found))
@@ -60,7 +61,7 @@ class ResponseRoute:
     async def _stream(
         self, scope: Scope, receive: Receive, send: Send, found: Found, after: list[int] | None
     ) -> None:
-        run = await self._backend.responses.read(scope["path_params"]["response"], found, after)
+        run = await self._backend.responses.read(found, after)
         watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox))
         try:
             await stream(run, send, scope["state"]["request_id"])
@@ -79,19 +80,19 @@ class CancelRoute:
         with self._backend.active():
             responses = self._backend.responses
             public_id = scope["path_params"]["response"]
-            found = await responses.find(public_id)
+            found = await responses.find(public_id, tenant_of(scope))
             scope["state"]["model"] = found.record.requests[0].model
-            shown = await _cancelled(responses, public_id, found)
+            shown = await _cancelled(responses, found)
             await send_json(send, 200, shown)
 
 
-async def _cancelled(responses: ResponseLookup, public_id: str, found: Found) -> bytes:
+async def _cancelled(responses: ResponseLookup, found: Found) -> bytes:
     """The object once it has ended: another gateway's end comes through the log."""
     if found.stored is not None:
         return found.stored.response
-    run = await responses.read(public_id, found, None)
+    run = await responses.read(found, None)
     try:
-        await responses.cancel(public_id)
+        responses.cancel(found)
         with contextlib.suppress(RyzansteinError):
             async with asyncio.timeout(CANCEL_TIMEOUT):
                 async for _ in run.chunks():
@@ -113,7 +114,7 @@ class InputItemsRoute:
         with self._backend.active():
             responses = self._backend.responses
             wanted = page(scope["query_string"])
-            found = await responses.find(scope["path_params"]["response"])
+            found = await responses.find(scope["path_params"]["response"], tenant_of(scope))
             items, _ = await responses.items(found)
             await send_json(send, 200, item_list(items, wanted))
 
@@ -130,7 +131,7 @@ class InputTokensRoute:
             intake = self._backend.intake
             body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
             assert intake.responses is not None, "it is set before the first request"
-            tokens = await intake.responses.count(body)
+            tokens = await intake.responses.count(body, tenant_of(scope))
             await send_json(send, 200, InputTokens("response.input_tokens", tokens))
 
 

@@ -90,6 +90,10 @@ def call_item(item_id: str, status: ItemStatus, call_id: str, name: str, argumen
     }
 
 
+def reasoning_item(item_id: str, status: ItemStatus, parts: Sequence[Item]) -> Item:
+    return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": list(parts)}
+
+
 def _usage(usage: Usage) -> dict[str, Any]:
     cached = usage.prompt_tokens_details["cached_tokens"]
     return {
