@@ -29,6 +29,7 @@ class ResponseKeeper:
         self._store = store
         self._answers = answers
         self._reading = reading
+        self._writing: dict[str, asyncio.Event] = {}
 
     async def keep(self, answer: Answer) -> None:
         """Writes an answer that has ended, if it is a response that is to be kept."""
@@ -37,6 +38,21 @@ class ResponseKeeper:
             return
         if answer.generations[0].state == "cancelled" and not answer.resumable:
             return  # its client went before it knew the id
+        if answer.identity in self._writing:
+            return
+        written = self._writing[answer.identity] = asyncio.Event()
+        try:
+            await self._write(answer)
+        finally:
+            del self._writing[answer.identity]
+            written.set()
+
+    async def written(self, identity: str) -> None:
+        """Returns at once, or when what is being written of `identity` is there: its client may be quick."""
+        if (writing := self._writing.get(identity)) is not None:
+            await writing.wait()
+
+    async def _write(self, answer: Answer) -> None:
         pause = PAUSE
         for _ in range(TRIES):
             try:

@@ -89,6 +89,7 @@ class ResponseLookup:
             raise not_found(public_id)
         answer = self._answers.known(identity)
         if answer is None or answer.ended:
+            await self._keeper.written(identity)
             stored = await self._store.get(identity)
             if stored is not None:
                 return Found(stored=stored)

@@ -73,10 +73,12 @@ class ResponseRun(Run):
         self._check_known()
 
     async def collect(self) -> bytes:
-        """The whole object; of a background response, as it is now. Raises the error that ended it."""
+        """The whole object; of a background response, as it begins, and for a repeat as it is now. Raises the
+        error that ended it."""
         if self.background and self.stream is False:
+            made_here = self._stored is not None
             await self._until_stored()
-            return self.snapshot()
+            return self._whole() if made_here else self.snapshot()
         while not self.over:
             try:
                 await self._advance()

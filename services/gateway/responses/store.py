@@ -7,6 +7,7 @@ The bucket has a limit in bytes: where it is full, the oldest make room. A respo
 of no parts, so that nobody takes it from the journal instead.
 """
 
+import asyncio
 import time
 import zlib
 
@@ -22,6 +23,10 @@ log = structlog.get_logger(__name__)
 
 ROOM = 4096
 """Bytes of a message that are not the part's data."""
+LARGE = 64 << 10
+"""Bytes from which a response is deflated and inflated beside the event loop."""
+LEVEL = 1
+"""How hard: most of what can be won, quickly."""
 _decoder = msgspec.msgpack.Decoder(StoredResponse)
 
 
@@ -48,8 +53,7 @@ class ResponseStore:
     async def keep(self, stored: StoredResponse) -> None:
         """Writes it, unless it is there already or has been deleted."""
         identity = stored.record.identity
-        if await self._bucket.get(identity) is None:
-            await self._write(identity, zlib.compress(encode(stored)), first=True)
+        await self._write(identity, await _deflated(encode(stored)), revision=0)
 
     async def get(self, identity: str) -> StoredResponse | None:
         """What is kept, or None; see `is_deleted`."""
@@ -57,7 +61,7 @@ class ResponseStore:
         if head is None or not head.value.parts:
             return None
         data = await self._read(identity, head.value)
-        return None if data is None else _decoder.decode(zlib.decompress(data))
+        return None if data is None else _decoder.decode(await _inflated(data))
 
     async def is_known(self, identity: str) -> bool:
         """Whether it is kept, or has been deleted."""
@@ -74,7 +78,7 @@ class ResponseStore:
             return
         data = await self._read(identity, head.value)
         if data is not None:
-            await self._write(identity, data, first=False, revision=head.revision)
+            await self._write(identity, data, revision=head.revision)
 
     async def delete(self, identity: str) -> None:
         head = await self._bucket.get(identity)
@@ -92,17 +96,31 @@ class ResponseStore:
             parts.append(entry.value.data)
         return b"".join(parts)
 
-    async def _write(self, identity: str, data: bytes, *, first: bool, revision: int = 0) -> None:
+    async def _write(self, identity: str, data: bytes, *, revision: int) -> None:
+        """By compare-and-set: it may be deleted meanwhile. `revision` 0: nothing is there yet."""
         size = self._bus.max_payload - ROOM
         parts = [data[begin : begin + size] for begin in range(0, len(data), size)]
+        if len(parts) > 1 and not revision and await self.is_known(identity):
+            return
         now = time.time()
         for number in range(1, len(parts)):
             await self._bucket.put(_key(identity, number), ResponsePart(parts[number], len(parts), now))
         head = ResponsePart(parts[0], len(parts), now)
-        if first:  # by compare-and-set: it may be deleted meanwhile
-            await self._bucket.create(identity, head)
-        else:
+        if revision:
             await self._bucket.update(identity, head, revision)
+        else:
+            await self._bucket.create(identity, head)
+
+
+async def _deflated(data: bytes) -> bytes:
+    """A large one is not deflated on the event loop (the library lets go of the interpreter)."""
+    if len(data) < LARGE:
+        return zlib.compress(data, LEVEL)
+    return await asyncio.to_thread(zlib.compress, data, LEVEL)
+
+
+async def _inflated(data: bytes) -> bytes:
+    return zlib.decompress(data) if len(data) < LARGE else await asyncio.to_thread(zlib.decompress, data)
 
 
 def _key(identity: str, number: int) -> str:

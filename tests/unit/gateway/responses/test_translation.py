@@ -1,0 +1,79 @@
+"""A response's request becomes a chat completion, and its errors keep the names that its client knows."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway.errors import InvalidParameter
+from services.gateway.responses.items import Item, chat_messages, droppable, read_input
+from services.gateway.responses.schemas import ResponseRequest
+from services.gateway.responses.translation import chat_request, renamed
+from shared.errors import ContextLengthExceeded
+
+IDENTITY = "0123456789abcdef" * 2
+
+
+def items_of(*given: Any) -> list[Item]:
+    raw = [msgspec.Raw(msgspec.json.encode(item)) for item in given]
+    return [item for item in read_input(raw, IDENTITY) if isinstance(item, dict)]
+
+
+def test_calls_and_their_outputs_are_turns() -> None:
+    items = items_of(
+        {"role": "user", "content": "Add."},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I do."}]},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        {"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "x"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
+        {"type": "function_call", "call_id": "c3", "name": "add", "arguments": "{}"},
+    )
+    user, assistant, one, two, last = chat_messages(items, None)
+    assert user == {"role": "user", "content": "Add."}
+    assert assistant["content"] == "I do."
+    assert [call["id"] for call in assistant["tool_calls"]] == ["c1", "c2"]
+    assert assistant["tool_calls"][1]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert [(each["role"], each["tool_call_id"], each["content"]) for each in (one, two)] == [
+        ("tool", "c1", "1"),
+        ("tool", "c2", "2"),
+    ]
+    assert (last["content"], len(last["tool_calls"])) == (None, 1)
+    assert chat_messages(items, "Do.")[0] == {"role": "system", "content": "Do."}
+    assert droppable(items) == [1, 2, 3, 5, 7]
+    assert len({item["id"] for item in items}) == len(items)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("messages", "input"),
+        ("messages[3].content", "input"),
+        ("max_completion_tokens", "max_output_tokens"),
+        ("response_format.type", "text.format.type"),
+        ("response_format.json_schema.schema", "text.format.schema"),
+        ("reasoning_effort", "reasoning.effort"),
+        ("verbosity", "text.verbosity"),
+        ("tools[2].function.parameters", "tools[2].parameters"),
+        ("tool_choice.function.name", "tool_choice.name"),
+        ("temperature", "temperature"),
+        (None, None),
+    ],
+)
+def test_errors_have_the_clients_names(theirs: str | None, ours: str | None) -> None:
+    with pytest.raises(InvalidParameter) as caught, renamed():
+        raise InvalidParameter(f"Invalid '{theirs}'.", param=theirs, reason="invalid_value")
+    assert (caught.value.param, caught.value.message) == (ours, f"Invalid '{ours}'.")
+
+
+def test_a_context_that_is_too_short_is_the_inputs_fault() -> None:
+    with pytest.raises(ContextLengthExceeded) as caught, renamed():
+        raise ContextLengthExceeded("reduce the messages or max_tokens", param="messages")
+    assert caught.value.message == "reduce the input or max_output_tokens"
+
+
+def test_what_the_chat_does_not_take_is_an_error_of_the_request() -> None:
+    request = ResponseRequest(model="m", input="Hi", reasoning=None, max_output_tokens=3)
+    made = chat_request(request, items_of({"role": "user", "content": "Hi"}))
+    assert (made.model, made.max_completion_tokens, made.temperature) == ("m", 3, None)
