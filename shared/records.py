@@ -25,6 +25,25 @@ class ResponseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether the request is answered before the response has ended."""
 
 
+class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a chat's text is taken apart into reasoning, content and tool calls."""
+
+    tools: str = ""
+    """The parser of tool calls; empty: they are not looked for."""
+    types: dict[str, dict[str, str]] = {}
+    """The tools that may be called, by name: JSON types of their parameters, joined by `|`; "" if not known."""
+    single: bool = False
+    """Only the first call counts (parallel_tool_calls false)."""
+    named: bool = False
+    """One function was demanded by its name: the answer ends with `stop`, not with `tool_calls`."""
+    legacy: bool = False
+    """Asked for with `functions`: shown as `function_call`."""
+    reasoning: str = ""
+    """The parser of reasoning; empty: it is not looked for."""
+    opened: bool = False
+    """The prompt ends within the reasoning."""
+
+
 class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """All that any gateway needs to serve a client's generation: its choices, and how its text is shown.
 
@@ -52,6 +71,7 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds for which it goes on while nobody listens; 0: for the short grace of its gateway."""
     idempotency: str = ""
     """Key in the bucket `idempotency`, where there is one: freed when the generation fails."""
+    parsing: Parsing | None = None
     response: ResponseRecord | None = None
     """Of the endpoint `responses` alone."""
 

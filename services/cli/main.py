@@ -25,6 +25,7 @@ from services.cli.terminal import AnswerPrinter, console, print_columns
 from services.cli.up import Up, UpOptions
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError, DeadlineExceeded, RyzansteinError
+from shared.parsers import REASONING_PARSERS, TOOL_PARSERS
 from shared.telemetry import configure_logging
 
 app = typer.Typer(
@@ -79,6 +80,22 @@ def up(
     engine: Annotated[
         str, typer.Option(help="torch, or stub: tokens at a set speed, for tests of the control plane.")
     ] = "torch",
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls; none: tools are refused.",
+            metavar="auto|none|hermes|llama3_json|...",
+            show_default="auto",
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model marks its reasoning; none: it is part of the answer.",
+            metavar="|".join(REASONING_PARSERS),
+            show_default="auto",
+        ),
+    ] = None,
     proof: Annotated[bool, typer.Option(help="Stream one answer once everything is ready.")] = True,
 ) -> None:
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
@@ -86,6 +103,10 @@ def up(
     _check_choice("--engine", engine, ("torch", "stub"))
     if kv_dtype is not None:
         _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
+    if tool_parser is not None:
+        _check_choice("--tool-parser", tool_parser, TOOL_PARSERS)
+    if reasoning_parser is not None:
+        _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     settings = load_settings(StackSettings, data_dir=data_dir)
     options = UpOptions(
         model=model,
@@ -100,6 +121,8 @@ def up(
         engine=engine,
         nats_url=nats_url,
         proof=proof,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
 
     async def run() -> int:

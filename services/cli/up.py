@@ -48,6 +48,8 @@ class UpOptions(msgspec.Struct, frozen=True):
     engine: str
     nats_url: str
     proof: bool
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class Up:
@@ -92,6 +94,8 @@ class Up:
             engine=options.engine,
             gpus=gpus,
             nats=nats,
+            tool_parser=options.tool_parser,
+            reasoning_parser=options.reasoning_parser,
         )
 
     def _existing_nats(self) -> CommonSettings | None:

@@ -19,8 +19,8 @@ from services.gateway.runs import new_run
 from services.gateway.schemas import ChatCompletionRequest, GenerationFields
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenization import Tokenizer
-from shared.messages import GenerationRequest, Lane, ModelCard
-from shared.records import GenerationRecord
+from shared.messages import GenerationRequest, Grammar, Lane, ModelCard
+from shared.records import GenerationRecord, Parsing
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -61,15 +61,20 @@ class Build:
         tokenizer: Tokenizer,
         context: Context,
         session: str,
+        grammar: Grammar | None = None,
+        parsing: Parsing | None = None,
         response: MakeResponse | None = None,
     ) -> None:
-        """`response`: what the chat is inside of, if it is a response. Raises `InvalidParameter`."""
+        """`parsing`: how a chat's text is taken apart; `response`: what the chat is inside of, if it is a
+        response. Raises `InvalidParameter`."""
         self._parts = parts
         self._request = request
         self._card = card
         self._tokenizer = tokenizer
         self._context = context
         self._session = session
+        self._grammar = grammar
+        self._parsing = parsing
         self._chat = isinstance(request, ChatCompletionRequest)
         self._sampling = sampling.sampling_params(request, card)
         self._stop_ids = sampling.stop_token_ids(request, card)
@@ -97,6 +102,7 @@ class Build:
             include_usage=bool(options and options.include_usage),
             background=self._context.background,
             idempotency=self._context.idempotency,
+            parsing=self._parsing,
             response=self._response.record(self._sampling) if self._response else None,
         )
         settings = parts.settings
@@ -138,4 +144,5 @@ class Build:
             session=self._session,
             lane=self._context.lane,
             deadline=self._started_at + settings.token_timeout,
+            grammar=self._grammar,
         )

@@ -18,8 +18,10 @@ from services.gateway.responses.making import MakeResponse
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key
+from services.gateway.structured import Grammars
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
+from services.gateway.tools.plan import plan_of
 from shared.messages import ModelCard
 from shared.records import Idempotency
 from shared.stores import Entry
@@ -38,8 +40,10 @@ class Intake:
         tokenizers: TokenizerStore,
         keys: IdempotencyKeys,
         reading: Reading,
+        grammars: Grammars,
     ) -> None:
         self._keys = keys
+        self._grammars = grammars
         self._reading = reading
         self._parts = parts
         self._catalog = catalog
@@ -122,26 +126,37 @@ class Intake:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
         validation.check_chat(request)
         card = self._catalog.card(request.model)
+        grammar = await self._grammars.of(request)
         tokenizer = await self._tokenizers.get(card)
-        messages = chat_messages(request)
-        prompt = await tokenizer.encode_chat(messages)
-        session = context.session or cache_key(request.prompt_cache_key) or conversation_key(messages)
-        return Build(self._parts, request, card, tokenizer, context, session, response).run([prompt])
+        plan = plan_of(request, card, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
+        prompt = await tokenizer.encode_rendered(text)
+        session = context.session or cache_key(request.prompt_cache_key)
+        session = session or conversation_key(chat_messages(request))
+        parsing = plan.parsing(text)
+        build = Build(
+            self._parts, request, card, tokenizer, context, session, grammar, parsing, response=response
+        )
+        return build.run([prompt])
 
     async def chat_tokens(self, request: ChatCompletionRequest) -> int:
         """Tokens of the prompt, however many the context has. Raises as `prepare`."""
         validation.check_chat(request)
-        tokenizer = await self._tokenizers.get(self._catalog.card(request.model))
-        return len(await tokenizer.encode_chat(chat_messages(request)))
+        card = self._catalog.card(request.model)
+        tokenizer = await self._tokenizers.get(card)
+        plan = plan_of(request, card, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
+        return len(await tokenizer.encode_rendered(text))
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
         card = self._catalog.card(request.model)
         given = validation.prompts_of(request)
+        grammar = await self._grammars.of(request)
         tokenizer = await self._tokenizers.get(card)
         prompts = [await _prompt_ids(prompt, tokenizer, card) for prompt in given]
         session = context.session or cache_key(request.prompt_cache_key)
-        return Build(self._parts, request, card, tokenizer, context, session).run(prompts)
+        return Build(self._parts, request, card, tokenizer, context, session, grammar).run(prompts)
 
 
 def _streamed(request: FieldsT) -> FieldsT:
@@ -158,13 +173,11 @@ async def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, card: Model
 
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:
-    """The conversation for a chat template. `developer` is OpenAI's new name of `system`."""
-    messages = []
-    for message in request.messages:
-        role = "system" if message.role == "developer" else message.role
-        shown = {"role": role, "content": validation.text_of(message)}
-        for name in ("name", "tool_call_id"):
-            if (value := getattr(message, name)) is not None:
-                shown[name] = value
-        messages.append(shown)
-    return messages
+    """Roles and texts alone, by which a conversation is known. `developer` is OpenAI's new name of `system`."""
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": validation.text_of(message),
+        }
+        for message in request.messages
+    ]

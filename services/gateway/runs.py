@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from services.gateway.answer import Answer
-from services.gateway.formats import ChatFormat, CompletionFormat
+from services.gateway.formats import ChatFormat, CompletionFormat, Format
 from services.gateway.metrics import ModelMetrics
 from services.gateway.responses.run import ResponseRun
 from services.gateway.run import Owner, Run
-from services.gateway.text_output import TextOutput
+from services.gateway.text_output import Output, TextOutput
 from services.gateway.tokenization import Tokenizer
+from services.gateway.tools.families import markers_of
+from services.gateway.tools.output import ParsedOutput
 from shared.messages import GenerationRequest
 
 
@@ -26,23 +28,28 @@ def new_run(
     if record.endpoint == "responses":
         output = _output(answer, record.requests[0], tokenizer)
         return ResponseRun(answer, output, tokenizer, answers, metrics, after=after)
-    shape = (ChatFormat if record.endpoint == "chat.completions" else CompletionFormat)(
-        record.identity,
-        record.requests[0].model,
-        int(record.created),
-        tokenizer,
-        include_usage=record.include_usage,
-    )
+    model, created, usage = record.requests[0].model, int(record.created), record.include_usage
+    shape: Format
+    if record.endpoint == "chat.completions":
+        shape = ChatFormat(
+            record.identity, model, created, tokenizer, include_usage=usage, parsing=record.parsing
+        )
+    else:
+        shape = CompletionFormat(record.identity, model, created, tokenizer, include_usage=usage)
     outputs = [_output(answer, generation.request, tokenizer) for generation in answer.generations]
     return Run(answer, outputs, shape, answers, metrics, after=after)
 
 
-def _output(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> TextOutput:
+def _output(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
     record = answer.record
     chat = record.endpoint != "completions"
     detokenizer = tokenizer.detokenizer(
         [] if chat else request.prompt,  # a chat's answer begins a text, a completion goes on
         skip_special_tokens=record.skip_special_tokens,
+        keep=markers_of(record.parsing),
     )
     logprobs = request.sampling.logprobs >= 0
-    return TextOutput(detokenizer, record.stop, request.stop_token_ids, logprobs=logprobs)
+    output = TextOutput(detokenizer, record.stop, request.stop_token_ids, logprobs=logprobs)
+    if record.parsing is None:
+        return output
+    return ParsedOutput(output, record.parsing, request.generation_id)

@@ -20,6 +20,7 @@ from services.gateway.responses.keeper import ResponseKeeper
 from services.gateway.responses.lookup import ResponseLookup
 from services.gateway.responses.store import ResponseStore
 from services.gateway.settings import GatewaySettings
+from services.gateway.structured import Grammars
 from services.gateway.tokenizer_store import TokenizerStore
 from shared.errors import BrokerUnavailable
 from shared.lifecycle import Service
@@ -45,6 +46,7 @@ class GatewayService(Service):
         self._answers: Answers | None = None
         self._heirs: Heirs | None = None
         self._catalog: Catalog | None = None
+        self._grammars = Grammars()
 
     def listen_port(self) -> int:
         return self.settings.port
@@ -111,7 +113,7 @@ class GatewayService(Service):
         self.spawn(heirs.run(), "unfinished")
         self.spawn(heirs.watch(), "heirs")
         parts = Parts(self.settings, answers, self._metrics)
-        intake = Intake(parts, catalog, tokenizers, keys, reading)
+        intake = Intake(parts, catalog, tokenizers, keys, reading, self._grammars)
         intake.responses = ResponseIntake(intake, History(lookup), self.settings, answers.writer)
         self._backend.open(intake, reading, catalog, lookup)
 
@@ -134,3 +136,4 @@ class GatewayService(Service):
             self._heirs.stop()
             await self._heirs.write_list()
         await self._generations.stop()
+        await self._grammars.stop()

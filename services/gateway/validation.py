@@ -17,10 +17,11 @@ from services.gateway.schemas import (
     GenerationFields,
     Message,
 )
+from services.gateway.tools import checks
 
 T = TypeVar("T")
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_STOPS = 16
 MAX_CHOICES = 128
 OTHER_PARTS = ("image_url", "input_audio", "file", "refusal", "prompt_cache_breakpoint")
@@ -237,6 +238,7 @@ def check_chat(request: ChatCompletionRequest) -> None:
         raise _empty_array("messages")
     for index, message in enumerate(request.messages):
         _check_message(f"messages[{index}]", message)
+    checks.check_conversation(request.messages)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidParameter(
             "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.",
@@ -253,16 +255,16 @@ def _check_message(path: str, message: Message) -> None:
             param=f"{path}.role",
             reason="invalid_value",
         )
-    for name in ("tool_calls", "function_call", "audio", "annotations", "refusal"):
+    for name in ("audio", "annotations", "refusal"):
         if getattr(message, name):
             raise _unsupported(f"{path}.{name}")
-    if message.content is None:
+    if message.content is None and not (message.tool_calls or message.function_call):
         raise InvalidParameter(
             f"Missing required parameter: '{path}.content'; send a string or an array of text parts.",
             param=f"{path}.content",
             reason="missing_required_parameter",
         )
-    if not isinstance(message.content, str):
+    if isinstance(message.content, list):
         _check_parts(f"{path}.content", message)
 
 

@@ -44,6 +44,8 @@ class ResponseEvents:
         self._events: list[Event] = []
         self.count = 0
         """Events so far."""
+        self.reasoning_tokens = 0
+        """Output tokens up to the last one of the reasoning."""
         self._output: list[Item] = []
         """Items that are done."""
         self._writing: Writing | None = None
@@ -169,7 +171,9 @@ class ResponseEvents:
         incomplete: str | None = None,
         error: dict[str, str] | None = None,
     ) -> list[Event]:
-        self._final = self._shape.response(status, self._output, usage, incomplete=incomplete, error=error)
+        self._final = self._shape.response(
+            status, self._output, usage, self.reasoning_tokens, incomplete=incomplete, error=error
+        )
         self._number(kind, {"response": self._final})
         return self._take()
 

@@ -133,11 +133,12 @@ def _read_output(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item
 
 def _read_reasoning(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
     item = _decode(raw, ReasoningItem, path)
-    return {
+    shown: Item = {
         "id": item.id or input_id("reasoning", identity, index),
         "type": "reasoning",
         "summary": item.summary or [],
     }
+    return shown | {"content": [{"type": "reasoning_text", "text": part.text} for part in item.content or ()]}
 
 
 def _read_reference(raw: msgspec.Raw, path: str, identity: str, index: int) -> Reference:
@@ -239,15 +240,19 @@ def _unsupported(path: str) -> InvalidParameter:
 
 
 def chat_messages(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """The conversation as a chat completion's messages. Calls that follow each other, and the message before
-    them, are one turn of the assistant."""
+    """The conversation as a chat completion's messages. Reasoning, the message behind it and the calls that follow
+    are one turn of the assistant."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for item in items:
         kind = item["type"]
         if kind == "message":
-            messages.append({"role": item["role"], "content": text_of(item["content"])})
+            _add_message(messages, item)
+        elif kind == "reasoning":
+            thought = text_of(item.get("content") or "")
+            if thought:
+                messages.append({"role": "assistant", "content": None, "reasoning_content": thought})
         elif kind == "function_call":
             _turn_of_assistant(messages)["tool_calls"].append(
                 {
@@ -259,7 +264,20 @@ def chat_messages(items: Sequence[Item], instructions: str | None) -> list[dict[
         elif kind == "function_call_output":
             content = text_of(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""  # it has thought, and said nothing
     return messages
+
+
+def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
+    """The answer behind a thought is the same turn."""
+    role, text = item["role"], text_of(item["content"])
+    last = messages[-1] if messages else {}
+    if role == "assistant" and last.get("content", "") is None and "tool_calls" not in last:
+        last["content"] = text
+    else:
+        messages.append({"role": role, "content": text})
 
 
 def text_of(content: str | Sequence[Item]) -> str:

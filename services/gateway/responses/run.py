@@ -11,7 +11,7 @@ from services.gateway.metrics import ModelMetrics
 from services.gateway.responses.events import Event, ResponseEvents
 from services.gateway.responses.shape import ResponseShape
 from services.gateway.run import Chunk, Owner, Run
-from services.gateway.text_output import TextOutput
+from services.gateway.text_output import Output, Piece
 from services.gateway.tokenization import Tokenizer
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
@@ -30,7 +30,7 @@ class ResponseRun(Run):
     def __init__(
         self,
         answer: Answer,
-        output: TextOutput,
+        output: Output,
         tokenizer: Tokenizer,
         owner: Owner,
         metrics: ModelMetrics | None,
@@ -111,12 +111,26 @@ class ResponseRun(Run):
         for part in self._single(entry):
             self._ready += self._events.begin()
             self._output.feed(part)
-            piece = self._output.take()
-            self._ready += self._events.text(piece.text, piece.scored)
+            self._show(self._output.take())
             if self._output.finish:
                 self._ready += self._events.finish(self._output.finish, self._usage())
                 self._open = 0
                 return
+
+    def _show(self, piece: Piece) -> None:
+        """What one token has made clear: more of a call that has begun, then the rest."""
+        events = self._events
+        if piece.reasoning:
+            events.reasoning_tokens = self._output.tokens
+        for call in piece.calls:
+            if not call.id:
+                self._ready += events.arguments(call.arguments)
+        self._ready += events.reasoning(piece.reasoning)
+        self._ready += events.text(piece.text, piece.scored)
+        for call in piece.calls:
+            if call.id:
+                self._ready += events.call(call.id, call.name)
+                self._ready += events.arguments(call.arguments)
 
     def _single(self, entry: TokenEntry) -> Iterator[TokenEntry]:
         """Each token by itself, and the end behind the last one. A token that ends the text is the end,

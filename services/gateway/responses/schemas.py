@@ -159,13 +159,18 @@ class FunctionCallOutputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=
     namespace: Any = None
 
 
+class ReasoningText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    text: str
+    type: str = "reasoning_text"
+
+
 class ReasoningItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Taken without effect: a model is not shown what it thought before."""
+    """What the model thought; templates show it or not. `summary` and `encrypted_content` are taken without effect."""
 
     type: str
     id: str | None = None
     summary: list[Any] | None = None
-    content: list[Any] | None = None
+    content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
     status: str | None = None
 

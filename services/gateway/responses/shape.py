@@ -34,6 +34,7 @@ class ResponseShape:
         status: Status,
         output: Sequence[Item],
         usage: Usage | None = None,
+        reasoning_tokens: int = 0,
         *,
         incomplete: str | None = None,
         error: dict[str, str] | None = None,
@@ -49,7 +50,7 @@ class ResponseShape:
             "incomplete_details": {"reason": incomplete} if incomplete else None,
             "model": record.requests[0].model,
             "output": list(output),
-            "usage": _usage(usage) if usage else None,
+            "usage": _usage(usage, reasoning_tokens) if usage else None,
             **self._shown,
         }
 
@@ -94,12 +95,12 @@ def reasoning_item(item_id: str, status: ItemStatus, parts: Sequence[Item]) -> I
     return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": list(parts)}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
     cached = usage.prompt_tokens_details["cached_tokens"]
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.total_tokens,
     }

@@ -19,6 +19,7 @@ from services.gateway.responses.checks import wants_logprobs
 from services.gateway.responses.items import Item, chat_messages
 from services.gateway.responses.schemas import InputFields, ResponseRequest
 from services.gateway.schemas import ChatCompletionRequest
+from services.gateway.validation import decode
 from shared.errors import ContextLengthExceeded
 
 _NAMES = {
@@ -31,6 +32,7 @@ _NAMES = {
     "verbosity": "text.verbosity",
 }
 """The chat's fields, and what they are called here; a longer name before its beginning."""
+_decoder = msgspec.json.Decoder(ChatCompletionRequest)
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
 _MESSAGE = re.compile(r"^messages\b.*$")
 
@@ -64,13 +66,8 @@ def chat_request(
     with renamed():
         try:
             return msgspec.convert(given, ChatCompletionRequest)
-        except msgspec.ValidationError as error:
-            path = str(error).rpartition("`$.")[2].strip("`")
-            raise InvalidParameter(
-                f"Invalid value for '{path}': {str(error).partition(' - at ')[0]}.",
-                param=path,
-                reason="invalid_type",
-            ) from None
+        except msgspec.ValidationError:
+            return decode(msgspec.json.encode(given), _decoder)  # says what is wrong, in our words
 
 
 def _response_format(request: InputFields) -> dict[str, Any] | None:

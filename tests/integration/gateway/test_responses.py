@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import httpx
 import openai
+import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
@@ -198,6 +199,81 @@ async def test_a_websocket_speaks_it_too(gateway: RunningGateway) -> None:
         attach = {"type": "attach", "id": "b", "generation": chunks[0]["response"]["id"], "position": 5}
         await socket.send(json.dumps(attach))
         assert json.loads(await socket.recv())["chunk"] == chunks[6]
+
+
+# --- tools and forms -----------------------------------------------------------------------------
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+async def test_a_function_is_called_and_answered(
+    client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, ring: FakeRing
+) -> None:
+    ring.behave = saying("I look. " + CALL)
+    stream = await client.responses.create(
+        model=MODEL, input="Weather in Rome?", tools=[WEATHER], stream=True, parallel_tool_calls=False
+    )
+    events = [event async for event in stream]
+    last = events[-1]
+    assert last.type == "response.completed"
+    message, call = last.response.output
+    assert message.type == "message"
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments), call.status) == ("weather", {"city": "Rome"}, "completed")
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(event.delta for event in deltas) == call.arguments
+    assert {event.item_id for event in deltas} == {call.id}
+    (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert (done.arguments, done.name) == (call.arguments, "weather")
+    assert [tool.name for tool in last.response.tools if tool.type == "function"] == ["weather"]
+    assert last.response.parallel_tool_calls is False
+
+    rest = await elsewhere.responses.retrieve(
+        last.response.id, stream=True, starting_after=deltas[0].sequence_number
+    )
+    assert [event async for event in rest] == events[deltas[0].sequence_number + 1 :]
+
+    ring.behave = saying("Sunny.")
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    answer = await elsewhere.responses.create(
+        model=MODEL, input=[output], previous_response_id=last.response.id, tools=[WEATHER]
+    )
+    assert answer.output_text == "Sunny."
+    _, shown = prompts(ring)
+    assert shown.index("Weather in Rome?") < shown.index('{"name": "weather", "arguments": {"city": "Rome"}}')
+    assert shown.endswith("<tool_response>\nsunny\n</tool_response>\n")
+    again: Any = [{"role": "user", "content": "Weather in Rome?"}, *last.response.output, output]
+    await client.responses.create(model=MODEL, input=again, tools=[WEATHER])
+    assert prompts(ring)[2] == shown
+
+
+async def test_a_form_is_asked_for_and_read(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
+    class City(pydantic.BaseModel):
+        name: str
+
+    ring.behave = saying('{"name": "Rome"}')
+    made = await client.responses.parse(model=MODEL, input="A city.", text_format=City)
+    assert made.output_parsed == City(name="Rome")
+    assert made.text is not None
+    assert made.text.format is not None
+    assert made.text.format.type == "json_schema"
+    grammar = ring.requests[0].grammar
+    assert grammar is not None
+    assert json.loads(grammar.text)["required"] == ["name"]
+    await client.responses.create(model=MODEL, input="JSON!", text={"format": {"type": "json_object"}})
+    assert ring.requests[1].grammar is not None
 
 
 # --- conversations -------------------------------------------------------------------------------
@@ -481,6 +557,26 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": 5}, "input", "invalid_type"),
     ({"previous_response_id": "nonsense"}, "previous_response_id", "previous_response_not_found"),
     ({"nonsense": 1}, "nonsense", "unknown_parameter"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x y", "schema": {}}}},
+        "text.format.name",
+        "invalid_value",
+    ),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x"}}},
+        "text.format.schema",
+        "missing_required_parameter",
+    ),
+    (
+        {"tools": [{"type": "function", "name": "f", "defer_loading": True}]},
+        "tools[0].defer_loading",
+        "unknown_parameter",
+    ),
+    ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "empty_string"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "invalid_value"),
+    ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
 ]
 
 

@@ -16,14 +16,14 @@ from services.gateway.run import Chunk, Run
 from services.gateway.runs import new_run
 from shared.errors import RingLost, Unavailable
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
-from shared.records import GenerationRecord, ResponseRecord, StoredResponse
-from tests.unit.gateway.test_resumed_reading import LIMITS, LOOP, TOKENIZER, entries_of, logs
+from shared.records import GenerationRecord, Parsing, ResponseRecord, StoredResponse
+from tests.unit.gateway.test_resumed_reading import LIMITS, LOOP, OF_BYTE, TOKENIZER, entries_of, logs
 
 Log = tuple[list[int], FinishReason, list[int]]
 IDENTITY = "0" * 32
 
 
-def answer_for(*, background: bool = False, logprobs: int = -1) -> Answer:
+def answer_for(*, background: bool = False, logprobs: int = -1, parsing: Parsing | None = None) -> Answer:
     request = GenerationRequest(
         f"{IDENTITY}-0",
         "r",
@@ -41,6 +41,7 @@ def answer_for(*, background: bool = False, logprobs: int = -1) -> Answer:
         0.0,
         [request],
         stream=True,
+        parsing=parsing,
         response=ResponseRecord(shown, b"[]", background=background),
     )
     generation = Generation(request, 0, LIMITS, now=0.0, started_at=0.0)
@@ -71,16 +72,17 @@ def recut(log: Log, cuts: list[int], alone: bool) -> Log:
     return tokens, finish, [*inside, len(tokens)] if alone else inside
 
 
-@settings(max_examples=80)
+@settings(max_examples=60, deadline=None)
 @given(
     logs(),
     st.lists(st.integers(0, 1000), max_size=6),
+    st.lists(st.integers(0, 1000), max_size=3),
     st.booleans(),
     st.booleans(),
     st.booleans(),
 )
 def test_any_cut_and_any_place_to_go_on_from_give_the_same_events(
-    log: Log, cuts: list[int], alone: bool, background: bool, scored: bool
+    log: Log, cuts: list[int], places: list[int], alone: bool, background: bool, scored: bool
 ) -> None:
     first, other = (answer_for(background=background, logprobs=0 if scored else -1) for _ in range(2))
     feed(first, log, scored)
@@ -90,13 +92,13 @@ def test_any_cut_and_any_place_to_go_on_from_give_the_same_events(
     numbers = [json.loads(chunk.data)["sequence_number"] for chunk in events]
     assert numbers == list(range(len(events)))
     assert [int(chunk.position) for chunk in events] == numbers
-    for number in numbers:
+    for number in {place % len(events) for place in places}:
         assert read(other, [number]) == events[number + 1 :]
     with pytest.raises(InvalidParameter, match="starting_after"):
         read(other, [len(events)])
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(logs(), st.booleans(), st.sampled_from(["", "cancelled", "failed"]))
 def test_what_is_kept_is_shown_as_the_log_was(log: Log, scored: bool, end: str) -> None:
     answer = answer_for(logprobs=1 if scored else -1)
@@ -148,3 +150,63 @@ def text_of(log: Log) -> str:
     """What the tokens say, what is no whole character at the end included."""
     raw = b"".join(TOKENIZER.token_bytes(token) for token in log[0] if token != 1)
     return raw.decode(errors="replace")
+
+
+PARTS = [
+    "<think>",
+    "</think>",
+    "Hm. ",
+    "\n",
+    "So.",
+    "<tool_call>",
+    "</tool_call>",
+    "<",
+    '{"name": "f", "arguments": ',
+]
+PARTS += ['{"a": 1}}', '{"a": [', '"\u2603"]}}']
+PARSING = Parsing(tools="hermes", types={"f": {"a": ""}}, reasoning="think")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=14).map("".join),
+    st.sampled_from(["stop", "length"]),
+    st.lists(st.integers(0, 1000), max_size=6),
+    st.lists(st.integers(0, 1000), max_size=3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_calls_and_thoughts_are_events_of_the_log_too(
+    text: str, finish: FinishReason, cuts: list[int], places: list[int], alone: bool, scored: bool
+) -> None:
+    log: Log = ([OF_BYTE[bytes([byte])] for byte in text.encode()], finish, [])
+    first, other = (answer_for(logprobs=0 if scored else -1, parsing=PARSING) for _ in range(2))
+    feed(first, log, scored)
+    feed(other, recut(log, cuts, alone), scored)
+    events = read(first)
+    assert read(other) == events
+    for number in {place % len(events) for place in places}:
+        assert read(other, [number]) == events[number + 1 :]
+    shown = [json.loads(chunk.data) for chunk in events]
+    check_items(shown)
+
+
+def check_items(events: list[dict[str, Any]]) -> None:
+    """Every item begins and is done once, one after the other, and its deltas make its text."""
+    output = events[-1]["response"]["output"]
+    written: dict[int, str] = {}
+    for event in events:
+        index = event.get("output_index")
+        if event["type"] == "response.output_item.added":
+            assert index == len(written)
+            written[index] = ""
+        elif event["type"].endswith(".delta"):
+            assert index == len(written) - 1
+            assert event["item_id"] == output[index]["id"]
+            written[index] += event["delta"]
+        elif event["type"] == "response.output_item.done":
+            assert event["item"] == output[index]
+    assert list(written) == list(range(len(output)))
+    for index, item in enumerate(output):
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert text == written[index]

@@ -45,6 +45,20 @@ def test_calls_and_their_outputs_are_turns() -> None:
     assert len({item["id"] for item in items}) == len(items)
 
 
+def test_thoughts_belong_to_the_turn_behind_them() -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = {"role": "assistant", "content": "So."}
+    user = {"role": "user", "content": "Go on."}
+    turns = chat_messages(items_of(thought, said, user, thought, call, user, thought, user), None)
+    shown = [
+        (turn.get("reasoning_content"), turn["content"], "tool_calls" in turn)
+        for turn in turns
+        if turn["role"] == "assistant"
+    ]
+    assert shown == [("Hm.", "So.", False), ("Hm.", None, True), ("Hm.", "", False)]
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
