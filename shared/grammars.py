@@ -6,6 +6,8 @@ gigabytes or the whole stack, so what is not known yet is compiled in a process 
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
@@ -54,3 +56,9 @@ def shortened(reason: str) -> str:
         return "no token of this model fits"
     line = " ".join(_PICTURE.sub("", reason).replace("<non-verbose/>", "").split()).rstrip(".")
     return line if len(line) <= _MOST_OF_REASON else f"{line[: _MOST_OF_REASON - 3]}..."
+
+
+def embedded(schema: Mapping[str, Any]) -> str:
+    """`schema` as an expression within a grammar in Lark's notation, with the same options."""
+    text = msgspec.json.encode({**schema, "x-guidance": _OPTIONS}).decode()
+    return "%json " + text.replace("::=", "\\u003a:=")  # else it would look like GBNF (`grammar_check`)

@@ -10,7 +10,7 @@ import msgspec
 from services.gateway import validation
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
-from services.gateway.errors import RouteError
+from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.reading import Reading
 from services.gateway.responses.intake import ResponseIntake
@@ -18,11 +18,13 @@ from services.gateway.responses.making import MakeResponse
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key
-from services.gateway.structured import Grammars
+from services.gateway.structured import Grammars, Wanted, wanted_by
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
-from services.gateway.tools.plan import plan_of
-from shared.messages import ModelCard
+from services.gateway.tools.demand import demanded, schemas_of
+from services.gateway.tools.families import markers_of
+from services.gateway.tools.plan import ChatPlan, plan_of
+from shared.messages import Grammar, ModelCard
 from shared.records import Idempotency
 from shared.stores import Entry
 
@@ -126,14 +128,17 @@ class Intake:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
         validation.check_chat(request)
         card = self._catalog.card(request.model)
-        grammar = await self._grammars.of(request)
+        answer = wanted_by(request)
         tokenizer = await self._tokenizers.get(card)
         plan = plan_of(request, card, tokenizer.traits)
         text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
+        parsing = plan.parsing(text)
+        grammar = await self._grammar(
+            plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
+        )
         prompt = await tokenizer.encode_rendered(text)
         session = context.session or cache_key(request.prompt_cache_key)
         session = session or conversation_key(chat_messages(request))
-        parsing = plan.parsing(text)
         build = Build(
             self._parts, request, card, tokenizer, context, session, grammar, parsing, response=response
         )
@@ -147,6 +152,17 @@ class Intake:
         plan = plan_of(request, card, tokenizer.traits)
         text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
         return len(await tokenizer.encode_rendered(text))
+
+    async def _grammar(self, plan: ChatPlan, wanted: Wanted | None) -> Grammar | None:
+        """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`."""
+        if wanted is None:
+            return None
+        try:
+            return await self._grammars.checked(wanted)
+        except InvalidParameter:
+            for schema in schemas_of(plan) if plan.family else ():
+                await self._grammars.checked(schema)
+            raise
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jinja2
@@ -67,6 +67,10 @@ class Tokenizer(Protocol):
     ) -> Detokenizer:
         """For an output that follows `prompt` (empty: that begins a new text). `keep`: special tokens that are
         shown in any case."""
+        ...
+
+    def specials(self, texts: Collection[str]) -> dict[str, int]:
+        """Those of `texts` that are special tokens, with their ids."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -142,6 +146,9 @@ class ModelTokenizer:
         if self._tokenizer.decode(context, skip_special_tokens=skip_special_tokens).endswith("\ufffd"):
             context = []  # it ends within a character: the decoder could not tell it from the output
         return _StreamDetokenizer(self._tokenizer, context, skip_special_tokens)
+
+    def specials(self, texts: Collection[str]) -> dict[str, int]:
+        return {text: self._special[text] for text in texts if text in self._special}
 
     def token_bytes(self, token: int) -> bytes:
         return self._bytes.of(token)
@@ -264,6 +271,9 @@ class StubTokenizer:
         self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()
     ) -> Detokenizer:
         return _StubDetokenizer()
+
+    def specials(self, texts: Collection[str]) -> dict[str, int]:
+        return {}
 
     def token_bytes(self, token: int) -> bytes:
         return chr(token & 0xFF).encode()

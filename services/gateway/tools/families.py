@@ -142,3 +142,10 @@ def markers_of(parsing: Parsing | None) -> frozenset[str]:
         return frozenset()
     family = FAMILIES.get(parsing.tools)
     return frozenset((*(family.markers if family else ()), *reasoning.MARKERS.get(parsing.reasoning, ())))
+
+
+def variant_of(family: str, template: str) -> str:
+    """Which of a family's notations `template` has, where there are several."""
+    if family == "mistral" and ARGS in template:
+        return "named"
+    return "fenced" if family == "deepseek" and "```json" in template else ""

@@ -39,6 +39,9 @@ class ChatPlan(msgspec.Struct, frozen=True):
     asked: Asked
     family: str
     """Whose parser and grammar it is; "" without tools."""
+    variant: str
+    single: bool
+    """One call at most: the client wants no more, or the template takes no more."""
     reasoning: str
 
     def parsing(self, prompt: str) -> Parsing | None:
@@ -70,6 +73,12 @@ def plan_of(request: "ChatCompletionRequest", card: ModelCard, traits: Traits) -
             param=name,
             reason="unsupported_parameter",
         )
+    if asked.required and request.min_tokens:
+        raise InvalidParameter(
+            "Unsupported parameter: 'min_tokens' is not supported where a tool call is demanded; leave it out.",
+            param="min_tokens",
+            reason="unsupported_parameter",
+        )
     known = bool(traits.family) or card.tool_parser in FAMILIES
     native_calls = traits.calls and known
     native_tools = traits.tools and known
@@ -83,6 +92,8 @@ def plan_of(request: "ChatCompletionRequest", card: ModelCard, traits: Traits) -
         variables=_variables(request, traits),
         asked=asked,
         family=family,
+        variant=traits.variant if family == traits.family else "",
+        single=asked.single or (native_calls and not traits.several),
         reasoning=_reasoning(card, traits),
     )
 

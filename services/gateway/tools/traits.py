@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.chat_template import ChatTemplate
-from services.gateway.tools.families import family_of, reasoning_of
+from services.gateway.tools.families import family_of, reasoning_of, variant_of
 
 _TOOL, _ARGUMENT, _VALUE, _RESULT = "probe_tool", "probe_argument", "probe_value", "probe_result"
 LONG_ID, SHORT_ID = "call_0123456789abcdef01234567", "abcdef123"
@@ -51,6 +51,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """It shows system messages."""
     family: str = ""
     """How the model writes calls, where the template shows it."""
+    variant: str = ""
+    """Which of the family's notations."""
     reasoning: str = ""
     variables: frozenset[str] = frozenset()
     """What it looks at beyond messages and tools, such as `enable_thinking`."""
@@ -62,6 +64,7 @@ def traits_of(template: ChatTemplate) -> Traits:
     objects = probe.shows_call({_ARGUMENT: _VALUE}) and not probe.looks_like_python()
     calls = objects or probe.shows_call(f'{{"{_ARGUMENT}": "{_VALUE}"}}')
     system = template.tries([{"role": "system", "content": _RESULT}, _USER], None) or ""
+    family = family_of(template.source)
     return Traits(
         tools=_TOOL in (template.tries([_USER], _TOOLS) or ""),
         calls=calls,
@@ -70,7 +73,8 @@ def traits_of(template: ChatTemplate) -> Traits:
         several=calls and probe.takes_two(),
         any_id=probe.identity == LONG_ID,
         system=_RESULT in system,
-        family=family_of(template.source),
+        family=family,
+        variant=variant_of(family, template.source),
         reasoning=reasoning_of(template.source),
         variables=template.variables,
     )
