@@ -51,17 +51,22 @@ class ResponseIntake:
 
     async def prepare(self, body: bytes | msgspec.Raw, context: "Context", *, always_streamed: bool) -> Run:
         """Raises as `Intake.prepare`."""
-        request = decode(body, self._request)
-        if always_streamed:
-            check_streamed(request)
-            request = msgspec.structs.replace(request, stream=True)
-        check_request(request)
+        request = self.check(body, always_streamed=always_streamed)
         identity = new_identity(self._writer, time.time())
         past, own = await self._items(request, identity, tenant_of_context(context))
         make = MakeResponse(identity, request, own)
         context = self._in_background(request, context)
         with renamed():
             return await self._fitting(request, past + own, context, make)
+
+    def check(self, body: bytes | msgspec.Raw, *, always_streamed: bool = False) -> ResponseRequest:
+        """The request in `body`, as far as it can be checked by itself. Raises `InvalidParameter`."""
+        request = decode(body, self._request)
+        if always_streamed:
+            check_streamed(request)
+            request = msgspec.structs.replace(request, stream=True)
+        check_request(request)
+        return request
 
     async def count(self, body: bytes, tenant: str) -> int:
         """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
