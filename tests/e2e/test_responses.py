@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+import openai
+import pydantic
 import pytest
 
 from services.cli.models import DEFAULT_MODEL
@@ -73,3 +75,39 @@ def test_a_background_response_is_read_from_any_event(connect: Connect, two_grou
     text = "".join(event.delta for event in begun + rest if event.type == "response.output_text.delta")
     assert text == shown.output_text == answer(client, STORY, max_tokens=60)
     assert shown.status == "incomplete"
+
+
+def test_a_form_and_a_call_are_held_to(connect: Connect, two_groups: Stack) -> None:
+    class Animal(pydantic.BaseModel):
+        name: str
+        legs: int
+
+    client = connect(two_groups)
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0}
+    made = client.responses.parse(input="Name an animal and its legs.", text_format=Animal, **options)
+    assert isinstance(made.output_parsed, Animal)
+    tool = openai.pydantic_function_tool(Animal, name="note")
+    function = {"type": "function", **tool["function"]}
+    for choice in ("required", {"type": "function", "name": "note"}):
+        with client.responses.stream(
+            input="Note that a cat has four legs.", tools=[function], tool_choice=choice, **options
+        ) as stream:
+            final = stream.until_done().get_final_response()
+        (call,) = [item for item in final.output if item.type == "function_call"][:1]
+        assert call.name == "note"
+        Animal.model_validate_json(call.arguments)
+        rest = client.responses.retrieve(final.id, stream=True, starting_after=6)
+        numbers = [event.sequence_number for event in rest]
+        assert numbers == list(range(7, 7 + len(numbers)))
+        assert numbers
+    outputs: Any = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "noted"}
+        for item in final.output
+        if item.type == "function_call"
+    ]
+    last = client.responses.create(
+        input=outputs, previous_response_id=final.id, tools=[function], max_output_tokens=16, **options
+    )
+    assert last.usage is not None
+    assert final.usage is not None
+    assert last.usage.input_tokens > final.usage.input_tokens
