@@ -62,6 +62,7 @@ class Heirs:
         self._ttl = ttl
         self._unfinished: Bucket[Unfinished] | None = None
         self._inheritances: Bucket[Inheritance] | None = None
+        self._services: Bucket[ServiceRecord] | None = None
         self.keep_of_lost: Callable[[GenerationRecord], Awaitable[None]] | None = None
         """Called with each record of a lost gateway's response that has ended."""
         self._listed = False
@@ -72,6 +73,7 @@ class Heirs:
         bucket, bus, ttl = Bucket, self._bus, self._ttl
         self._unfinished = await bucket.open(bus, subjects.UNFINISHED_BUCKET, Unfinished, ttl=ttl)
         self._inheritances = await bucket.open(bus, subjects.INHERITANCES_BUCKET, Inheritance, ttl=ttl)
+        self._services = await bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)
 
     def stop(self) -> None:
         """Lets `run` and `watch` end with their next turn."""
@@ -106,18 +108,9 @@ class Heirs:
 
     async def watch(self) -> None:
         """Looks after the losses of other gateways, and of earlier lives of this one. Runs until cancelled."""
+        assert self._services is not None, "not started"
         await self._try_to_inherit(self._consumer, self._began)
-        while not self._stopping:
-            try:
-                await self._watch_services()
-            except (RyzansteinError, *BROKER_ERRORS) as error:
-                reason = str(error) if isinstance(error, RyzansteinError) else reason_of(error)
-                log.warning("services_not_watched", error=reason)
-            await asyncio.sleep(PAUSE)
-
-    async def _watch_services(self) -> None:
-        services = await Bucket.open(self._bus, subjects.SERVICES_BUCKET, ServiceRecord)
-        async for update in services.watch():
+        async for update in self._services.watch():
             if self._stopping:
                 return
             record = update[1] if update is not None else None
@@ -177,8 +170,8 @@ class Heirs:
     async def _is_gone(self, heir: str) -> bool:
         if heir == self._consumer:
             return False
-        services = await Bucket.open(self._bus, subjects.SERVICES_BUCKET, ServiceRecord)
-        entry = await services.get(heir)
+        assert self._services is not None, "not started"
+        entry = await self._services.get(heir)
         return entry is None or entry.value.state == "gone"
 
     async def _settle(self, lost: str, lost_at: float) -> None:
