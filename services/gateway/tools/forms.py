@@ -9,7 +9,7 @@ up to the tag behind it, or one of the schema's `enum`.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from services.gateway.tools.lark import NOTHING, Rules, Specials, literal, up_to
+from services.gateway.tools.lark import NOTHING, Rules, Specials, joined, literal, up_to
 from services.gateway.tools.parameters import types_of
 from services.gateway.tools.parsers import deepseek, marked, tagged
 from services.gateway.tools.schemas import FunctionDefinition
@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
     def around(self, before: str, after: str) -> str:
         """The arguments as JSON between two texts."""
-        return f"{self.text(before)} {self.arguments()} {self.text(after)}"
+        return joined(self.text(before), self.arguments(), self.text(after))
 
 
 class Form(NamedTuple):

@@ -12,7 +12,7 @@ import msgspec
 
 from services.gateway.errors import InvalidParameter
 from services.gateway.tools.forms import Form, Source, form_of
-from services.gateway.tools.lark import NOTHING, Rules, Specials, literal, up_to, without
+from services.gateway.tools.lark import NOTHING, Rules, Specials, joined, literal, up_to, without
 from services.gateway.tools.parsers.reasoning import MARKERS
 from services.gateway.tools.schemas import FunctionDefinition
 from shared.grammars import embedded
@@ -32,7 +32,8 @@ class Calling(NamedTuple):
 def required_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar:
     """One call or more, and nothing else but the reasoning before them."""
     rules = Rules()
-    rules.add("start", f"{_reasoning(rules, calling.specials, reasoning, opened=opened)} calls")
+    before = _reasoning(rules, calling.specials, reasoning, opened=opened)
+    rules.add("start", joined(before, "calls"))
     rules.add("calls", _calls(rules, calling, checked_all=True))
     return Grammar("lark", rules.text())
 
@@ -45,7 +46,7 @@ def strict_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar |
         return None
     rules = Rules()
     before = _reasoning(rules, calling.specials, reasoning, opened=opened)
-    rules.add("start", f"{before} (until_calls behind_trigger)* free")
+    rules.add("start", joined(before, "(until_calls behind_trigger)* free"))
     attributes, body = up_to(form.trigger, calling.specials)
     rules.add("until_calls", body, attributes)
     rules.add("free", "FREE")
@@ -58,7 +59,7 @@ def calls_or(calling: Calling, answer: Grammar, reasoning: str, *, opened: bool)
     """Calls, or what the client wants the answer to look like. Raises `InvalidParameter`."""
     rules = Rules()
     before = _reasoning(rules, calling.specials, reasoning, opened=opened)
-    rules.add("start", f"{before} (calls | answer)")
+    rules.add("start", joined(before, "(calls | answer)"))
     rules.add("calls", _calls(rules, calling, checked_all=False))
     rules.add("answer", _answer(answer))
     return Grammar("lark", rules.text())
@@ -67,7 +68,7 @@ def calls_or(calling: Calling, answer: Grammar, reasoning: str, *, opened: bool)
 def behind_reasoning(answer: Grammar, reasoning: str, specials: Specials) -> Grammar:
     """`answer`, where the prompt ends within the reasoning. Raises `InvalidParameter`."""
     rules = Rules()
-    rules.add("start", f"{_reasoning(rules, specials, reasoning, opened=True)} answer")
+    rules.add("start", joined(_reasoning(rules, specials, reasoning, opened=True), "answer"))
     rules.add("answer", _answer(answer))
     return Grammar("lark", rules.text())
 
@@ -112,5 +113,4 @@ def _behind_trigger(rules: Rules, form: Form, calling: Calling, *, checked_all: 
         calls.append(rules.add(f"call_{number}", form.call(source)))
     rules.add("call", " | ".join(calls))
     more = "" if calling.single else f"({literal(form.between, specials)} call)*"
-    parts = (literal(form.opening, specials), "call", more, literal(form.closing, specials))
-    return " ".join(part for part in parts if part and part != NOTHING)
+    return joined(literal(form.opening, specials), "call", more, literal(form.closing, specials))

@@ -39,6 +39,11 @@ def without(text: str, specials: Specials) -> str:
     return f"/(?s:.*)/ & ~/(?s:.*){regex_of(text)}(?s:.*)/"
 
 
+def joined(*parts: str) -> str:
+    """One after the other, without those that are nothing; not for the alternatives of an expression."""
+    return " ".join(part for part in parts if part and part != NOTHING) or NOTHING
+
+
 class Rules:
     """The rules of a grammar."""
 
