@@ -29,7 +29,7 @@ from services.executor.engine.protocol import (
     RestoreFailed,
     SampledToken,
 )
-from services.executor.gathering import Gathering
+from services.executor.gathering import Gathering, acknowledgements, output_tokens
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
 from services.executor.naming import served_name
@@ -200,7 +200,7 @@ class Leader:
                 prompt_tokens=len(request.prompt),
                 reason=refusal.code if refusal else "",
             )
-        self._gathering.add(_acknowledgements(batch.requests, set(accepted)))
+        self._gathering.add(acknowledgements(batch.requests, set(accepted)))
         await self._tell()
         self._wake.set()
         return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, self._report_load())
@@ -394,20 +394,3 @@ class Leader:
                 if self._batcher.expire(time.time()):
                     self._wake.set()
                 await asyncio.sleep(LOOP_BEAT_INTERVAL)
-
-
-def output_tokens(entries: Entries) -> int:
-    """New tokens in the entries of a step."""
-    return sum(len(entry.tokens) for of_consumer in entries.values() for entry in of_consumer)
-
-
-def _acknowledgements(requests: list[GenerationRequest], accepted: set[str]) -> Entries:
-    """Empty entries that tell each consumer which group has its generation, before there is a token:
-    should the ring be lost now, it knows at once that the request must be handed in again."""
-    entries: Entries = {}
-    for request in requests:
-        if request.generation_id in accepted:
-            position = len(request.generated)
-            entry = TokenEntry(request.generation_id, request.attempt, position, tokens=[])
-            entries.setdefault(request.consumer, []).append(entry)
-    return entries
