@@ -56,11 +56,13 @@ def chat_request(
             "logprobs": wants_logprobs(request) or None,
             "max_completion_tokens": request.max_output_tokens,
             "prompt_cache_key": request.prompt_cache_key,
+            "safety_identifier": request.safety_identifier,
             "service_tier": request.service_tier,
             "stream": stream,
             "temperature": request.temperature,
             "top_logprobs": request.top_logprobs if wants_logprobs(request) else None,
             "top_p": request.top_p,
+            "user": request.user,
         }
     given = {name: value for name, value in body.items() if value is not None}
     with renamed():
