@@ -43,7 +43,7 @@ LOOK_BACK = LIST_INTERVAL + LISTED_AFTER + 2 * CLOCK_MARGIN
 """Seconds before a list, or before the loss, in which records may be of generations that no list has."""
 LIST_BYTES = 512 << 10
 SLICE = 256
-"""Generations that are taken over at a time."""
+"""Generations that are taken over, or kept, at a time."""
 KEEP = 30.0
 """Seconds that it may take to take one of them over."""
 TRIES = 5
@@ -145,11 +145,16 @@ class Heirs:
 
     async def _keep_ended(self, left: dict[str, GenerationRecord], going: Sequence[GenerationRecord]) -> None:
         """Responses that had ended, and that their gateway may not have kept any more."""
+        if self.keep_of_lost is None:
+            return
         unfinished = {record.identity for record in going}
-        for identity, record in left.items():
-            kept = record.response is not None and record.response.store and identity not in unfinished
-            if kept and self.keep_of_lost is not None:
-                await self.keep_of_lost(record)
+        ended = [
+            record
+            for identity, record in left.items()
+            if record.response is not None and record.response.store and identity not in unfinished
+        ]
+        for begin in range(0, len(ended), SLICE):
+            await asyncio.gather(*map(self.keep_of_lost, ended[begin : begin + SLICE]))
 
     async def _claim(self, lost: str, lost_at: float) -> bool:
         """Whether this gateway is the heir: of a life of `lost`, one is."""

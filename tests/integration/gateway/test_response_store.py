@@ -16,7 +16,7 @@ from shared.messages import GenerationRequest
 from shared.records import GenerationRecord, ResponseRecord, StoredResponse
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying
-from tests.integration.gateway.test_responses import until_known
+from tests.integration.gateway.responding import until_known
 
 PAGE = (Path(__file__).parents[3] / "docs" / "responses.md").read_text()
 

@@ -12,9 +12,9 @@ from shared.bus import Bus
 from shared.config import CommonSettings
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
+from tests.integration.gateway.responding import drop_journal, kept
 from tests.integration.gateway.resuming import Event, Paced, read_events
 from tests.integration.gateway.test_gateway_lost import gateway_process, mourn, read_until_killed
-from tests.integration.gateway.test_responses import drop_journal, kept
 
 RESPONSES = "/v1/responses"
 TEXT = "Ein Strom ist ein Log, und die Antwort auch: \u00e4\u00f6\u00fc."
