@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.tools.depth import DEEPEST, too_deep
 from services.gateway.tools.schemas import FunctionDefinition, Tool, ToolCall, ToolChoice, ToolName
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ def _check_parameters(path: str, function: FunctionDefinition) -> None:
     schema = function.parameters
     if not schema:
         return
+    if too_deep(schema):
+        raise _wrong_schema(path, function, f"it is nested more than {DEEPEST} levels deep")
     kind = schema.get("type", "object")
     if kind != "object":
         raise _wrong_schema(

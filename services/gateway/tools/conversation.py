@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from services.gateway.tools.depth import too_deep
 from services.gateway.tools.schemas import FunctionDefinition
 from services.gateway.tools.traits import Traits
 
@@ -159,7 +160,7 @@ def _object(arguments: str) -> Any:
         value = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return value if isinstance(value, dict) and not too_deep(value) else arguments
 
 
 def _one_by_one(messages: Sequence[Shown]) -> Iterator[Shown]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from services.gateway.errors import InvalidParameter
 from services.gateway.structured import Wanted, grammar_of_schema
 from services.gateway.tools.forms import NO_PARAMETERS
 from services.gateway.tools.grammar import (
@@ -12,6 +13,7 @@ from services.gateway.tools.grammar import (
     strict_calls,
 )
 from services.gateway.tools.plan import ChatPlan
+from shared.grammars import MAX_BYTES
 from shared.messages import Grammar
 from shared.records import Parsing
 
@@ -38,7 +40,7 @@ def demanded(
     else:
         return None
     name = "functions" if plan.asked.legacy else "tools"
-    return Wanted(grammar, name, f"Invalid '{name}'")
+    return _small_enough(Wanted(grammar, name, f"Invalid '{name}'"))
 
 
 def schemas_of(plan: ChatPlan) -> Iterator[Wanted]:
@@ -52,4 +54,16 @@ def schemas_of(plan: ChatPlan) -> Iterator[Wanted]:
 
 
 def _as(wanted: Wanted, grammar: Grammar) -> Wanted:
-    return Wanted(grammar, wanted.param, wanted.subject)
+    return _small_enough(Wanted(grammar, wanted.param, wanted.subject))
+
+
+def _small_enough(wanted: Wanted) -> Wanted:
+    size = len(wanted.grammar.text.encode())
+    if size > MAX_BYTES:
+        raise InvalidParameter(
+            f"{wanted.subject}: as a grammar it has {size} bytes and may have {MAX_BYTES}; send fewer or smaller "
+            "schemas.",
+            param=wanted.param,
+            reason="string_above_max_length",
+        )
+    return wanted

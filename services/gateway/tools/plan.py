@@ -12,6 +12,7 @@ from services.gateway.tools.conversation import (
     messages_for_template,
     with_instructions,
 )
+from services.gateway.tools.depth import DEEPEST, too_deep
 from services.gateway.tools.families import FAMILIES, NONE
 from services.gateway.tools.parameters import types_of
 from services.gateway.tools.parsers.reasoning import MARKERS
@@ -119,6 +120,12 @@ def _variables(request: "ChatCompletionRequest", traits: Traits) -> dict[str, An
                 f"this model looks at; it knows: {', '.join(sorted(traits.variables)) or 'nothing'}.",
                 param="chat_template_kwargs",
                 reason="unsupported_parameter",
+            )
+        if too_deep(given[name]):
+            raise InvalidParameter(
+                f"Invalid 'chat_template_kwargs.{name}': it is nested more than {DEEPEST} levels deep.",
+                param="chat_template_kwargs",
+                reason="invalid_value",
             )
     return _effort(request.reasoning_effort, traits) | given
 

@@ -9,6 +9,7 @@ from services.gateway import validation
 from services.gateway.errors import InvalidParameter
 from services.gateway.schemas import ChatCompletionRequest
 from services.gateway.tools.checks import Asked, asked_of
+from services.gateway.tools.depth import DEEPEST, too_deep
 from services.gateway.tools.parameters import types_of
 
 DECODER = msgspec.json.Decoder(ChatCompletionRequest)
@@ -153,6 +154,20 @@ def test_what_is_refused(fields: dict[str, Any], reason: str, param: str) -> Non
     with pytest.raises(InvalidParameter) as caught:
         asked(**fields)
     assert (caught.value.reason, caught.value.param) == (reason, param)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
+def test_schemas_are_so_deep_and_no_deeper() -> None:
+    assert not too_deep(nested(DEEPEST))
+    assert too_deep(nested(DEEPEST + 1))
+    with pytest.raises(InvalidParameter, match="levels deep"):
+        asked(tools=[tool(parameters=nested(300))])
 
 
 def test_answered_calls_are_taken() -> None:
