@@ -15,6 +15,8 @@ from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.limits.limiter import Limiter
 from services.gateway.reading import Reading
+from services.gateway.responses.intake import ResponseIntake
+from services.gateway.responses.making import MakeResponse
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key
@@ -29,7 +31,7 @@ from shared.records import Idempotency
 from shared.stores import Entry
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
-Endpoint = Literal["chat.completions", "completions"]
+Endpoint = Literal["chat.completions", "completions", "responses"]
 
 
 class Intake:
@@ -56,6 +58,8 @@ class Intake:
         self._tokenizers = tokenizers
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
+        self.responses: ResponseIntake | None = None
+        """Set before the first request: it comes back here with the chat that a response is inside."""
 
     async def prepare(
         self,
@@ -124,15 +128,21 @@ class Intake:
         if admission is not None:
             await admission.request()
             context = msgspec.structs.replace(context, admission=admission)
+        if endpoint == "responses":
+            assert self.responses is not None, "it is set before the first request"
+            return await self.responses.prepare(body, context, always_streamed=always_streamed)
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
-            return await self._prepare_chat(_streamed(chat) if always_streamed else chat, context)
+            return await self.chat_run(_streamed(chat) if always_streamed else chat, context)
         completion = validation.decode(body, self._completion)
         return await self._prepare_completion(
             _streamed(completion) if always_streamed else completion, context
         )
 
-    async def _prepare_chat(self, request: ChatCompletionRequest, context: Context) -> Run:
+    async def chat_run(
+        self, request: ChatCompletionRequest, context: Context, response: MakeResponse | None = None
+    ) -> Run:
+        """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
         validation.check_chat(request)
         card = self._catalog.card(request.model)
         answer = wanted_by(request)
@@ -146,8 +156,19 @@ class Intake:
         prompt = await tokenizer.encode_rendered(text)
         session = context.session or cache_key(request.prompt_cache_key)
         session = session or conversation_key(chat_messages(request))
-        build = Build(self._parts, request, card, tokenizer, context, session, grammar, parsing)
+        build = Build(
+            self._parts, request, card, tokenizer, context, session, grammar, parsing, response=response
+        )
         return build.run([prompt])
+
+    async def chat_tokens(self, request: ChatCompletionRequest) -> int:
+        """Tokens of the prompt, however many the context has. Raises as `prepare`."""
+        validation.check_chat(request)
+        card = self._catalog.card(request.model)
+        tokenizer = await self._tokenizers.get(card)
+        plan = plan_of(request, card, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
+        return len(await tokenizer.encode_rendered(text))
 
     async def _grammar(self, plan: ChatPlan, wanted: Wanted | None) -> Grammar | None:
         """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`."""

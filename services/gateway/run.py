@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
@@ -27,6 +27,8 @@ class Chunk(NamedTuple):
     data: bytes
     position: bytes
     """Where in the log a reader of everything up to this chunk stands: a number per choice, with commas."""
+    event: bytes = b""
+    """The type of the server-sent event, where it has one."""
 
 
 class Owner(Protocol):
@@ -49,6 +51,9 @@ class Owner(Protocol):
 
 class Run:
     """Read once, by `chunks` or `collect`; `close` at the end, whatever happened."""
+
+    ends_with_done: ClassVar[bool] = True
+    """Whether a stream of server-sent events ends with `[DONE]`."""
 
     def __init__(
         self,

@@ -1,26 +1,23 @@
 """From an answer to a `Run` that reads it: from its beginning, or from where a client stands."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from services.gateway.answer import Answer
 from services.gateway.formats import ChatFormat, CompletionFormat, Format
 from services.gateway.metrics import ModelMetrics
-from services.gateway.run import Run
+from services.gateway.responses.run import ResponseRun
+from services.gateway.run import Owner, Run
 from services.gateway.text_output import Output, TextOutput
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tools.families import markers_of
 from services.gateway.tools.output import ParsedOutput
 from shared.messages import GenerationRequest
 
-if TYPE_CHECKING:
-    from services.gateway.answers import Answers
-
 
 def new_run(
     answer: Answer,
     tokenizer: Tokenizer,
-    answers: "Answers",
+    answers: Owner,
     *,
     metrics: ModelMetrics | None = None,
     after: Sequence[int] | None = None,
@@ -28,6 +25,9 @@ def new_run(
     """`metrics`: where its tokens are counted, None for what was counted before. `after`: the client's
     positions; None: it has seen nothing."""
     record = answer.record
+    if record.endpoint == "responses":
+        output = _output(answer, record.requests[0], tokenizer)
+        return ResponseRun(answer, output, tokenizer, answers, metrics, after=after)
     model, created, usage = record.requests[0].model, int(record.created), record.include_usage
     shape: Format
     if record.endpoint == "chat.completions":
@@ -42,7 +42,7 @@ def new_run(
 
 def _output(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
     record = answer.record
-    chat = record.endpoint == "chat.completions"
+    chat = record.endpoint != "completions"
     detokenizer = tokenizer.detokenizer(
         [] if chat else request.prompt,  # a chat's answer begins a text, a completion goes on
         skip_special_tokens=record.skip_special_tokens,

@@ -5,7 +5,7 @@ The words and codes follow OpenAI's, because clients and their users know them.
 
 import re
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -202,7 +202,12 @@ def check_min_tokens(request: GenerationFields, max_tokens: int) -> None:
         check_range("min_tokens", request.min_tokens, 0, max_tokens)
 
 
-def check_streamed(request: GenerationFields) -> None:
+class _Streamable(Protocol):
+    @property
+    def stream(self) -> bool | None: ...
+
+
+def check_streamed(request: _Streamable) -> None:
     """Raises `InvalidParameter` when `request` does not want to be streamed where everything is."""
     if request.stream is False:
         raise InvalidParameter(
