@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 from shared import subjects
+from shared.messages import ServiceName
 
 User = Literal["gateway", "scheduler", "health-monitor", "executor", "operator"]
 USERS: tuple[User, ...] = get_args(User)
@@ -35,7 +36,7 @@ class Rights(NamedTuple):
 def rights(user: User) -> Rights:
     """The rights of `user`."""
     publish, subscribe = _TABLE[user]
-    common = () if user == "operator" else (f"health.beats.{user}.*", *map(_create, _STREAMS))
+    common = (f"health.beats.{user}.*", *map(_create, _STREAMS)) if user in get_args(ServiceName) else ()
     inbox = f"{inbox_of(user)}.>"
     return Rights((*common, *publish), (inbox, "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*", *subscribe))
 

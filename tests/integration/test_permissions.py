@@ -168,7 +168,7 @@ async def test_a_configuration_for_a_server_of_ones_own(tmp_path: Path) -> None:
         for user in USERS:
             settings = CommonSettings(nats_url=url[0], nats_user=user, nats_password=passwords[user])
             bus = await Bus.connect(settings, "test")
-            await bus.ensure_streams(change=False)
+            await bus.flush()
             await bus.close()
         assert not any(password in config.read_text() for password in passwords.values())
     finally:
