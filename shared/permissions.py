@@ -5,7 +5,7 @@
 
 Only who owns something may write it: groups and services the health monitor, keys the operator, session pins the
 schedulers. Streams and buckets are made by whoever comes first; what exists is changed by the gateways (limits of
-INTAKE and JOURNAL) and the operator (all) alone. Patterns are NATS': `*` is one token, `>` all that follow.
+INTAKE, JOURNAL and responses) and the operator (all) alone. Patterns are NATS': `*` is one token, `>` all that follow.
 """
 
 from collections.abc import Iterator
@@ -154,6 +154,8 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.INHERITANCES_BUCKET),
             *_own_bucket(subjects.IDEMPOTENCY_BUCKET),
             *_own_bucket(subjects.LIMITS_BUCKET),
+            *_own_bucket(subjects.RESPONSES_BUCKET),
+            _change(f"KV_{subjects.RESPONSES_BUCKET}"),  # its bytes and age are settings
             *_objects(subjects.TOKENIZERS_STORE),
             *_answers("gateway"),
         ),
