@@ -156,7 +156,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.IDEMPOTENCY_BUCKET),
             *_own_bucket(subjects.LIMITS_BUCKET),
             *_own_bucket(subjects.RESPONSES_BUCKET),
-            _change(f"KV_{subjects.RESPONSES_BUCKET}"),  # its limits
+            _change(f"KV_{subjects.RESPONSES_BUCKET}"),  # its bytes and age are settings
             *_objects(subjects.TOKENIZERS_STORE),
             *_answers("gateway"),
         ),
