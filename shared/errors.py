@@ -9,6 +9,7 @@
     │   ├── QueueFull
     │   ├── NoGroupAvailable
     │   ├── DeadlineExceeded
+    │   ├── StorageFull
     │   ├── BrokerUnavailable
     │   │   └── NobodyThere
     │   └── RingLost
@@ -70,6 +71,10 @@ class NoGroupAvailable(Unavailable):
 
 class DeadlineExceeded(Unavailable):
     code = "deadline_exceeded"
+
+
+class StorageFull(Unavailable):
+    code = "storage_full"
 
 
 class BrokerUnavailable(Unavailable):

@@ -101,14 +101,17 @@ class Answers:
 
     # --- of this gateway's clients ---------------------------------------------------------------
 
-    async def submit(self, answer: Answer) -> "asyncio.Future[None]":
-        """Hands it in; what is returned is done when its record is durable.
+    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
+        """Hands it in; what is returned is done when its record is durable. `record_first`: it is handed in only
+        then, so that whatever is in the queue is known to everybody.
 
         Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
         """
         self._by_identity[answer.identity] = answer
         try:
             stored = self._writer.write(answer.record)
+            if record_first:
+                await stored
             await self._generations.submit(answer.generations)
         except RyzansteinError:
             self._by_identity.pop(answer.identity, None)

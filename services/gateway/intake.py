@@ -61,6 +61,16 @@ class Intake:
             return await self._repeatable(endpoint, body, context, always_streamed)
         return await self._prepare(endpoint, body, context, always_streamed)
 
+    def check(self, endpoint: Endpoint, body: bytes | msgspec.Raw) -> GenerationFields:
+        """`body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
+        if endpoint == "chat.completions":
+            chat = validation.decode(body, self._chat)
+            validation.check_chat(chat)
+            return chat
+        completion = validation.decode(body, self._completion)
+        validation.check_completion(completion)
+        return completion
+
     async def _repeatable(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:

@@ -12,6 +12,7 @@ from services.gateway.generations import Generations
 from services.gateway.heirs import Heirs
 from services.gateway.idempotency import IdempotencyKeys
 from services.gateway.intake import Intake
+from services.gateway.jobs import FilesAndBatches
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.reading import Reading
 from services.gateway.settings import GatewaySettings
@@ -40,6 +41,7 @@ class GatewayService(Service):
         self._answers: Answers | None = None
         self._heirs: Heirs | None = None
         self._catalog: Catalog | None = None
+        self._jobs: FilesAndBatches | None = None
 
     def listen_port(self) -> int:
         return self.settings.port
@@ -100,7 +102,10 @@ class GatewayService(Service):
         self.spawn(heirs.run(), "unfinished")
         self.spawn(heirs.watch(), "heirs")
         parts = Parts(self.settings, answers, self._metrics)
-        self._backend.open(Intake(parts, catalog, tokenizers, keys, reading), reading, catalog)
+        intake = Intake(parts, catalog, tokenizers, keys, reading)
+        self._backend.open(intake, reading, catalog)
+        self._jobs = FilesAndBatches(self.bus, self.instance, self.settings, self.registry, intake, catalog)
+        await self._jobs.start(self._backend, self.spawn)
 
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""
@@ -108,6 +113,8 @@ class GatewayService(Service):
             await asyncio.sleep(self.settings.drain_delay)
         self.stop_accepting()
         self._backend.drain()
+        if self._jobs is not None:
+            await self._jobs.stop()
         if self._generations is None or self._catalog is None:
             return
         if not await self._backend.idle(self.settings.drain_timeout):
