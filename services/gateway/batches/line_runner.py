@@ -18,6 +18,7 @@ from services.gateway.batches.outcome import failed, request_id_of, succeeded
 from services.gateway.batches.parts import BatchParts
 from services.gateway.batches.room import backoff, room
 from services.gateway.batches.tally import Tally
+from services.gateway.batches.tasks import end_all
 from services.gateway.build import Context
 from shared.batches import BatchJob, LineResult
 from shared.errors import InternalError, RyzansteinError
@@ -81,11 +82,7 @@ class LineRunner:
     async def stop(self, *, unwanted: bool) -> None:
         """Ends what is under way; `unwanted`: nobody will go on with it."""
         self._unwanted = unwanted
-        while self._tasks:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(self._tasks)
 
     def _done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

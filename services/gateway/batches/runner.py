@@ -44,6 +44,7 @@ from services.gateway.batches.output import Kind, write_file
 from services.gateway.batches.parts import BatchParts
 from services.gateway.batches.room import backoff
 from services.gateway.batches.tally import Tally
+from services.gateway.batches.tasks import end_all
 from shared.batches import OVER, BatchJob, Ending
 from shared.errors import BrokerUnavailable, InternalError, RyzansteinError
 from shared.objects import MissingObject
@@ -63,6 +64,7 @@ class BatchRunner:
         self._tally = Tally()
         self._reason: Ending = ""
         """Why no more lines are begun."""
+        self._lost = False
 
     @property
     def _job(self) -> BatchJob:
@@ -70,7 +72,9 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Until the batch is over. What the broker or a fault prevents is tried again. Raises `LeaseLost`."""
-        renewing = asyncio.create_task(self._renew(asyncio.current_task()))
+        runner = asyncio.current_task()
+        assert runner is not None, "it runs in a task"
+        renewing = asyncio.create_task(self._renew(runner))
         tries = 0
         try:
             while states.needs_work(self._job):
@@ -82,11 +86,11 @@ class BatchRunner:
                     await asyncio.sleep(backoff(tries))
                 tries = 0 if self._job.status != began else tries + 1
         except asyncio.CancelledError:
-            if renewing.done() and not renewing.cancelled():
+            if self._lost:
                 raise LeaseLost from None
             raise
         finally:
-            renewing.cancel()
+            await end_all([renewing])
             await self._lines.stop(unwanted=False)
 
     async def release(self) -> None:
@@ -113,10 +117,9 @@ class BatchRunner:
         except MissingObject:
             await self._lease.write(lambda job: states.input_gone(job, time.time()))
 
-    async def _renew(self, runner: "asyncio.Task[None] | None") -> None:
-        """Says that the batch is looked after, and how far it is; looks at the clock. Ends, and `runner` with it,
-        when the lease is lost."""
-        assert runner is not None, "it runs in a task"
+    async def _renew(self, runner: "asyncio.Task[None]") -> None:
+        """Says that the batch is looked after, and how far it is; looks at the clock. Ends `runner` when the
+        lease is lost."""
         while True:
             await asyncio.sleep(RENEW)
             try:
@@ -125,11 +128,14 @@ class BatchRunner:
                 log.info("batch_not_renewed", batch=self._job.id, error=str(error))
                 continue
             except LeaseLost:
-                runner.cancel()
-                return
+                self._lost = True
+                break
             self.news(job)
             if job.status in ("validating", "in_progress") and time.time() >= job.expires_at:
                 self._end_lines("expired")
+        while True:
+            runner.cancel()  # once is not enough where `wait_for` swallows it: see `end_all`
+            await asyncio.sleep(RENEW)
 
     def _with_counts(self, job: BatchJob) -> BatchJob:
         if job.status not in ("in_progress", "cancelling") or self._tally.done < job.counts.completed:

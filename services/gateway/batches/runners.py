@@ -16,6 +16,7 @@ from services.gateway.batches.line_runner import LineRunner
 from services.gateway.batches.parts import BatchParts
 from services.gateway.batches.runner import BatchRunner
 from services.gateway.batches.states import needs_work
+from services.gateway.batches.tasks import end_all
 from shared.batches import BatchJob
 from shared.bus import Bus
 from shared.errors import RyzansteinError
@@ -79,9 +80,7 @@ class Runners:
         """Leaves its batches to others, who may begin at once."""
         self._stopping = True
         running = list(self._running.values())
-        for _, task in running:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+        await end_all(task for _, task in running)
         await asyncio.gather(*(runner.release() for runner, _ in running))
 
     def _count_anew(self) -> None:

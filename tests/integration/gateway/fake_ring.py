@@ -113,10 +113,10 @@ class FakeRing:
         self._spawn(self._pull())
 
     async def stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while self._tasks:  # before Python 3.12 `wait_for` swallows a cancellation that meets its result
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.wait(list(self._tasks), timeout=0.5)
 
     async def die(self) -> None:
         """Everything in the ring is lost; the monitor says so."""
