@@ -77,6 +77,9 @@ class FakeRing:
         self.cancelled: set[str] = set()
         self.commanded: set[str] = set()
         self.commands: list[Cancel] = []
+        self.taking = asyncio.Event()
+        """Cleared: it takes no more than one further request of the queue."""
+        self.taking.set()
         self._step = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -167,6 +170,7 @@ class FakeRing:
         )
         try:
             while True:
+                await self.taking.wait()
                 with contextlib.suppress(nats.errors.TimeoutError):
                     (message,) = await source.fetch(1, timeout=5)
                     request = msgspec.msgpack.decode(message.data, type=GenerationRequest)
