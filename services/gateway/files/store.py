@@ -9,6 +9,7 @@ asks as another tenant is told that there is no such file.
 
 import asyncio
 import contextlib
+import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
@@ -101,7 +102,8 @@ class Files:
         return await self.publish(msgspec.structs.replace(record, bytes=size))
 
     async def adopt(self, tenant: str, object_name: str, filename: str) -> FileRecord:
-        """A file of what another program has put into the object store. Raises `RouteError`."""
+        """A file of what another program has put into the object store; of the same content the same file.
+        Raises `RouteError`."""
         info = await self.objects.info(object_name)
         known = await self._records.get(object_name)
         if info is None or known is not None:
@@ -111,7 +113,10 @@ class Files:
                 status=404,
                 reason="not_found",
             )
-        file_id = f"file-{secrets.token_hex(12)}"
+        text = f"{len(tenant)}:{tenant}:{info.nuid}:{object_name}"
+        file_id = f"file-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+        if (again := await self._records.get(file_id)) is not None:
+            return again.value
         return await self.publish(
             FileRecord(file_id, tenant, filename, "batch", time.time(), object_name, bytes=info.size)
         )
