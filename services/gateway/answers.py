@@ -121,7 +121,10 @@ class Answers:
         return stored
 
     def join(self, answer: Answer, deliver: Deliver) -> None:
-        """`deliver` gets the whole log of every choice. Raises `QueueFull`."""
+        """`deliver` gets the whole log of every choice. Raises `QueueFull`, and `Unavailable` for one that was
+        forgotten since it was found: nothing would come of it any more."""
+        if not answer.owned and self._by_identity.get(answer.identity) is not answer:
+            raise Unavailable("The generation was not at hand any more; ask for it again.", retry_after=1)
         if answer.readers >= self._settings.max_readers:
             raise QueueFull(
                 f"The generation has {answer.readers} readers here already; try again in a moment.",
@@ -229,6 +232,7 @@ class Answers:
         except BaseException:
             self._drop(answer)
             raise
+        answer.quiet_since = time.monotonic() + keep  # reading a long log takes longer than it may be quiet
         self._metrics.followed.inc()
         return answer
 
@@ -269,7 +273,7 @@ class Answers:
 
     def _sweep(self, now: float) -> None:
         for answer in self.all():
-            if answer.readers:
+            if answer.readers or answer.identity in self._finding:
                 continue
             if answer.forgettable(now):
                 self._drop(answer)

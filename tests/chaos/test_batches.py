@@ -19,7 +19,7 @@ from shared.records import GenerationRecords
 from shared.stores import Bucket
 from tests.chaos.house import House, Plan
 
-LINES = 1200
+LINES = 800
 OVER = ("completed", "failed", "expired", "cancelled")
 
 
