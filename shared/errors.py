@@ -10,6 +10,7 @@
     │   ├── QueueFull
     │   ├── NoGroupAvailable
     │   ├── DeadlineExceeded
+    │   ├── StorageFull
     │   ├── BrokerUnavailable
     │   │   └── NobodyThere
     │   └── RingLost
@@ -82,6 +83,10 @@ class NoGroupAvailable(Unavailable):
 
 class DeadlineExceeded(Unavailable):
     code = "deadline_exceeded"
+
+
+class StorageFull(Unavailable):
+    code = "storage_full"
 
 
 class BrokerUnavailable(Unavailable):

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple, get_args
 from shared import subjects
 from shared.messages import ServiceName
 
-User = Literal["gateway", "scheduler", "health-monitor", "executor", "operator"]
+User = Literal["gateway", "scheduler", "health-monitor", "executor", "operator", "batch"]
 USERS: tuple[User, ...] = get_args(User)
-"""The four services, and `operator`: the command line."""
+"""The four services, `operator`: the command line, and `batch`: other programs that submit batches."""
 
 _API = "$JS.API"
 _STREAMS = (subjects.INTAKE_STREAM, subjects.JOURNAL_STREAM)
@@ -116,6 +116,14 @@ def _own_objects(name: str) -> Iterator[str]:
     yield f"$O.{name}.>"
 
 
+def _submit_batches() -> Iterator[str]:
+    """Batches by request-reply, their files in the object store: who may do this names the tenant itself."""
+    yield from (subjects.BATCH_SUBMIT, subjects.BATCH_STATUS, subjects.BATCH_CANCEL, subjects.BATCH_LIST)
+    yield from _objects(subjects.FILES_STORE)
+    yield _create(f"OBJ_{subjects.FILES_STORE}")
+    yield f"$O.{subjects.FILES_STORE}.>"
+
+
 def _answers(*askers: User) -> Iterator[str]:
     """To whom one may answer: never to any subject that a question names."""
     return (f"{inbox_of(asker)}.>" for asker in askers)
@@ -158,9 +166,26 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.RESPONSES_BUCKET),
             _change(f"KV_{subjects.RESPONSES_BUCKET}"),  # its bytes and age are settings
             *_objects(subjects.TOKENIZERS_STORE),
-            *_answers("gateway"),
+            *_own_bucket(subjects.BATCHES_BUCKET),
+            *_own_bucket(subjects.FILES_BUCKET),
+            *_own_objects(subjects.FILES_STORE),
+            subjects.ALL_BATCH_RESULTS,
+            _create(subjects.BATCHES_STREAM),
+            _change(subjects.BATCHES_STREAM),
+            f"{_API}.STREAM.PURGE.{subjects.BATCHES_STREAM}",
+            *_read(subjects.BATCHES_STREAM),
+            *_answers("gateway", "operator", "batch"),
         ),
-        (subjects.ALL_TOKENS, subjects.HEALTH_EVENTS, subjects.IN_USE, _ALL_GATEWAYS),
+        (
+            subjects.ALL_TOKENS,
+            subjects.HEALTH_EVENTS,
+            subjects.IN_USE,
+            _ALL_GATEWAYS,
+            subjects.BATCH_SUBMIT,
+            subjects.BATCH_STATUS,
+            subjects.BATCH_CANCEL,
+            subjects.BATCH_LIST,
+        ),
     ),
     "scheduler": (
         (
@@ -201,7 +226,9 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.GROUPS_BUCKET),
             *_bucket(subjects.SERVICES_BUCKET),
             *_own_bucket(subjects.KEYS_BUCKET),
+            *_submit_batches(),
         ),
         (subjects.ALL_BEATS, subjects.HEALTH_EVENTS),
     ),
+    "batch": (tuple(_submit_batches()), ()),
 }

@@ -7,6 +7,7 @@ from shared.messages import Lane
 
 INTAKE_STREAM = "INTAKE"
 JOURNAL_STREAM = "JOURNAL"
+BATCHES_STREAM = "BATCHES"
 
 GROUPS_BUCKET = "groups"
 SERVICES_BUCKET = "services"
@@ -19,11 +20,15 @@ IDEMPOTENCY_BUCKET = "idempotency"
 KEYS_BUCKET = "keys"
 LIMITS_BUCKET = "limits"
 RESPONSES_BUCKET = "responses"
+BATCHES_BUCKET = "batches"
+FILES_BUCKET = "files"
 TOKENIZERS_STORE = "tokenizers"
+FILES_STORE = "files"
 
 ALL_INTAKE = "intake.>"
 ALL_TOKENS = "tokens.*"
 ALL_RECORDS = "records.*.*"
+ALL_BATCH_RESULTS = "batches.results.*"
 ALL_BEATS = "health.beats.>"
 HEALTH_EVENTS = "health.events"
 CANCEL = "generations.cancel"
@@ -31,6 +36,12 @@ IN_USE = "limits.in_use"
 CONNECTION_OPENED = "health.connections.opened"
 CONNECTION_CLOSED = "health.connections.closed"
 """The broker's own news (JSON), where its configuration passes them on: see docs/operations.md."""
+BATCH_SUBMIT = "batches.submit"
+BATCH_STATUS = "batches.status"
+BATCH_CANCEL = "batches.cancel"
+BATCH_LIST = "batches.list"
+BATCH_QUEUE = "gateways"
+"""Queue group of the gateways: one of them answers."""
 LEADER = "rank-0"
 """The part of an executor that talks to the broker beside its orchestrator."""
 
@@ -93,3 +104,8 @@ def beats(service: str, instance: str) -> str:
 def connection(service: str, instance: str, part: str = "") -> str:
     """Name of a process's connection to the broker; `part` where an instance has more than one."""
     return "/".join(filter(None, (service, instance, part)))
+
+
+def batch_results(batch: str) -> str:
+    """Where the results of a batch's lines are kept until its files are written."""
+    return f"batches.results.{escape(batch)}"

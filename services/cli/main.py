@@ -12,6 +12,7 @@ from rich.console import Console
 
 from services.cli import models as model_store
 from services.cli.bars import model_bars
+from services.cli.batch_commands import BatchCommands
 from services.cli.chat import ChatClient, trust_of
 from services.cli.drain import drain_group, left_of, print_groups, undrain_group
 from services.cli.keys import keys_app
@@ -325,6 +326,17 @@ def _answer(
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigurationError(f"{option} cannot be {value!r}; it is one of {', '.join(choices)}.")
+
+
+def _gateway_of_stack(data_dir: Path | None) -> str:
+    """The local stack's gateway, or where one usually is."""
+    stack = _find_stack(data_dir)
+    if stack is None and data_dir is not None:
+        raise _no_stack(data_dir, "name its gateway with --url")
+    return stack.gateway_url if stack else "http://127.0.0.1:8000"
+
+
+app.add_typer(BatchCommands(_gateway_of_stack, _nats_of_stack).app(), name="batch")
 
 
 def main() -> None:

@@ -105,8 +105,9 @@ class Answers:
 
     # --- of this gateway's clients ---------------------------------------------------------------
 
-    async def submit(self, answer: Answer) -> "asyncio.Future[None]":
-        """Hands it in; what is returned is done when its record is durable.
+    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
+        """Hands it in; what is returned is done when its record is durable. `record_first`: it is handed in only
+        then, so that whatever is in the queue is known to everybody.
 
         Raises `RateLimited`, `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
         """
@@ -115,6 +116,8 @@ class Answers:
                 await answer.admission.begin(answer.may_cost)
             self._by_identity[answer.identity] = answer
             stored = self._writer.write(answer.record)
+            if record_first:
+                await stored
             await self._generations.submit(answer.generations)
         except RyzansteinError:
             self._by_identity.pop(answer.identity, None)
@@ -126,7 +129,10 @@ class Answers:
         return stored
 
     def join(self, answer: Answer, deliver: Deliver) -> None:
-        """`deliver` gets the whole log of every choice. Raises `QueueFull`."""
+        """`deliver` gets the whole log of every choice. Raises `QueueFull`, and `Unavailable` for one that was
+        forgotten since it was found: nothing would come of it any more."""
+        if not answer.owned and self._by_identity.get(answer.identity) is not answer:
+            raise Unavailable("The generation was not at hand any more; ask for it again.", retry_after=1)
         if answer.readers >= self._settings.max_readers:
             raise QueueFull(
                 f"The generation has {answer.readers} readers here already; try again in a moment.",
@@ -232,6 +238,7 @@ class Answers:
         except BaseException:
             self._drop(answer)
             raise
+        answer.quiet_since = time.monotonic() + keep  # reading a long log takes longer than it may be quiet
         self._metrics.followed.inc()
         return answer
 
@@ -280,7 +287,7 @@ class Answers:
 
     def _sweep(self, now: float) -> None:
         for answer in self.all():
-            if answer.readers:
+            if answer.readers or answer.identity in self._finding:
                 continue
             if answer.forgettable(now):
                 self._drop(answer)

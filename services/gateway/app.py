@@ -10,7 +10,9 @@ from starlette.routing import Route, Router, WebSocketRoute
 
 from services.gateway.auth.headers import PUBLIC_PATHS, token_of
 from services.gateway.backend import Backend
+from services.gateway.batches.rest import BATCHES, batch_routes
 from services.gateway.errors import RouteError, describe, headers_of, status_of
+from services.gateway.files.rest import FILES, file_routes
 from services.gateway.http_io import header, send_json
 from services.gateway.mailbox import ClientGone
 from services.gateway.metrics import GatewayMetrics
@@ -56,6 +58,8 @@ class GatewayApp:
                 Route(GENERATIONS + "/{generation}", GenerationRoute(backend), methods=["GET", "DELETE"]),
                 Route(GENERATIONS + "/{generation}/stream", GenerationStreamRoute(backend), methods=["GET"]),
                 *response_routes(RESPONSES, backend, settings),
+                *file_routes(backend, settings),
+                *batch_routes(backend, settings),
                 WebSocketRoute(STREAM, self._socket),
                 *(Route(path, ops) for path in OpsApp.paths),
             ],
@@ -187,4 +191,7 @@ def _route(path: str) -> str:
         return GENERATIONS + ("/{id}/stream" if path.endswith("/stream") else "/{id}")
     if path == RESPONSES or path.startswith(RESPONSES + "/"):
         return response_route_name(RESPONSES, path)
+    for root in (FILES, BATCHES):
+        if path == root or path.startswith(root + "/"):
+            return root if path == root else f"{root}/{{id}}"
     return MODELS + "/{model}" if path.startswith(MODELS + "/") else "other"

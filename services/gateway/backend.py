@@ -5,7 +5,9 @@ import contextlib
 from collections.abc import Iterator
 
 from services.gateway.auth.authenticator import Authenticator
+from services.gateway.batches.service import Batches
 from services.gateway.catalog import Catalog
+from services.gateway.files.store import Files
 from services.gateway.intake import Intake
 from services.gateway.reading import Reading
 from services.gateway.responses.lookup import ResponseLookup
@@ -30,6 +32,8 @@ class Backend:
         self._reading: Reading | None = None
         self._catalog: Catalog | None = None
         self._responses: ResponseLookup | None = None
+        self._files: Files | None = None
+        self._batches: Batches | None = None
         self._draining = False
         self._active = 0
         self._idle = asyncio.Event()
@@ -39,6 +43,10 @@ class Backend:
         """From now on requests are taken."""
         self._intake, self._reading, self._catalog = intake, reading, catalog
         self._responses = responses
+
+    def open_jobs(self, files: Files, batches: Batches) -> None:
+        """From now on files and batches are served."""
+        self._files, self._batches = files, batches
 
     def drain(self) -> None:
         """From now on new requests are refused."""
@@ -77,6 +85,24 @@ class Backend:
         if self._catalog is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
         return self._catalog
+
+    @property
+    def files(self) -> Files:
+        """Raises `Unavailable`."""
+        if self._draining:
+            raise shutting_down()
+        if self._files is None:
+            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
+        return self._files
+
+    @property
+    def batches(self) -> Batches:
+        """Raises `Unavailable`."""
+        if self._draining:
+            raise shutting_down()
+        if self._batches is None:
+            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
+        return self._batches
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

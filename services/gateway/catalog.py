@@ -63,6 +63,14 @@ class Catalog:
         """Whether some group could take a request for `model` now."""
         return any(record.model == model and record.state in _SERVING for record in self._groups.values())
 
+    def places(self, model: str) -> int:
+        """Sequences that the groups of `model` which are at work have room for; 0: none is, or none has said."""
+        return sum(
+            record.load.slots
+            for record in self._groups.values()
+            if record.model == model and record.state in _SERVING
+        )
+
     def idle_at(self, group: str, epoch: int) -> float:
         """Unix seconds at which that ring was at work with nothing to do; 0 when it was not seen so last."""
         record = self._groups.get(group)

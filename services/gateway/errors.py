@@ -14,6 +14,7 @@ from shared.errors import (
     PayloadTooLarge,
     QueueFull,
     RyzansteinError,
+    StorageFull,
     Unavailable,
     UnknownModel,
 )
@@ -63,6 +64,7 @@ _STATUS: list[tuple[type[RyzansteinError], int]] = [
     (QueueFull, 429),
     (NoGroupAvailable, 503),
     (DeadlineExceeded, 504),
+    (StorageFull, 507),
     (BrokerUnavailable, 503),
     (Unavailable, 503),
 ]

@@ -152,6 +152,12 @@ class Generation:
         """Whether it has been handed in and no ring has said that it has it."""
         return self.state == "queued" and not self.group and not self.followed
 
+    @property
+    def may_be_queued(self) -> bool:
+        """Whether it is batch work whose first attempt no ring has spoken of: that may wait for long."""
+        first = self.request.lane == "batch" and not self.stream.attempt
+        return first and self.unheard and not self.stream.ended and not self._behind
+
     # --- readers ---------------------------------------------------------------------------------
 
     def attach(self, deliver: Deliver) -> None:

@@ -13,6 +13,7 @@ from services.gateway.consumer import TokenConsumer
 from services.gateway.generation import Decision, Generation
 from services.gateway.losses import Losses
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.queued import QueuedRequests
 from services.gateway.settings import GatewaySettings
 from services.gateway.sources import Sources
 from services.gateway.suspects import Suspects
@@ -78,6 +79,7 @@ class Generations:
         )
         self.sources = Sources(self._open_source)
         self.suspects = Suspects(bus, self.tokens.replayed, self._recover)
+        self._queued = QueuedRequests(bus, self._recover)
         metrics.in_flight.set_function(lambda: float(len(self._by_id)))
 
     def __len__(self) -> int:
@@ -138,7 +140,12 @@ class Generations:
         """They have been followed so far; from now on they are looked after here."""
         now, now_unix = time.monotonic(), time.time()
         for generation in generations:
-            self._act(generation, generation.take_over(self._consumer, now, now_unix))
+            decision = generation.take_over(self._consumer, now, now_unix)
+            if decision is Decision.RECOVER and generation.may_be_queued:
+                if self._queued.add(generation):
+                    self._spawn(self._queued.look())
+            else:
+                self._act(generation, decision)
         self._recover_lost(item for item in generations if not item.ended)
 
     def conclude(

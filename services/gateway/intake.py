@@ -17,6 +17,7 @@ from services.gateway.limits.limiter import Limiter
 from services.gateway.reading import Reading
 from services.gateway.responses.intake import ResponseIntake
 from services.gateway.responses.making import MakeResponse
+from services.gateway.responses.schemas import ResponseRequest
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key
@@ -77,6 +78,19 @@ class Intake:
         if context.key:
             return await self._repeatable(endpoint, body, context, always_streamed)
         return await self._prepare(endpoint, body, context, always_streamed)
+
+    def check(self, endpoint: Endpoint, body: bytes | msgspec.Raw) -> GenerationFields | ResponseRequest:
+        """`body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
+        if endpoint == "responses":
+            assert self.responses is not None, "it is set before the first request"
+            return self.responses.check(body)
+        if endpoint == "chat.completions":
+            chat = validation.decode(body, self._chat)
+            validation.check_chat(chat)
+            return chat
+        completion = validation.decode(body, self._completion)
+        validation.check_completion(completion)
+        return completion
 
     async def _repeatable(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool

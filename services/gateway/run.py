@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 class Owner(Protocol):
     """Whose answers are read."""
 
-    async def submit(self, answer: Answer) -> "asyncio.Future[None]":
+    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
         """Hands it in; what is returned is done when its record is durable."""
         ...
 
@@ -98,11 +98,12 @@ class Run:
         """Whether it has yet to be handed in."""
         return not self._joined
 
-    async def begin(self) -> None:
-        """Hands the generations in, unless this is a reading that has joined. Raises what `Answers.submit` raises."""
+    async def begin(self, *, record_first: bool = False) -> None:
+        """Hands the generations in, unless this is a reading that has joined; with `record_first` not before the
+        record is durable. Raises what `Answers.submit` raises."""
         if not self._joined:
             self.join()
-            self._stored = await self._owner.submit(self.answer)
+            self._stored = await self._owner.submit(self.answer, record_first=record_first)
 
     async def watch(self) -> None:
         """Reads to the end for nobody: it does not count as a reader, and nothing is shown."""

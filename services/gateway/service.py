@@ -14,6 +14,7 @@ from services.gateway.generations import Generations
 from services.gateway.heirs import Heirs
 from services.gateway.idempotency import IdempotencyKeys
 from services.gateway.intake import Intake
+from services.gateway.jobs import FilesAndBatches
 from services.gateway.limits.limiter import Limiter
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.reading import Reading
@@ -56,6 +57,7 @@ class GatewayService(Service):
         self._heirs: Heirs | None = None
         self._catalog: Catalog | None = None
         self._grammars = Grammars()
+        self._jobs: FilesAndBatches | None = None
 
     def listen_port(self) -> int:
         return self.settings.port
@@ -152,6 +154,10 @@ class GatewayService(Service):
         )
         intake.responses = ResponseIntake(intake, History(lookup), self.settings, answers.writer)
         self._backend.open(intake, reading, catalog, lookup)
+        self._jobs = FilesAndBatches(
+            self.bus, self.instance, self.settings, self.registry, intake, catalog, self._authenticator
+        )
+        await self._jobs.start(self._backend, self.spawn)
 
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""
@@ -159,6 +165,8 @@ class GatewayService(Service):
             await asyncio.sleep(self.settings.drain_delay)
         self.stop_accepting()
         self._backend.drain()
+        if self._jobs is not None:
+            await self._jobs.stop()
         if self._generations is None or self._catalog is None:
             return
         if not await self._backend.idle(self.settings.drain_timeout):

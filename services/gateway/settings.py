@@ -78,5 +78,17 @@ class GatewaySettings(CommonSettings):
     """Ask for an API key also before the first one exists; once there is one, it is always asked for."""
     metrics_need_key: bool = False
     """Whether /metrics needs an API key as well, once one exists."""
+    file_limit: int = Field(default=512 << 20, gt=0)
+    """Largest file that may be uploaded, in bytes."""
+    files_max_bytes: int = Field(default=4 << 30, ge=0)
+    """Bytes of all files together; 0: as many as NATS has. It counts when the object store is created."""
+    batch_requests: int = Field(default=200_000, gt=0)
+    """Most lines of a batch."""
+    batch_window_limit: float = Field(default=604_800.0, gt=0)
+    """Longest completion window of a batch, in seconds."""
+    batch_jobs: int = Field(default=8, ge=0)
+    """Batches that this gateway runs at a time; 0: it leaves them to others."""
+    batch_parallelism: int = Field(default=256, gt=0)
+    """Most lines of batches that this gateway has under way; it has no more than the groups have places for."""
     pending_frames: int = Field(default=65_536, gt=0)
     """Token frames that may wait to be read; when there are more, the journal fills the gap."""

@@ -16,7 +16,7 @@ from shared.errors import BrokerUnavailable
 from shared.permissions import USERS, inbox_of
 from tests.integration.gateway.fake_ring import until
 
-G, S, H, E, O = "gateway", "scheduler", "health-monitor", "executor", "operator"  # noqa: E741
+G, S, H, E, O, B = "gateway", "scheduler", "health-monitor", "executor", "operator", "batch"  # noqa: E741
 ALL = {G, S, H, E, O}
 SERVICES = {G, S, H, E}
 
@@ -52,6 +52,14 @@ PUBLISH: dict[str, set[str]] = {
     "$JS.API.CONSUMER.DELETE.KV_keys.c": set(),
     "$JS.API.CONSUMER.CREATE.KV_groups.c.$KV.groups.>": ALL,
     "$JS.API.CONSUMER.CREATE.KV_sessions": {S},
+    "batches.submit": {O, B},
+    "batches.status": {O, B},
+    "batches.results.b": {G},
+    "$KV.batches.b": {G},
+    "$KV.files.f": {G},
+    "$O.files.C.n": {G, O, B},
+    "$JS.API.STREAM.PURGE.OBJ_files": {G},
+    "$JS.API.STREAM.PURGE.BATCHES": {G},
     "$JS.API.CONSUMER.CREATE.KV_idempotency": {G},
     "$JS.API.CONSUMER.CREATE.JOURNAL": {G},
     "$JS.API.CONSUMER.MSG.NEXT.JOURNAL.c": {G},
@@ -73,7 +81,8 @@ PUBLISH: dict[str, set[str]] = {
     "$SYS.REQ.SERVER.PING": set(),
     "_INBOX.gateway.x": {G, E},
     "_INBOX.scheduler.x": {E},
-    "_INBOX.operator.x": {E},
+    "_INBOX.operator.x": {G, E},
+    "_INBOX.batch.x": {G},
     "_INBOX.health-monitor.x": set(),
 }
 SUBSCRIBE: dict[str, set[str]] = {
@@ -86,6 +95,8 @@ SUBSCRIBE: dict[str, set[str]] = {
     "health.connections.opened": {H},
     "groups.g.dispatch": {E},
     "groups.g.control": {E},
+    "batches.submit": {G},
+    "batches.results.b": set(),
     "intake.>": set(),
     "records.>": set(),
     "$KV.keys.>": set(),

@@ -52,7 +52,7 @@ def answer_of(stored: StoredResponse) -> Answer:
 class StoreOwner:
     """Owns the answers that come from the store: they have ended, so there is nothing to decide."""
 
-    async def submit(self, answer: Answer) -> "asyncio.Future[None]":
+    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
         raise AssertionError("a response of the store has been handed in long ago")
 
     def join(self, answer: Answer, deliver: Deliver) -> None:

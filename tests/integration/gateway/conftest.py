@@ -11,8 +11,12 @@ import pytest
 
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewaySettings
+from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.keys import KeyRecord
+from shared.stores import Bucket
+from tests.integration.gateway.api_keys import Keys
 from tests.integration.gateway.fake_ring import FakeRing, until
 
 
@@ -87,3 +91,8 @@ async def elsewhere(other: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
     """The second gateway's client."""
     async with other.openai() as made:
         yield made
+
+
+@pytest.fixture
+async def keys(bus: Bus) -> Keys:
+    return Keys(await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord))

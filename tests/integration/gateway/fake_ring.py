@@ -78,6 +78,9 @@ class FakeRing:
         self.cancelled: set[str] = set()
         self.commanded: set[str] = set()
         self.commands: list[Cancel] = []
+        self.taking = asyncio.Event()
+        """Cleared: it takes no more than one further request of the queue."""
+        self.taking.set()
         self._step = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -114,10 +117,10 @@ class FakeRing:
         self._spawn(self._pull())
 
     async def stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while self._tasks:  # before Python 3.12 `wait_for` swallows a cancellation that meets its result
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.wait(list(self._tasks), timeout=0.5)
 
     async def die(self) -> None:
         """Everything in the ring is lost; the monitor says so."""
@@ -168,6 +171,7 @@ class FakeRing:
         )
         try:
             while True:
+                await self.taking.wait()
                 with contextlib.suppress(nats.errors.TimeoutError):
                     (message,) = await source.fetch(1, timeout=5)
                     request = msgspec.msgpack.decode(message.data, type=GenerationRequest)

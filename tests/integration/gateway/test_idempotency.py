@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from services.gateway.generations import SWEEP_INTERVAL
 from shared import subjects
 from shared.config import CommonSettings
 from shared.records import Idempotency
@@ -58,6 +59,31 @@ async def test_a_repeat_attaches_to_the_running_one(
     assert answers[0] == answers[1] == answers[2]
     assert answers[0]["choices"][0]["message"]["content"] == TEXT.decode()
     assert len(ring.requests) == 1
+
+
+async def test_a_log_that_takes_long_to_read_is_not_forgotten_meanwhile(
+    gateway: RunningGateway, other: RunningGateway, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens to what is only being found, for longer than it would be kept."""
+    ring.behave = paced = Paced(TEXT, 5)
+    answers = other.service._answers
+    assert answers is not None
+    read_sources = answers.read_sources
+
+    async def slowly(*given: Any) -> None:
+        await asyncio.sleep(4 * SWEEP_INTERVAL)
+        await read_sources(*given)
+
+    monkeypatch.setattr(answers, "read_sources", slowly)
+    monkeypatch.setattr("services.gateway.answer.KEPT", 2 * SWEEP_INTERVAL)
+    async with gateway.http() as http, other.http() as elsewhere:
+        posts = [asyncio.create_task(http.post(CHAT, json=BODY, headers=KEY))]
+        await until(lambda: ring.requests)
+        posts.append(asyncio.create_task(elsewhere.post(CHAT, json=BODY, headers=KEY)))
+        await until(lambda: [answer for answer in answers.all() if answer.readers])
+        paced.allow()
+        first, second = [(await post).json() for post in posts]
+    assert first == second
 
 
 async def test_duplicates_race_over_two_gateways(

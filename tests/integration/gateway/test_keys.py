@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 import structlog
 from websockets.asyncio.client import connect
@@ -17,12 +15,11 @@ from websockets.exceptions import InvalidStatus
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewaySettings
 from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.keys import KeyRecord, NewKey, new_key
 from shared.records import Idempotency
 from shared.stores import Bucket
 from shared.telemetry import configure_logging
+from tests.integration.gateway.api_keys import Keys, bearer, changes_to, status
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
 from tests.integration.gateway.resuming import Paced, public_id, read_events
@@ -31,48 +28,10 @@ CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 
-class Keys:
-    """What the command line does."""
-
-    def __init__(self, bucket: Bucket[KeyRecord]) -> None:
-        self.bucket = bucket
-
-    async def make(self, tenant: str) -> NewKey:
-        key = new_key(tenant, time.time())
-        await self.bucket.put(key.identity, key.record)
-        return key
-
-    async def revoke(self, key: NewKey) -> None:
-        await self.bucket.put(key.identity, msgspec.structs.replace(key.record, revoked=time.time()))
-
-
-@pytest.fixture
-async def keys(bus: Bus) -> Keys:
-    return Keys(await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord))
-
-
 @pytest.fixture
 async def two(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[list[RunningGateway]]:
     async with contextlib.AsyncExitStack() as stack:
         yield [await stack.enter_async_context(run_gateway(nats_settings)) for _ in range(2)]
-
-
-def bearer(key: NewKey) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key.token}"}
-
-
-async def status(gateway: RunningGateway, headers: dict[str, str], path: str = "/v1/models") -> int:
-    async with gateway.http() as http:
-        return (await http.get(path, headers=headers)).status_code
-
-
-async def changes_to(gateway: RunningGateway, headers: dict[str, str], wanted: int) -> float:
-    """Seconds until requests are answered with that status."""
-    began = time.monotonic()
-    while await status(gateway, headers) != wanted:
-        assert time.monotonic() - began < 10
-        await asyncio.sleep(0.01)
-    return time.monotonic() - began
 
 
 async def test_the_first_key_closes_every_gateway_and_a_revoked_one_opens_none(

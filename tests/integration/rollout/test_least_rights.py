@@ -1,6 +1,7 @@
 """The whole house with a NATS user per service: everything that it does works, and nothing that it does is refused."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.cli.batch_clients import Wanted, by_nats
 from services.cli.drain import drain_group
 from services.cli.nats_server import LocalNats
 from services.cli.status import read_status
@@ -71,6 +73,25 @@ async def until_stated(http: httpx.AsyncClient, url: str, identity: str, wanted:
             assert now in ("in_progress", "queued"), now
 
 
+async def submit_a_batch(settings: CommonSettings, directory: Path) -> None:
+    """Two lines through the queue, to their output file."""
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions"}
+        | {"body": {"model": "stub", "prompt": name, "max_tokens": 3}}
+        for name in "ab"
+    ]
+    path = directory / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    async with by_nats(settings) as client:
+        batch = await client.submit(Wanted(path, "/v1/completions", "24h", None))
+        async with asyncio.timeout(60):
+            while batch["status"] != "completed":
+                assert batch["status"] in ("validating", "in_progress", "finalizing"), batch
+                batch = await client.get(batch["id"])
+        text = b"".join([part async for part in client.content(batch, "output")])
+    assert {json.loads(line)["custom_id"] for line in text.splitlines()} == {"a", "b"}
+
+
 async def test_everything_works_with_the_least_rights(server: LocalNats, tmp_path: Path) -> None:
     operator = settings_of(server, "operator")
     bus = await Bus.connect(operator, "test")
@@ -84,6 +105,8 @@ async def test_everything_works_with_the_least_rights(server: LocalNats, tmp_pat
             await house.start("executor-0-again", "services.executor", *house._kinds["executor-0"][1])
             house.kill("scheduler-0")
             await load.more(8)
+        await submit_a_batch(operator, tmp_path)
+        await submit_a_batch(settings_of(server, "batch"), tmp_path)
         status = await read_status(operator)
         assert {group.group for group in status.status.groups} == {"group-0", "group-1"}
 

@@ -19,6 +19,8 @@ OWNERS: dict[str, set[User]] = {
     subjects.IDEMPOTENCY_BUCKET: {"gateway"},
     subjects.LIMITS_BUCKET: {"gateway"},
     subjects.RESPONSES_BUCKET: {"gateway"},
+    subjects.BATCHES_BUCKET: {"gateway"},
+    subjects.FILES_BUCKET: {"gateway"},
 }
 token = st.text("ab", min_size=1, max_size=2)
 subject = st.lists(token, min_size=1, max_size=4).map(".".join)

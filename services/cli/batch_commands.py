@@ -1,0 +1,196 @@
+"""The commands of `ryzanstein batch`."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from services.cli import batch as work
+from services.cli.batch_clients import Batch, BatchClient, Wanted, by_http, by_nats
+from services.cli.terminal import console
+from shared.config import CommonSettings
+from shared.errors import ConfigurationError, RyzansteinError
+
+T = TypeVar("T")
+
+Url = Annotated[str, typer.Option(help="The gateway. Default: the local stack's.")]
+Nats = Annotated[bool, typer.Option("--nats", help="By the queue instead of the gateway's HTTP API.")]
+NatsUrl = Annotated[str, typer.Option(help="With --nats: a NATS server instead of the local stack's.")]
+DataDir = Annotated[Path | None, typer.Option(help="The local stack's. [env: RYZANSTEIN_DATA_DIR]")]
+ApiKey = Annotated[
+    str, typer.Option(envvar="RYZANSTEIN_API_KEY", help="Where the gateway asks for one.", show_envvar=True)
+]
+Output = Annotated[Path | None, typer.Option(help="Where the results go.", dir_okay=False)]
+Errors = Annotated[Path | None, typer.Option(help="Where the lines go that failed.", dir_okay=False)]
+
+
+class BatchUnfinished(RyzansteinError):
+    """The batch is over, and not every line has its answer."""
+
+
+class BatchCommands:
+    """Each method is a command; `app` has them all."""
+
+    def __init__(
+        self,
+        gateway_of: Callable[[Path | None], str],
+        nats_of: Callable[[Path | None, str], CommonSettings],
+    ) -> None:
+        """They find the local stack's gateway and NATS."""
+        self._gateway_of = gateway_of
+        self._nats_of = nats_of
+
+    def app(self) -> typer.Typer:
+        made = typer.Typer(
+            help="Many requests from a file, each answered once.", no_args_is_help=True, rich_markup_mode=None
+        )
+        for name, command in (
+            ("submit", self.submit),
+            ("status", self.status),
+            ("list", self.list_),
+            ("cancel", self.cancel),
+            ("download", self.download),
+        ):
+            made.command(name)(command)
+        return made
+
+    def _run(
+        self,
+        do: Callable[[BatchClient], Awaitable[T]],
+        url: str,
+        key: str,
+        nats: bool,
+        nats_url: str,
+        data_dir: Path | None,
+    ) -> T:
+        if nats and url:
+            raise ConfigurationError("--url and --nats are two ways; name one.")
+
+        async def reached() -> T:
+            if nats or nats_url:
+                way = by_nats(self._nats_of(data_dir, nats_url))
+            else:
+                way = by_http(url or self._gateway_of(data_dir), key)
+            async with way as client:
+                return await do(client)
+
+        return asyncio.run(reached())
+
+    def submit(
+        self,
+        file: Annotated[Path, typer.Argument(help="JSON lines, a request each.", metavar="FILE")],
+        endpoint: Annotated[str, typer.Option(help="The URL of its lines.")] = "/v1/chat/completions",
+        window: Annotated[str, typer.Option(help="Time for all of it: 24h, 90m, 7d.")] = "24h",
+        metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None,
+        wait: Annotated[bool, typer.Option("--wait", help="Wait until it is over.")] = False,
+        output: Output = None,
+        errors: Errors = None,
+        url: Url = "",
+        api_key: ApiKey = "",
+        nats: Nats = False,
+        nats_url: NatsUrl = "",
+        data_dir: DataDir = None,
+    ) -> None:
+        """Hand in a file; with --wait, --output or --errors wait for it and fetch what has come of it."""
+        wanted = Wanted(file, endpoint, window, work.metadata_of(metadata or []))
+
+        async def do(client: BatchClient) -> Batch:
+            batch = await work.submit(client, wanted)
+            if not (wait or output or errors):
+                return batch
+            console().print(batch["id"], markup=False, highlight=False)
+            batch = await work.wait(client, batch, console())
+            await _fetch(client, batch, output, errors)
+            return batch
+
+        batch = self._run(do, url, api_key, nats, nats_url, data_dir)
+        if wait or output or errors:
+            work.print_batch(batch, console())
+            _judge(batch)
+        else:
+            print(batch["id"])  # noqa: T201
+
+    def status(
+        self,
+        batch: Annotated[str, typer.Argument(metavar="ID")],
+        wait: Annotated[bool, typer.Option("--wait", help="Wait until it is over.")] = False,
+        url: Url = "",
+        api_key: ApiKey = "",
+        nats: Nats = False,
+        nats_url: NatsUrl = "",
+        data_dir: DataDir = None,
+    ) -> None:
+        """Show how far a batch is, or what was wrong with its file."""
+
+        async def do(client: BatchClient) -> Batch:
+            found = await client.get(batch)
+            return await work.wait(client, found, console()) if wait else found
+
+        work.print_batch(self._run(do, url, api_key, nats, nats_url, data_dir), console())
+
+    def list_(
+        self,
+        limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
+        url: Url = "",
+        api_key: ApiKey = "",
+        nats: Nats = False,
+        nats_url: NatsUrl = "",
+        data_dir: DataDir = None,
+    ) -> None:
+        """Show the newest batches."""
+        found = self._run(lambda client: client.listed(limit), url, api_key, nats, nats_url, data_dir)
+        work.print_batches(found, console())
+
+    def cancel(
+        self,
+        batch: Annotated[str, typer.Argument(metavar="ID")],
+        url: Url = "",
+        api_key: ApiKey = "",
+        nats: Nats = False,
+        nats_url: NatsUrl = "",
+        data_dir: DataDir = None,
+    ) -> None:
+        """Begin no more of its lines; what is done is kept."""
+        found = self._run(lambda client: client.cancel(batch), url, api_key, nats, nats_url, data_dir)
+        work.print_batch(found, console())
+
+    def download(
+        self,
+        batch: Annotated[str, typer.Argument(metavar="ID")],
+        output: Output = None,
+        errors: Errors = None,
+        url: Url = "",
+        api_key: ApiKey = "",
+        nats: Nats = False,
+        nats_url: NatsUrl = "",
+        data_dir: DataDir = None,
+    ) -> None:
+        """Fetch the results of a batch that is over, and the lines that failed."""
+
+        async def do(client: BatchClient) -> None:
+            found = await client.get(batch)
+            names = output, errors
+            if not any(names):
+                names = Path(f"{batch}_output.jsonl"), Path(f"{batch}_errors.jsonl")
+            await _fetch(client, found, *names)
+
+        self._run(do, url, api_key, nats, nats_url, data_dir)
+
+
+async def _fetch(client: BatchClient, batch: Batch, output: Path | None, errors: Path | None) -> None:
+    if output is not None and await work.download(client, batch, "output", output):
+        console().print(f"results: {output}", markup=False, highlight=False, soft_wrap=True)
+    if errors is not None and await work.download(client, batch, "errors", errors):
+        console().print(f"errors: {errors}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _judge(batch: Batch) -> None:
+    """Raises `BatchUnfinished`, so that a script hears of it by the exit code."""
+    counts = batch["request_counts"]
+    if batch["status"] != "completed" or counts["failed"]:
+        raise BatchUnfinished(
+            f"The batch is {batch['status']}: {counts['completed']} of {counts['total']} lines are answered, "
+            f"{counts['failed']} failed."
+        )

@@ -1,0 +1,64 @@
+"""What the lines of a batch may ask for: a table of endpoints, by their URL.
+
+A new endpoint needs an entry here, and nothing else of the batches.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from services.gateway.batches.checking import refuse_for_lines
+from services.gateway.build import Context
+from services.gateway.catalog import Catalog
+from services.gateway.intake import Endpoint, Intake
+
+
+class LineEndpoint(Protocol):
+    """One endpoint, for lines of batches."""
+
+    def check(self, body: msgspec.Raw) -> str:
+        """The model of `body`. Raises `InvalidRequest` for what is wrong with it."""
+        ...
+
+    async def run(self, body: msgspec.Raw, context: Context, unwanted: Callable[[], bool]) -> bytes:
+        """The whole response, JSON. `context` has a key under which a repeat, here or at another gateway, gets
+        what the first call began. `unwanted` says, where the call is cancelled, whether that is the end of the
+        line or another gateway goes on with it. Raises `RyzansteinError`."""
+        ...
+
+
+class GenerationLines:
+    """Chat completions, completions and responses."""
+
+    def __init__(self, endpoint: Endpoint, intake: Intake, catalog: Catalog) -> None:
+        self._endpoint = endpoint
+        self._intake = intake
+        self._catalog = catalog
+
+    def check(self, body: msgspec.Raw) -> str:
+        request = self._intake.check(self._endpoint, body)
+        refuse_for_lines({name: getattr(request, name, None) for name in ("stream", "background")})
+        return self._catalog.card(request.model).model
+
+    async def run(self, body: msgspec.Raw, context: Context, unwanted: Callable[[], bool]) -> bytes:
+        run = await self._intake.prepare(self._endpoint, body, context)
+        try:
+            await run.begin(record_first=True)
+            return await run.collect()
+        except asyncio.CancelledError:
+            if unwanted():
+                run.cancel()
+            raise
+        finally:
+            run.close()
+
+
+def line_endpoints(intake: Intake, catalog: Catalog) -> dict[str, LineEndpoint]:
+    """The table."""
+    return {
+        "/v1/chat/completions": GenerationLines("chat.completions", intake, catalog),
+        "/v1/completions": GenerationLines("completions", intake, catalog),
+        "/v1/responses": GenerationLines("responses", intake, catalog),
+    }

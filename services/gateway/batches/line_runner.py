@@ -1,0 +1,140 @@
+"""The lines of one batch that are under way: begun as there is room, tried again, their results stored.
+
+begin ──room?──▶ generation ──▶ result ──▶ stored ──▶ counted
+                    │ 429, 503, group lost ...: again after a pause, until the batch ends
+                    ▼
+                 refused, or a fault of ours three times: a result too
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from services.gateway.batches.checking import Request
+from services.gateway.batches.endpoints import LineEndpoint
+from services.gateway.batches.outcome import failed, request_id_of, succeeded
+from services.gateway.batches.parts import BatchParts
+from services.gateway.batches.room import backoff, room
+from services.gateway.batches.tally import Tally
+from services.gateway.batches.tasks import end_all
+from services.gateway.build import Context
+from shared.batches import BatchJob, LineResult
+from shared.errors import InternalError, RyzansteinError
+
+log = structlog.get_logger(__name__)
+
+LOOK = 0.25
+"""Seconds between two looks at whether groups have come, or have more places."""
+FAULTS = 3
+"""Tries of a line that a fault of ours may cost."""
+
+
+class LineRunner:
+    """One batch's."""
+
+    def __init__(self, parts: BatchParts, batches: Callable[[], int]) -> None:
+        """`batches` says how many batches run in this gateway."""
+        self._parts = parts
+        self._batches = batches
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._unwanted = False
+
+    def end(self) -> None:
+        """Begins no more lines, and waits for none."""
+        self._ended = True
+        self._changed.set()
+
+    async def begin(self, job: BatchJob, request: Request, endpoint: LineEndpoint, tally: Tally) -> bool:
+        """Begins `request` as soon as there is room and a group for it; False when no more are to be begun."""
+        while not self._ended and not self._has_room(job.model):
+            await self._change()
+        if self._ended:
+            return False
+        task = asyncio.create_task(self._run(job, request, endpoint, tally))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        self._parts.metrics.in_flight.inc()
+        return True
+
+    def _has_room(self, model: str) -> bool:
+        """While no group is up nothing is begun: what waits is the batch, not its lines in a queue."""
+        catalog = self._parts.catalog
+        most = room(catalog.places(model), self._parts.settings.batch_parallelism, self._batches())
+        return len(self._tasks) < most and catalog.has_ready_group(model)
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), LOOK)
+        except TimeoutError:
+            return
+
+    async def drained(self) -> None:
+        """Waits until every line that was begun has its result, or no more are waited for."""
+        while self._tasks and not self._ended:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def stop(self, *, unwanted: bool) -> None:
+        """Ends what is under way; `unwanted`: nobody will go on with it."""
+        self._unwanted = unwanted
+        await end_all(self._tasks)
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        self._parts.metrics.in_flight.dec()
+        self._changed.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("line_failed", error=repr(error))
+
+    # --- one line --------------------------------------------------------------------------------
+
+    async def _run(self, job: BatchJob, request: Request, endpoint: LineEndpoint, tally: Tally) -> None:
+        result = await self._result(job, request, endpoint)
+        await self._store(job, result)
+        if tally.add(result):
+            self._parts.metrics.lines.labels("completed" if result.succeeded else "failed").inc()
+
+    async def _result(self, job: BatchJob, request: Request, endpoint: LineEndpoint) -> LineResult:
+        context = Context(
+            request_id_of(job.id, request.line),
+            background=max(1.0, job.expires_at - time.time()),
+            key=f"batch {job.id} {request.line}",  # no client can send a key with a space
+            tenant=job.tenant,
+            principal=self._parts.authenticator.vouched(job.key, job.tenant),
+            lane="batch",
+        )
+        tries = faults = 0
+        while True:
+            try:
+                body = await endpoint.run(request.body, context, lambda: self._unwanted)
+                return succeeded(job.id, request.line, request.custom_id, body)
+            except RyzansteinError as error:
+                if not error.retryable:
+                    return failed(job.id, request.line, request.custom_id, error)
+                log.info("line_delayed", batch=job.id, line=request.line, error=str(error))
+            except Exception:
+                log.exception("line_fault", batch=job.id, line=request.line)
+                faults += 1
+                if faults >= FAULTS:
+                    fault = InternalError("The line failed by a fault of the server.")
+                    return failed(job.id, request.line, request.custom_id, fault)
+            self._parts.metrics.retries.inc()
+            await asyncio.sleep(backoff(tries))
+            tries += 1
+
+    async def _store(self, job: BatchJob, result: LineResult) -> None:
+        """Tries for as long as the broker is away: the answer has been paid for."""
+        tries = 0
+        while True:
+            try:
+                await self._parts.results.append(job.id, result)
+                return
+            except RyzansteinError as error:
+                log.info("result_not_stored", batch=job.id, line=result.line, error=str(error))
+            await asyncio.sleep(min(2.0, backoff(tries)))
+            tries += 1

@@ -1,0 +1,258 @@
+"""Runs one batch from whatever state it is in, so that a gateway which takes it over does the very same.
+
+    validating   the whole file is read and checked           nothing is kept: done again after a kill
+    in_progress  line ──▶ generation ──▶ result in the stream
+    finalizing   stream ──▶ output file, error file           ids follow from the batch; the first writing stays
+    completed    stream purged ──▶ clean
+
+**Each line once.** A line is a generation under the idempotency key (batch, line number). What there is of it
+when its gateway is killed, and what the next gateway makes of that:
+
+    1  nothing                        not in the stream: runs it
+    2  key taken, no record           the key stands for nothing after 2 s: runs it under the same key
+    3  record in the journal          attaches to the generation, finds no owner, becomes it, hands it in
+    4  request in the queue           the same, and sees it in the queue: waits for it (`Generations.take_over`)
+    5  tokens in the journal          the same: the ring has noticed nothing, the rest comes in
+    6  finished, not in the stream    attaches, has the whole answer from the journal
+    7  in the stream                  done: left out, for good
+
+From 2 to 3 the order holds because a line's record is durable before the request is handed in
+(`Run.begin(record_first=True)`). Between 6 and 7 the journal keeps the answer for RYZANSTEIN_JOURNAL_MAX_AGE, and
+the key is known for RYZANSTEIN_IDEMPOTENCY_TTL: a batch must not lie without a gateway for longer than the shorter
+of the two, or lines of 3 to 6 run again.
+
+**Two gateways at once** (one slept through the loss of its lease): both take keys by compare-and-set, so of each
+line one generates and the other reads; both may store its result, and readers of the stream take the first.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+
+import msgspec
+import structlog
+
+from services.gateway.batches import states
+from services.gateway.batches.checking import Checker, Request, Wrong, parse
+from services.gateway.batches.input import input_lines
+from services.gateway.batches.jobs import RENEW, Lease, LeaseLost
+from services.gateway.batches.line_runner import LineRunner
+from services.gateway.batches.lines import Line
+from services.gateway.batches.outcome import EXPIRED, not_run
+from services.gateway.batches.output import Kind, write_file
+from services.gateway.batches.parts import BatchParts
+from services.gateway.batches.room import backoff
+from services.gateway.batches.tally import Tally
+from services.gateway.batches.tasks import end_all
+from shared.batches import OVER, BatchJob, Ending
+from shared.errors import BrokerUnavailable, InternalError, RyzansteinError
+from shared.objects import MissingObject
+
+log = structlog.get_logger(__name__)
+
+
+class BatchRunner:
+    """One batch under one lease. `run` ends when nothing is left to do, or the lease is lost."""
+
+    def __init__(self, lease: Lease, parts: BatchParts, lines: LineRunner) -> None:
+        """`lines` is this runner's alone."""
+        self._lease = lease
+        self._parts = parts
+        self._lines = lines
+        self._endpoint = parts.endpoints[lease.job.endpoint]
+        self._tally = Tally()
+        self._reason: Ending = ""
+        """Why no more lines are begun."""
+        self._lost = False
+
+    @property
+    def _job(self) -> BatchJob:
+        return self._lease.job
+
+    async def run(self) -> None:
+        """Until the batch is over. What the broker or a fault prevents is tried again. Raises `LeaseLost`."""
+        runner = asyncio.current_task()
+        assert runner is not None, "it runs in a task"
+        renewing = asyncio.create_task(self._renew(runner))
+        tries = 0
+        try:
+            while states.needs_work(self._job):
+                began = self._job.status
+                try:
+                    await self._step()
+                except (RyzansteinError, msgspec.DecodeError) as error:
+                    log.warning("batch_delayed", batch=self._job.id, error=str(error))
+                    await asyncio.sleep(backoff(tries))
+                tries = 0 if self._job.status != began else tries + 1
+        except asyncio.CancelledError:
+            if self._lost:
+                raise LeaseLost from None
+            raise
+        finally:
+            await end_all([renewing])
+            await self._lines.stop(unwanted=False)
+
+    async def release(self) -> None:
+        """Another gateway may go on at once."""
+        with contextlib.suppress(LeaseLost, RyzansteinError):
+            await self._lease.release()
+
+    def news(self, job: BatchJob) -> None:
+        """Somebody has written the batch."""
+        if job.status == "cancelling":
+            self._end_lines("cancelled")
+
+    async def _step(self) -> None:
+        status = self._job.status
+        try:
+            if status == "validating":
+                await self._validate()
+            elif status == "in_progress":
+                await self._run_lines()
+            elif status in OVER:
+                await self._clean()
+            else:
+                await self._finish()
+        except MissingObject:
+            await self._lease.write(lambda job: states.input_gone(job, time.time()))
+
+    async def _renew(self, runner: "asyncio.Task[None]") -> None:
+        """Says that the batch is looked after, and how far it is; looks at the clock. Ends `runner` when the
+        lease is lost."""
+        while True:
+            await asyncio.sleep(RENEW)
+            try:
+                job = await self._lease.write(self._with_counts)
+            except BrokerUnavailable as error:
+                log.info("batch_not_renewed", batch=self._job.id, error=str(error))
+                continue
+            except LeaseLost:
+                self._lost = True
+                break
+            self.news(job)
+            if job.status in ("validating", "in_progress") and time.time() >= job.expires_at:
+                self._end_lines("expired")
+        while True:
+            runner.cancel()  # once is not enough where `wait_for` swallows it: see `end_all`
+            await asyncio.sleep(RENEW)
+
+    def _with_counts(self, job: BatchJob) -> BatchJob:
+        if job.status not in ("in_progress", "cancelling") or self._tally.done < job.counts.completed:
+            return job
+        return msgspec.structs.replace(
+            job, counts=self._tally.counts(job.counts.total), usage=self._tally.usage
+        )
+
+    def _end_lines(self, reason: Ending) -> None:
+        self._reason = self._reason or reason
+        self._lines.end()
+
+    # --- validating ------------------------------------------------------------------------------
+
+    async def _validate(self) -> None:
+        settings = self._parts.settings
+        checker = Checker(self._job.endpoint, self._endpoint.check, settings.batch_requests)
+        async with contextlib.aclosing(self._input()) as lines:
+            async for line in lines:
+                if checker.full or self._reason:
+                    break
+                checker.check(line)
+        checker.end()
+        now = time.time()
+        if self._reason == "expired":
+            await self._lease.write(lambda job: states.finalizing(job, now, "expired"))
+        elif self._reason == "cancelled":
+            await self._lease.write(lambda job: states.cancelling(job, now))
+        elif checker.errors:
+            await self._lease.write(lambda job: states.failed(job, now, checker.errors))
+        else:
+            count, model = checker.requests, checker.model
+            await self._lease.write(lambda job: states.begun(job, now, count, model))
+        log.info("batch_checked", batch=self._job.id, requests=checker.requests, errors=len(checker.errors))
+
+    def _input(self) -> AsyncGenerator[Line, None]:
+        return input_lines(self._parts.files, self._job, self._parts.settings.body_limit)
+
+    # --- in progress -----------------------------------------------------------------------------
+
+    async def _run_lines(self) -> None:
+        await self._count()
+        try:
+            async with contextlib.aclosing(self._unfinished()) as requests:
+                async for request in requests:
+                    if not await self._lines.begin(self._job, request, self._endpoint, self._tally):
+                        break
+            await self._lines.drained()
+        finally:
+            await self._lines.stop(unwanted=bool(self._reason))
+        if not self._reason and self._tally.done < self._job.counts.total:
+            raise InternalError("Not every line of the batch has a result; they are looked for again.")
+        if self._reason != "cancelled":
+            ending: Ending = "expired" if self._reason else "completed"
+            await self._lease.write(lambda job: states.finalizing(job, time.time(), ending))
+        elif self._job.status == "in_progress":  # heard of by a watcher, and not read here yet
+            await self._lease.write(lambda job: states.cancelling(job, time.time()))
+
+    async def _count(self) -> None:
+        """Reads anew what is done."""
+        tally = Tally()
+        async with contextlib.aclosing(self._parts.results.read(self._job.id)) as results:
+            async for result in results:
+                tally.add(result)
+        self._tally = tally
+
+    async def _unfinished(self) -> AsyncGenerator[Request, None]:
+        """The requests that have no result, in the order of the file."""
+        async with contextlib.aclosing(self._input()) as lines:
+            async for line in lines:
+                if line.number in self._tally:
+                    continue
+                try:
+                    yield parse(line, self._job.endpoint)
+                except Wrong as wrong:  # it was checked: the object is another one now
+                    raise MissingObject(self._job.input_object) from wrong
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    async def _finish(self) -> None:
+        await self._count()
+        if self._job.ending == "expired":
+            await self._expire_rest()
+        output = errors = ""
+        counts = self._tally.counts(self._job.counts.total)
+        if counts.completed:
+            output = await self._write("output")
+        if counts.failed:
+            errors = await self._write("errors")
+        usage = self._tally.usage
+        await self._lease.write(
+            lambda job: states.ended(
+                job, time.time(), counts=counts, usage=usage, output=output, errors=errors
+            )
+        )
+        log.info(
+            "batch_ended",
+            batch=self._job.id,
+            status=self._job.status,
+            completed=counts.completed,
+            failed=counts.failed,
+        )
+
+    async def _write(self, kind: Kind) -> str:
+        confirm = self._lease.write
+        return await write_file(
+            self._parts.files, self._parts.results, self._job, kind, lambda: confirm(lambda job: job)
+        )
+
+    async def _expire_rest(self) -> None:
+        """What has no result gets that one, as durably as the others."""
+        async with contextlib.aclosing(self._unfinished()) as requests:
+            async for request in requests:
+                result = not_run(self._job.id, request.line, request.custom_id, EXPIRED)
+                await self._parts.results.append(self._job.id, result)
+                self._tally.add(result)
+
+    async def _clean(self) -> None:
+        await self._parts.results.clear(self._job.id)
+        await self._lease.write(lambda job: msgspec.structs.replace(job, clean=True, owner=""))

@@ -1,0 +1,122 @@
+"""Batches as clients and other programs see them: submitted, looked at, listed, cancelled."""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from services.gateway.auth.principal import Principal
+from services.gateway.batches import states
+from services.gateway.batches.jobs import Jobs
+from services.gateway.errors import InvalidParameter, KeyReused, RouteError
+from services.gateway.files.expiry import expiry
+from services.gateway.files.listing import page
+from services.gateway.files.store import Files
+from services.gateway.settings import GatewaySettings
+from shared.batches import BatchJob, ExpiresAfter
+
+
+class BatchCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+def unknown_batch(batch: str) -> RouteError:
+    """The error for an id of which there is no batch, or another tenant's."""
+    return RouteError(f"No batch found with id '{batch[:64]}'.", status=404, reason="not_found")
+
+
+class Batches:
+    """The same for HTTP and the queue. Methods raise `InvalidRequest`, `BrokerUnavailable`."""
+
+    def __init__(
+        self, jobs: Jobs, files: Files, endpoints: Mapping[str, object], settings: GatewaySettings
+    ) -> None:
+        self._jobs = jobs
+        self._files = files
+        self._endpoints = endpoints
+        self._settings = settings
+
+    async def submit(self, wanted: BatchCreate, principal: Principal, key: str = "") -> BatchJob:
+        """A new batch; under an idempotency key the one that there is."""
+        if wanted.endpoint not in self._endpoints:
+            names = ", ".join(f"'{name}'" for name in self._endpoints)
+            raise InvalidParameter(
+                f"Invalid value: '{wanted.endpoint[:64]}'. Supported values are: {names}.",
+                param="endpoint",
+                reason="invalid_value",
+            )
+        seconds = states.window_seconds(wanted.completion_window, self._settings.batch_window_limit)
+        states.check_metadata(wanted.metadata)
+        kept = wanted.output_expires_after
+        expires = expiry(kept.anchor, kept.seconds, "output_expires_after") if kept else 0.0
+        file = await self._files.get(wanted.input_file_id, principal.tenant)
+        if file.purpose != "batch":
+            raise InvalidParameter(
+                f"The file '{file.id}' has the purpose '{file.purpose}'; upload it with the purpose 'batch'.",
+                param="input_file_id",
+                reason="invalid_value",
+            )
+        now = time.time()
+        job = BatchJob(
+            id=_id_of(principal.tenant, key),
+            tenant=principal.tenant,
+            endpoint=wanted.endpoint,
+            input_file_id=file.id,
+            input_object=file.object_name,
+            completion_window=wanted.completion_window,
+            created_at=now,
+            expires_at=now + seconds,
+            metadata=wanted.metadata,
+            output_expires_after=expires,
+            fingerprint=_fingerprint(wanted) if key else "",
+            key=principal.key,
+        )
+        if await self._jobs.create(job):
+            return job
+        return await self._repeated(job)
+
+    async def _repeated(self, job: BatchJob) -> BatchJob:
+        known = await self.get(job.id, job.tenant)
+        if known.fingerprint != job.fingerprint:
+            raise KeyReused(
+                "This Idempotency-Key was used with another request body; use a new key for another request.",
+                param="Idempotency-Key",
+            )
+        return known
+
+    async def get(self, batch: str, tenant: str) -> BatchJob:
+        job = await self._jobs.get(batch)
+        if job is None or job.tenant != tenant:
+            raise unknown_batch(batch)
+        return job
+
+    async def cancel(self, batch: str, tenant: str) -> BatchJob:
+        """Begins no more of its lines, and keeps what is done."""
+        await self.get(batch, tenant)
+        job = await self._jobs.change(batch, lambda known: states.cancelling(known, time.time()))
+        if job is None:
+            raise unknown_batch(batch)
+        return job
+
+    async def listed(self, tenant: str, after: str | None, limit: int) -> tuple[list[BatchJob], bool]:
+        """The newest first; and whether there are more."""
+        return page(await self._jobs.of(tenant), after=after, limit=limit)
+
+
+def _id_of(tenant: str, key: str) -> str:
+    if not key:
+        return f"batch_{secrets.token_hex(16)}"
+    text = f"{len(tenant)}:{tenant}:{key}"
+    return f"batch_{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+
+
+def _fingerprint(wanted: BatchCreate) -> str:
+    return hashlib.blake2b(msgspec.json.encode(wanted, order="deterministic"), digest_size=16).hexdigest()

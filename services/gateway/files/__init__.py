@@ -1,0 +1,1 @@
+"""OpenAI's files: in NATS, streamed in and out."""

@@ -1,0 +1,184 @@
+"""/v1/files: POST, GET, GET and DELETE of one, GET of its content."""
+
+import contextlib
+import time
+from typing import Any
+
+import msgspec
+from starlette.routing import Route
+
+from services.gateway.backend import Backend
+from services.gateway.errors import InvalidParameter
+from services.gateway.files.expiry import MOST_EXPIRY, expiry
+from services.gateway.files.listing import limit_of, page, query, shown
+from services.gateway.files.multipart import MultipartForm
+from services.gateway.files.store import Files
+from services.gateway.http_io import header, send_json
+from services.gateway.settings import GatewaySettings
+from shared.batches import FileRecord
+from shared.errors import PayloadTooLarge
+from shared.telemetry import Receive, Scope, Send
+
+FILES = "/v1/files"
+PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+"""What clients may say that a file is for. Only `batch` makes a difference here."""
+MOST = 10_000
+FORM_ROOM = 64 << 10
+"""Bytes of a form that are not its file."""
+BATCH_EXPIRY = float(MOST_EXPIRY)
+"""Seconds after which a batch's input goes when nothing was said, as in OpenAI's API."""
+
+
+def file_object(record: FileRecord) -> dict[str, Any]:
+    """OpenAI's file object."""
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.bytes,
+        "created_at": int(record.created_at),
+        "expires_at": int(record.expires_at) or None,
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": record.status,
+        "status_details": None,
+    }
+
+
+class FilesRoute:
+    """POST and GET of /v1/files."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._backend.active():
+            files, tenant = self._backend.files, scope["state"]["principal"].tenant
+            if scope["method"] == "POST":
+                record = await self._upload(files, tenant, scope, receive)
+                await send_json(send, 200, msgspec.json.encode(file_object(record)))
+            else:
+                await send_json(send, 200, msgspec.json.encode(await _list(files, tenant, scope)))
+
+    async def _upload(self, files: Files, tenant: str, scope: Scope, receive: Receive) -> FileRecord:
+        length = header(scope, b"content-length")
+        if length is not None and length.isdigit() and int(length) > files.limit + FORM_ROOM:
+            raise PayloadTooLarge(f"The file is larger than {files.limit:,} bytes; split it.")
+        form = MultipartForm(scope, receive, self._settings.body_timeout)
+        await form.until_file()
+        if "purpose" in form.fields:
+            _purpose(form.fields)  # refused before a byte is stored
+        async with files.receive(tenant, form.filename or "file", form.file_data()) as record:
+            await form.rest()
+            purpose, seconds = _purpose(form.fields), _expires_after(form.fields)
+            now = time.time()
+            if not seconds and purpose == "batch":
+                seconds = BATCH_EXPIRY
+            return await files.publish(
+                msgspec.structs.replace(
+                    record,
+                    purpose=purpose,
+                    created_at=now,
+                    expires_at=now + seconds if seconds else 0.0,
+                )
+            )
+
+
+def _purpose(fields: dict[str, str]) -> str:
+    known = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+    for name in fields:
+        if name not in known:
+            raise InvalidParameter(
+                f"Unknown parameter: '{name[:64]}'.", param=name[:64], reason="unknown_parameter"
+            )
+    purpose = fields.get("purpose")
+    if purpose is None:
+        raise InvalidParameter(
+            "Missing required parameter: 'purpose'.", param="purpose", reason="missing_required_parameter"
+        )
+    if purpose not in PURPOSES:
+        names = ", ".join(f"'{name}'" for name in PURPOSES)
+        raise InvalidParameter(
+            f"Invalid value: '{purpose[:64]}'. Supported values are: {names}.",
+            param="purpose",
+            reason="invalid_value",
+        )
+    return purpose
+
+
+def _expires_after(fields: dict[str, str]) -> float:
+    given = fields.get("expires_after[seconds]")
+    if given is not None and not (given.isascii() and given.isdigit() and len(given) < 10):
+        raise InvalidParameter(
+            "Invalid type for 'expires_after.seconds': expected an integer.",
+            param="expires_after.seconds",
+            reason="invalid_type",
+        )
+    return expiry(fields.get("expires_after[anchor]"), None if given is None else int(given), "expires_after")
+
+
+async def _list(files: Files, tenant: str, scope: Scope) -> dict[str, Any]:
+    params = query(scope["query_string"], ("after", "limit", "order", "purpose"))
+    limit, order = limit_of(params, MOST, MOST), params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidParameter(
+            f"Invalid value: '{order[:64]}'. Supported values are: 'asc', 'desc'.",
+            param="order",
+            reason="invalid_value",
+        )
+    records = await files.listed(tenant, params.get("purpose"))
+    found, more = page(records, after=params.get("after"), limit=limit, ascending=order == "asc")
+    return shown([file_object(record) for record in found], more)
+
+
+class FileRoute:
+    """GET and DELETE of /v1/files/{id}."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._backend.active():
+            files, file_id = self._backend.files, scope["path_params"]["file"]
+            tenant = scope["state"]["principal"].tenant
+            if scope["method"] == "DELETE":
+                await files.delete(file_id, tenant)
+                gone = {"id": file_id, "object": "file", "deleted": True}
+                await send_json(send, 200, msgspec.json.encode(gone))
+            else:
+                record = await files.get(file_id, tenant)
+                await send_json(send, 200, msgspec.json.encode(file_object(record)))
+
+
+class FileContentRoute:
+    """GET of /v1/files/{id}/content: the bytes, a chunk at a time, as fast as the client takes them."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._backend.active():
+            files = self._backend.files
+            record = await files.get(scope["path_params"]["file"], scope["state"]["principal"].tenant)
+            async with contextlib.aclosing(files.content(record)) as parts:
+                first = await anext(parts, b"")  # what is wrong is said before the status is sent
+                head = [
+                    (b"content-type", b"application/octet-stream"),
+                    (b"content-length", str(record.bytes).encode()),
+                ]
+                await send({"type": "http.response.start", "status": 200, "headers": head})
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+                async for part in parts:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+
+def file_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    """For the application's router."""
+    return [
+        Route(FILES, FilesRoute(backend, settings), methods=["GET", "POST"]),
+        Route(FILES + "/{file}", FileRoute(backend, settings), methods=["GET", "DELETE"]),
+        Route(FILES + "/{file}/content", FileContentRoute(backend, settings), methods=["GET"]),
+    ]

@@ -1,0 +1,1 @@
+"""Files and batches of a gateway on a real NATS."""
