@@ -10,6 +10,8 @@ from starlette.routing import BaseRoute, Router, WebSocketRoute
 
 from services.gateway.auth.headers import PUBLIC_PATHS, token_of
 from services.gateway.backend import Backend
+from services.gateway.console.cluster import ClusterRoute
+from services.gateway.console.pages import page_routes
 from services.gateway.errors import RouteError, describe, headers_of, status_of
 from services.gateway.http_io import header, send_json
 from services.gateway.mailbox import ClientGone
@@ -63,6 +65,8 @@ class GatewayApp:
                 *response_routes(RESPONSES, backend, settings),
                 WebSocketRoute(STREAM, self._socket),
                 *(ApiRoute(ops, item) for item in operations.OPS),
+                ApiRoute(ClusterRoute(backend), operations.CLUSTER),
+                *page_routes(),
                 ApiRoute(DocumentRoute(lambda: document(self.routes, settings)), operations.DOCUMENT),
             ],
             redirect_slashes=False,

@@ -10,6 +10,7 @@ from services.gateway.auth.watch import KeyWatch
 from services.gateway.backend import Backend, shutting_down
 from services.gateway.build import Parts
 from services.gateway.catalog import Catalog
+from services.gateway.console.cluster import Cluster
 from services.gateway.generations import Generations
 from services.gateway.heirs import Heirs
 from services.gateway.idempotency import IdempotencyKeys
@@ -142,6 +143,7 @@ class GatewayService(Service):
         self.spawn(answers.owners.watch(), "claims")
         self.spawn(heirs.run(), "unfinished")
         self.spawn(heirs.watch(), "heirs")
+        self._backend.cluster = Cluster(self.bus, catalog, answers)
         parts = Parts(self.settings, answers, self._metrics)
         limiter = self._limiter = Limiter(self.bus, self.instance, self.settings)
         await limiter.start()

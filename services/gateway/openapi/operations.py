@@ -1,5 +1,6 @@
 """The operations of chat, completions, models and generations, and of what every service answers."""
 
+from services.gateway.console.cluster import ClusterState
 from services.gateway.openapi import parameters, shapes
 from services.gateway.openapi.operation import GENERATING, TEXT, Operation
 from services.gateway.rest import Model
@@ -91,6 +92,16 @@ GENERATION_STREAM = Operation(
     events=(shapes.ChatCompletionChunk, shapes.Completion),
     parameters=(parameters.GENERATION, parameters.LAST_EVENT),
     errors=(404, 429, 503, 504),
+)
+CLUSTER = Operation(
+    "GET",
+    "/v1/cluster",
+    "retrieveCluster",
+    "Rings, services, and what this gateway is generating.",
+    "Operations",
+    "Nothing of what anybody wrote or reads, and no id with which it could be read.",
+    response=ClusterState,
+    errors=(503,),
 )
 HEALTH = Operation(
     "GET", "/health", "health", "200 while the process lives.", "Operations", response=Health, plain=True
