@@ -10,6 +10,9 @@ from services.gateway.auth.watch import KeyWatch
 from services.gateway.backend import Backend, shutting_down
 from services.gateway.build import Parts
 from services.gateway.catalog import Catalog
+from services.gateway.connections.http import guarded_http
+from services.gateway.connections.limits import Limits, allow_files
+from services.gateway.connections.websocket import GuardedWebSocket
 from services.gateway.console.cluster import Cluster
 from services.gateway.generations import Generations
 from services.gateway.heirs import Heirs
@@ -66,9 +69,13 @@ class GatewayService(Service):
         return GatewayApp(self._backend, ops, self.settings, self._metrics)
 
     def server_options(self) -> dict[str, Any]:
+        settings = self.settings
+        allow_files(settings.max_connections)
         return {
-            "http": "httptools",
-            "ws": "websockets-sansio",
+            "http": guarded_http(
+                Limits(settings.max_connections, settings.head_timeout, settings.head_limit)
+            ),
+            "ws": GuardedWebSocket,
             "ws_max_size": self.settings.body_limit,
             "ws_per_message_deflate": False,  # small messages: time is dearer than bytes
             "timeout_keep_alive": 75,
