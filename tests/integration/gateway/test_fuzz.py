@@ -8,24 +8,27 @@ import asyncio
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing
 
+ROOT = Path(__file__).parents[3]
 EXAMPLES = int(os.environ.get("RYZANSTEIN_FUZZ_EXAMPLES") or 15)
 SEED = os.environ.get("RYZANSTEIN_FUZZ_SEED") or "1"
 
 
 @pytest.mark.timeout(120 + 4 * EXAMPLES)
 async def test_schemathesis_finds_nothing(
-    gateway: RunningGateway, ring: FakeRing, capfd: pytest.CaptureFixture[str]
+    gateway: RunningGateway, ring: FakeRing, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     await ring.put_record("ready")
     hooks = {
         "SCHEMATHESIS_HOOKS": "tests.integration.gateway.schemathesis_hooks",
         "RYZANSTEIN_FUZZED_MODEL": MODEL,
+        "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{gateway.url}/openapi.json"]
     limits = [
@@ -45,8 +48,14 @@ async def test_schemathesis_finds_nothing(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | hooks,
+        cwd=tmp_path,  # it leaves a folder of findings
     )
-    shown = (await process.communicate())[0].decode()
+    try:
+        shown = (await process.communicate())[0].decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     sys.stdout.write(shown)
     assert process.returncode == 0, shown
     cases = re.search(r"(\d+) generated", shown)
