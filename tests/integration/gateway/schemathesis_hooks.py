@@ -29,11 +29,12 @@ def map_case(context: HookContext, case: Case) -> Case:
         case.headers["Idempotency-Key"] = f"{case.headers['Idempotency-Key'][:200]}-{os.getpid()}-{number}"
     if isinstance(case.body, dict) and "model" in case.body:
         case.body = whole_numbers(case.body)
-        if number % 4:
+        if number % 4 or case.body["model"] == MODEL:
             case.body = fitting(case.body)
-    if "generation" in case.path_parameters and _generations and number % 4:
-        case.path_parameters["generation"] = _generations[number % len(_generations)]
+    if "generation" in case.path_parameters:
         case.headers.pop("Last-Event-ID", None)  # a position in a text that nobody knows beforehand
+        if _generations and number % 4:
+            case.path_parameters["generation"] = _generations[number % len(_generations)]
     return case
 
 

@@ -16,7 +16,7 @@ from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing
 
 ROOT = Path(__file__).parents[3]
-EXAMPLES = int(os.environ.get("RYZANSTEIN_FUZZ_EXAMPLES") or 15)
+EXAMPLES = int(os.environ.get("RYZANSTEIN_FUZZ_EXAMPLES") or 10)
 SEED = os.environ.get("RYZANSTEIN_FUZZ_SEED") or "1"
 
 
