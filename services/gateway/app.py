@@ -62,7 +62,7 @@ class GatewayApp:
                 ApiRoute(ModelRoute(backend), operations.MODEL),
                 ApiRoute(GenerationRoute(backend), operations.GENERATION, operations.CANCEL),
                 ApiRoute(GenerationStreamRoute(backend), operations.GENERATION_STREAM),
-                *response_routes(RESPONSES, backend, settings),
+                *response_routes(backend, settings),
                 WebSocketRoute(STREAM, self._socket),
                 *(ApiRoute(ops, item) for item in operations.OPS),
                 ApiRoute(ClusterRoute(backend), operations.CLUSTER),

@@ -1,6 +1,6 @@
 """The files of the console and of the API's description, from the package: nothing comes from elsewhere.
 
-No page has anything in it that a key would have to protect; what it shows it asks of the API.
+What a page shows it asks of the API.
 """
 
 import hashlib

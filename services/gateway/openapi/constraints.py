@@ -4,8 +4,8 @@ Ranges, neutral values and lengths come from the very tables that the checks rea
 less than the server does would be found by `make fuzz`.
 """
 
-from typing import Any
-
+from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow, only, refuse
+from services.gateway.responses.constraints import constrain_responses
 from services.gateway.schemas import NEUTRAL, NEUTRAL_IN_MESSAGE
 from services.gateway.validation import (
     MAX_BIAS,
@@ -18,17 +18,14 @@ from services.gateway.validation import (
     ROLES,
 )
 
-Schema = dict[str, Any]
-
 REQUESTS = ("ChatCompletionRequest", "CompletionRequest")
 """Components to which the tables of `validation.py` apply."""
-NULL: Schema = {"type": "null"}
 TOKEN: Schema = {"type": "integer", "minimum": 0}
-UNSUPPORTED = "Not supported: refused, unless its value asks for nothing."
 
 
 def constrain(components: dict[str, Schema]) -> None:
     """Narrows the request schemas among `components` to what is accepted, in place."""
+    constrain_responses(components)
     for name in REQUESTS:
         if name in components:
             _constrain_request(components[name])
@@ -37,13 +34,13 @@ def constrain(components: dict[str, Schema]) -> None:
     if "ContentPart" in components:
         _constrain_part(components["ContentPart"])
     if "StreamOptions" in components:
-        components["StreamOptions"]["properties"]["include_obfuscation"] |= _only((False,))
+        components["StreamOptions"]["properties"]["include_obfuscation"] |= only((False,))
     if "ChatCompletionRequest" in components:
         components["ChatCompletionRequest"]["properties"]["messages"]["minItems"] = 1
     if "CompletionRequest" in components:
         properties = components["CompletionRequest"]["properties"]
         properties["prompt"] = _prompt()
-        _narrow(properties["logprobs"], "integer", minimum=0, maximum=MAX_LOGPROBS)
+        narrow(properties["logprobs"], "integer", minimum=0, maximum=MAX_LOGPROBS)
 
 
 def _constrain_request(schema: Schema) -> None:
@@ -52,18 +49,18 @@ def _constrain_request(schema: Schema) -> None:
         if name in properties:
             lower = "exclusiveMinimum" if name in OPEN_BELOW else "minimum"
             for kind in ("integer", "number"):
-                _narrow(properties[name], kind, **{lower: low, "maximum": high})
+                narrow(properties[name], kind, **{lower: low, "maximum": high})
     for name, neutral in NEUTRAL.items():
         if name in properties:
-            _refuse(properties, name, neutral)
-    _narrow(properties["model"], "string", minLength=1)
-    _narrow(properties["stop"], "string", minLength=1)
-    _narrow(properties["stop"], "array", maxItems=MAX_STOPS, items={"type": "string", "minLength": 1})
-    _narrow(properties["stop_token_ids"], "array", items=TOKEN)
+            refuse(properties, name, neutral)
+    narrow(properties["model"], "string", minLength=1)
+    narrow(properties["stop"], "string", minLength=1)
+    narrow(properties["stop"], "array", maxItems=MAX_STOPS, items={"type": "string", "minLength": 1})
+    narrow(properties["stop_token_ids"], "array", items=TOKEN)
     bias = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
     names = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,8})$"}
-    _narrow(properties["logit_bias"], "object", additionalProperties=bias, propertyNames=names)
-    schema["allOf"] = [_given_needs(*rule) for rule in _rules() if rule[0] in properties]
+    narrow(properties["logit_bias"], "object", additionalProperties=bias, propertyNames=names)
+    schema["allOf"] = [given_needs(*rule) for rule in _rules() if rule[0] in properties]
 
 
 def _rules() -> list[tuple[str, Schema, Schema]]:
@@ -82,23 +79,22 @@ def _rules() -> list[tuple[str, Schema, Schema]]:
     ]
 
 
-def _given_needs(field: str, values: Schema, others: Schema) -> Schema:
-    """A field left out counts as null."""
-    needed = [name for name, schema in others.items() if schema.get("const") is not None]
-    return {
-        "if": {"required": [field], "properties": {field: values}},
-        "then": {"required": needed, "properties": others},
-    }
-
-
 def _constrain_message(schema: Schema) -> None:
     properties = schema["properties"]
     properties["role"] = {"type": "string", "enum": list(ROLES)}
     parts = next(kind for kind in properties["content"]["anyOf"] if kind.get("type") == "array")
-    properties["content"] = {"anyOf": [{"type": "string"}, parts | {"minItems": 1}]}
-    schema["required"] = sorted({*schema["required"], "content"})
+    properties["content"] = {"anyOf": [{"type": "string"}, parts | {"minItems": 1}, NULL], "default": None}
+    calls = {"type": "array", "minItems": 1}
+    schema["anyOf"] = [
+        {"required": [name], "properties": {name: given}}
+        for name, given in (
+            ("content", {"not": NULL}),
+            ("tool_calls", calls),
+            ("function_call", {"not": NULL}),
+        )
+    ]
     for name, neutral in NEUTRAL_IN_MESSAGE.items():
-        _refuse(properties, name, neutral)
+        refuse(properties, name, neutral)
 
 
 def _constrain_part(schema: Schema) -> None:
@@ -107,7 +103,7 @@ def _constrain_part(schema: Schema) -> None:
     properties["type"] = {"const": "text"}
     properties["text"] = {"type": "string"}
     for name in OTHER_PARTS:
-        _refuse(properties, name, ())
+        refuse(properties, name, ())
 
 
 def _prompt() -> Schema:
@@ -115,18 +111,3 @@ def _prompt() -> Schema:
     text = {"type": "string", "minLength": 1}
     many = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES}
     return {"anyOf": [text, many | {"items": text}, ids, many | {"items": ids}]}
-
-
-def _refuse(properties: dict[str, Schema], name: str, neutral: tuple[Any, ...]) -> None:
-    properties[name] = {"description": UNSUPPORTED, **_only(neutral)}
-
-
-def _only(values: tuple[Any, ...]) -> Schema:
-    return {"enum": [None, *values], "default": None}
-
-
-def _narrow(schema: Schema, kind: str, **keywords: Any) -> None:
-    """Adds `keywords` where `schema` admits the type `kind`."""
-    for branch in schema.get("anyOf", [schema]):
-        if branch.get("type") == kind:
-            branch.update(keywords)

@@ -14,7 +14,7 @@ from services.gateway.settings import GatewaySettings
 
 REF = "#/components/schemas/{name}"
 ERROR = {"$ref": REF.format(name="ErrorBody")}
-COMMON_ERRORS = (400, 405, 500)
+COMMON_ERRORS = (400, 401, 405, 429, 500, 503)
 """Statuses that any operation may answer with."""
 STATUSES = {
     400: "The request must change; `param` names the field, `code` says how.",

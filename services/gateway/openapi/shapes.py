@@ -12,7 +12,7 @@ from services.gateway.formats import Usage
 from services.gateway.reading import GenerationState as GenerationState
 from services.gateway.rest import Model
 
-FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
 
 
 class TokenLogprob(msgspec.Struct):
@@ -32,10 +32,27 @@ class ChatLogprobs(msgspec.Struct):
     refusal: list[ContentLogprob] | None
 
 
+class ShownFunction(msgspec.Struct):
+    """What a call has; in a stream its pieces come one after the other."""
+
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ShownCall(msgspec.Struct):
+    function: ShownFunction
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
 class AssistantMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ShownCall] | msgspec.UnsetType = msgspec.UNSET
+    function_call: ShownFunction | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -62,6 +79,9 @@ class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType | None = msgspec.UNSET
     refusal: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ShownCall] | msgspec.UnsetType = msgspec.UNSET
+    function_call: ShownFunction | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -1,7 +1,8 @@
 """For schemathesis: puts what only this gateway knows into its requests, so that they reach the ring.
 
 A document cannot say which models and generations there are, how large a vocabulary is, or which keys were used
-before: most valid requests get values that fit; the rest stays as it was generated.
+before, what a valid grammar, JSON Schema or tool call is, and which messages may follow which: most valid
+requests get values that fit, and those fields are left to tests of their own; the rest stays as it was generated.
 """
 
 import itertools
@@ -14,7 +15,28 @@ from schemathesis import Case, GenerationMode, HookContext, Response
 
 MODEL = os.environ.get("RYZANSTEIN_FUZZED_MODEL", "stub")
 VOCABULARY = 256
-_ID = re.compile(rb'"id":"((?:chatcmpl|cmpl)-[0-9a-f]{32})"')
+DEEP = (
+    *(
+        "tools",
+        "tool_choice",
+        "functions",
+        "function_call",
+        "tool_calls",
+        "parallel_tool_calls",
+        "reasoning_effort",
+    ),
+    *(
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    ),
+    *("chat_template_kwargs", "text", "reasoning", "service_tier"),
+)
+"""Fields whose values have a language of their own."""
+_ID = re.compile(rb'"id":"((?:chatcmpl-|cmpl-|resp_)[0-9a-f]{32})"')
 _count = itertools.count()
 _generations: list[str] = []
 
@@ -28,14 +50,22 @@ def map_case(context: HookContext, case: Case) -> Case:
     if case.headers and "Idempotency-Key" in case.headers:
         case.headers["Idempotency-Key"] = f"{case.headers['Idempotency-Key'][:200]}-{os.getpid()}-{number}"
     if isinstance(case.body, dict) and "model" in case.body:
-        case.body = whole_numbers(case.body)
+        case.body = shallow(whole_numbers(case.body))
         if number % 4 or case.body["model"] == MODEL:
             case.body = fitting(case.body)
-    if "generation" in case.path_parameters:
-        case.headers.pop("Last-Event-ID", None)  # a position in a text that nobody knows beforehand
-        if _generations and number % 4:
-            case.path_parameters["generation"] = _generations[number % len(_generations)]
+    _know_places(case, number)
     return case
+
+
+def _know_places(case: Case, number: int) -> None:
+    """Ids that there are, and no positions in a text that nobody knows beforehand."""
+    case.headers.pop("Last-Event-ID", None)
+    for name in ("after", "starting_after"):
+        case.query.pop(name, None)
+    for name in ("generation", "response"):
+        known = [item for item in _generations if item.startswith("resp_") == (name == "response")]
+        if name in case.path_parameters and known and number % 4:
+            case.path_parameters[name] = known[number % len(known)]
 
 
 @schemathesis.hook
@@ -54,11 +84,27 @@ def whole_numbers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def shallow(body: dict[str, Any]) -> dict[str, Any]:
+    """`body` without what only its own checks know to be valid."""
+    body = {name: value for name, value in body.items() if name not in DEEP}
+    if body.pop("previous_response_id", None) is not None or isinstance(body.get("input"), list):
+        body["input"] = "Hi"
+    if isinstance(body.get("messages"), list):
+        body["messages"] = [_plain(message) for message in body["messages"]]
+    return body
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in message.items() if name not in (*DEEP, "tool_call_id")}
+    role = "user" if kept["role"] in ("tool", "function") else kept["role"]
+    return kept | {"role": role, "content": "Hi" if kept.get("content") is None else kept["content"]}
+
+
 def fitting(body: dict[str, Any]) -> dict[str, Any]:
     """`body` for the model that is there."""
     body = body | {"model": MODEL}
     body.pop("max_completion_tokens", None)
-    for name, most in (("max_tokens", 64), ("min_tokens", 1), ("n", 2)):
+    for name, most in (("max_tokens", 64), ("min_tokens", 1), ("n", 2), ("max_output_tokens", 64)):
         if isinstance(body.get(name), int):
             body[name] = min(body[name], most)
     if body.get("stop_token_ids"):

@@ -11,6 +11,7 @@ import pytest
 from starlette.routing import Route
 
 from services.gateway.app import GatewayApp
+from services.gateway.auth.authenticator import Authenticator
 from services.gateway.backend import Backend
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openapi import shapes
@@ -28,7 +29,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 def app() -> GatewayApp:
     registry = new_registry()
     ops = OpsApp(lambda: Health("gateway", "g", "ready", True), registry)
-    return GatewayApp(Backend(), ops, GatewaySettings(), GatewayMetrics(registry))
+    return GatewayApp(Backend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry))
 
 
 @pytest.fixture(scope="module")
