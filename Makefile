@@ -12,6 +12,8 @@ ARGS ?=
 # make chaos: how long random faults come, and which.
 MINUTES ?=
 SEED ?=
+# make fuzz: requests for each operation.
+EXAMPLES ?= 1000
 # Package index that torch alone comes from; empty: the one that pip is set to use, whose torch may bring
 # gigabytes of CUDA. Without a GPU name the index of PyTorch's CPU wheels: make serve TORCH_INDEX=...
 TORCH_INDEX ?=
@@ -72,6 +74,11 @@ chaos: $(INSTALLED) ## Break everything under load, check every token (make chao
 	else \
 	  $(BIN)/pytest tests/chaos -m "" $(ARGS); \
 	fi
+
+.PHONY: fuzz
+fuzz: $(INSTALLED) ## Requests made from the OpenAPI document, valid and not (make fuzz EXAMPLES=5000 SEED=7)
+	@RYZANSTEIN_FUZZ_EXAMPLES=$(EXAMPLES) RYZANSTEIN_FUZZ_SEED=$(or $(SEED),$$RANDOM) \
+	  $(BIN)/pytest tests/integration/gateway/test_fuzz.py -s $(ARGS)
 
 .PHONY: clean
 clean: ## Remove the virtual environment and caches

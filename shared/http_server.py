@@ -79,7 +79,7 @@ class HttpServer:
             server.close()
         for connection in list(self._server.server_state.connections):
             # uvicorn's `shutdown` of a connection: HTTP ends after the answer, a WebSocket at once.
-            if not type(connection).__module__.startswith("uvicorn.protocols.websockets"):
+            if not _is_websocket(connection):
                 connection.shutdown()
 
     async def stop(self, *, grace: float = 5.0) -> None:
@@ -94,3 +94,10 @@ class HttpServer:
             self._server.force_exit = True
             await self._task
         self._task = None
+
+
+def _is_websocket(connection: object) -> bool:
+    """By its name: most services have no WebSockets, and no package for them."""
+    return any(
+        kind.__module__.startswith("uvicorn.protocols.websockets") for kind in type(connection).__mro__
+    )

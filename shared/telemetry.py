@@ -77,6 +77,7 @@ class OpsApp:
         if scope["type"] != "http":
             return
         status, content_type, body = self._answer(scope["path"], scope["method"])
+        allow = [(b"allow", b"GET, HEAD")] if status == 405 else []
         await send(
             {
                 "type": "http.response.start",
@@ -84,6 +85,7 @@ class OpsApp:
                 "headers": [
                     (b"content-type", content_type.encode()),
                     (b"content-length", str(len(body)).encode()),
+                    *allow,
                 ],
             }
         )

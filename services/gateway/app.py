@@ -6,17 +6,23 @@ from typing import Any
 
 import structlog
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router, WebSocketRoute
+from starlette.routing import BaseRoute, Router, WebSocketRoute
 
 from services.gateway.auth.headers import PUBLIC_PATHS, token_of
 from services.gateway.backend import Backend
-from services.gateway.batches.rest import BATCHES, batch_routes
+from services.gateway.batches.rest import batch_routes
+from services.gateway.console.cluster import ClusterRoute
+from services.gateway.console.pages import page_routes
 from services.gateway.errors import RouteError, describe, headers_of, status_of
-from services.gateway.files.rest import FILES, file_routes
+from services.gateway.files.rest import file_routes
 from services.gateway.http_io import header, send_json
 from services.gateway.mailbox import ClientGone
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.responses.routes import response_route_name, response_routes
+from services.gateway.openapi import operations
+from services.gateway.openapi.document import document
+from services.gateway.openapi.operation import TEMPLATE, ApiRoute
+from services.gateway.openapi.routes import DocumentRoute
+from services.gateway.responses.routes import response_routes
 from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
 from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute
 from services.gateway.settings import GatewaySettings
@@ -44,6 +50,7 @@ class GatewayApp:
         self._metrics = metrics
         self._metrics_need_key = settings.metrics_need_key
         self._authenticator = backend.authenticator
+        self._ops = ops
         self._socket = StreamSocket(backend, settings)
         chat = CompletionsRoute("chat.completions", backend, settings)
         completions = CompletionsRoute("completions", backend, settings)
@@ -51,28 +58,36 @@ class GatewayApp:
         """The way of nearly every request, past the router's search."""
         self._router = Router(
             routes=[
-                Route(CHAT, chat, methods=["POST"]),
-                Route(COMPLETIONS, completions, methods=["POST"]),
-                Route(MODELS, ModelsRoute(backend), methods=["GET"]),
-                Route(MODELS + "/{model:path}", ModelRoute(backend), methods=["GET"]),
-                Route(GENERATIONS + "/{generation}", GenerationRoute(backend), methods=["GET", "DELETE"]),
-                Route(GENERATIONS + "/{generation}/stream", GenerationStreamRoute(backend), methods=["GET"]),
-                *response_routes(RESPONSES, backend, settings),
+                ApiRoute(chat, operations.CHAT),
+                ApiRoute(completions, operations.COMPLETIONS),
+                ApiRoute(ModelsRoute(backend), operations.MODELS),
+                ApiRoute(ModelRoute(backend), operations.MODEL),
+                ApiRoute(GenerationRoute(backend), operations.GENERATION, operations.CANCEL),
+                ApiRoute(GenerationStreamRoute(backend), operations.GENERATION_STREAM),
+                *response_routes(backend, settings),
                 *file_routes(backend, settings),
                 *batch_routes(backend, settings),
                 WebSocketRoute(STREAM, self._socket),
-                *(Route(path, ops) for path in OpsApp.paths),
+                *(ApiRoute(ops, item) for item in operations.OPS),
+                ApiRoute(ClusterRoute(backend), operations.CLUSTER),
+                *page_routes(),
+                ApiRoute(DocumentRoute(lambda: document(self.routes, settings)), operations.DOCUMENT),
             ],
             redirect_slashes=False,
             default=_not_found,
         )
 
+    @property
+    def routes(self) -> list[BaseRoute]:
+        return self._router.routes
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return
         scope["app"] = self  # lets the router raise where it would else answer in plain text
-        if scope["path"] in PUBLIC_PATHS and not (self._metrics_need_key and scope["path"] == METRICS):
-            await self._router(scope, receive, send)
+        public = scope["path"] in PUBLIC_PATHS and not (self._metrics_need_key and scope["path"] == METRICS)
+        if public and scope["type"] == "http":
+            await self._ops(scope, receive, send)
             return
         exchange = _Exchange(scope, send)
         try:
@@ -89,7 +104,7 @@ class GatewayApp:
         if scope["type"] != "http":
             return
         seconds = time.perf_counter() - exchange.began
-        route, model = _route(scope["path"]), scope["state"].get("model", "")
+        route, model = _route(scope), scope["state"].get("model", "")
         self._metrics.requests.labels(route, model, exchange.status).inc()
         self._metrics.duration.labels(route).observe(seconds)
         log.info(
@@ -183,15 +198,8 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     )
 
 
-def _route(path: str) -> str:
-    """The route of `path`, for metrics: one of few."""
-    if path in (CHAT, COMPLETIONS, MODELS):
-        return path
-    if path.startswith(GENERATIONS + "/"):
-        return GENERATIONS + ("/{id}/stream" if path.endswith("/stream") else "/{id}")
-    if path == RESPONSES or path.startswith(RESPONSES + "/"):
-        return response_route_name(RESPONSES, path)
-    for root in (FILES, BATCHES):
-        if path == root or path.startswith(root + "/"):
-            return root if path == root else f"{root}/{{id}}"
-    return MODELS + "/{model}" if path.startswith(MODELS + "/") else "other"
+def _route(scope: Scope) -> str:
+    """The route that a request took, for metrics: one of few."""
+    if scope["path"] in (CHAT, COMPLETIONS):
+        return str(scope["path"])
+    return str(scope.get(TEMPLATE, "other"))

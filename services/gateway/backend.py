@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.batches.service import Batches
@@ -12,6 +13,9 @@ from services.gateway.intake import Intake
 from services.gateway.reading import Reading
 from services.gateway.responses.lookup import ResponseLookup
 from shared.errors import Unavailable
+
+if TYPE_CHECKING:
+    from services.gateway.console.cluster import Cluster
 
 
 def shutting_down() -> Unavailable:
@@ -34,6 +38,8 @@ class Backend:
         self._responses: ResponseLookup | None = None
         self._files: Files | None = None
         self._batches: Batches | None = None
+        self.cluster: Cluster | None = None
+        """For the console; None until the gateway has started."""
         self._draining = False
         self._active = 0
         self._idle = asyncio.Event()

@@ -59,6 +59,10 @@ class Catalog:
         names = sorted(served & self.cards.keys()) or sorted(self.cards)
         return [self.cards[name] for name in names]
 
+    def groups(self) -> list[GroupRecord]:
+        """The groups that are known, those that are gone among them."""
+        return list(self._groups.values())
+
     def has_ready_group(self, model: str) -> bool:
         """Whether some group could take a request for `model` now."""
         return any(record.model == model and record.state in _SERVING for record in self._groups.values())

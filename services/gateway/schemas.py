@@ -156,3 +156,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Fields of OpenAI's API that are not supported, with the values that ask for nothing (null always)."""
+
+NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "annotations": ([],),
+    "refusal": ("",),
+}
+"""The same for a message."""

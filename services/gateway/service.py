@@ -10,6 +10,10 @@ from services.gateway.auth.watch import KeyWatch
 from services.gateway.backend import Backend, shutting_down
 from services.gateway.build import Parts
 from services.gateway.catalog import Catalog
+from services.gateway.connections.http import guarded_http
+from services.gateway.connections.limits import Limits, allow_files
+from services.gateway.connections.websocket import GuardedWebSocket
+from services.gateway.console.cluster import Cluster
 from services.gateway.generations import Generations
 from services.gateway.heirs import Heirs
 from services.gateway.idempotency import IdempotencyKeys
@@ -67,9 +71,13 @@ class GatewayService(Service):
         return GatewayApp(self._backend, ops, self.settings, self._metrics)
 
     def server_options(self) -> dict[str, Any]:
+        settings = self.settings
+        allow_files(settings.max_connections)
         return {
-            "http": "httptools",
-            "ws": "websockets-sansio",
+            "http": guarded_http(
+                Limits(settings.max_connections, settings.head_timeout, settings.head_limit)
+            ),
+            "ws": GuardedWebSocket,
             "ws_max_size": self.settings.body_limit,
             "ws_per_message_deflate": False,  # small messages: time is dearer than bytes
             "timeout_keep_alive": 75,
@@ -144,6 +152,7 @@ class GatewayService(Service):
         self.spawn(answers.owners.watch(), "claims")
         self.spawn(heirs.run(), "unfinished")
         self.spawn(heirs.watch(), "heirs")
+        self._backend.cluster = Cluster(self.bus, catalog, answers)
         parts = Parts(self.settings, answers, self._metrics)
         limiter = self._limiter = Limiter(self.bus, self.instance, self.settings)
         await limiter.start()

@@ -92,3 +92,9 @@ class GatewaySettings(CommonSettings):
     """Most lines of batches that this gateway has under way; it has no more than the groups have places for."""
     pending_frames: int = Field(default=65_536, gt=0)
     """Token frames that may wait to be read; when there are more, the journal fills the gap."""
+    max_connections: int = Field(default=10_000, gt=0)
+    """Connections at the same time, WebSockets among them; beyond them requests are refused with 503."""
+    head_timeout: float = Field(default=10.0, gt=0)
+    """Seconds that a client gets to send a request's line and headers."""
+    head_limit: int = Field(default=65_536, ge=1024)
+    """Largest request line and headers together, in bytes."""

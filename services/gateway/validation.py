@@ -12,6 +12,7 @@ import msgspec
 from services.gateway.errors import InvalidParameter
 from services.gateway.schemas import (
     NEUTRAL,
+    NEUTRAL_IN_MESSAGE,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
@@ -24,10 +25,12 @@ T = TypeVar("T")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_STOPS = 16
 MAX_CHOICES = 128
+MAX_BIAS = 100
+MAX_LOGPROBS = 20
 OTHER_PARTS = ("image_url", "input_audio", "file", "refusal", "prompt_cache_breakpoint")
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
-SECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?")
+SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 _TYPE_ERROR = re.compile(r"Expected `(.+?)`, got `(.+?)`(?: - at (?P<where>.+))?$")
@@ -101,7 +104,7 @@ def _join(path: str | None, name: str) -> str:
 
 # --- ranges --------------------------------------------------------------------------------------
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
+RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0, 2),
     ("top_p", 0, 1),
     ("min_p", 0, 1),
@@ -113,10 +116,10 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_completion_tokens", 1, 2**31),
     ("min_tokens", 0, 2**31),
     ("top_k", -1, 2**31),
-    ("top_logprobs", 0, 20),
+    ("top_logprobs", 0, MAX_LOGPROBS),
     ("seed", -(2**63), 2**64 - 1),
 )
-_OPEN_BELOW = ("top_p", "repetition_penalty")
+OPEN_BELOW = ("top_p", "repetition_penalty")
 """Fields that may come close to their lower bound of 0 but not be it."""
 
 
@@ -140,20 +143,25 @@ def _check_fields(request: GenerationFields) -> None:
     """What both kinds of request have in common."""
     for name, neutral in NEUTRAL.items():
         value = getattr(request, name, None)
-        if value is not None and value not in neutral:
+        if value is not None and not _asks_for_nothing(value, neutral):
             raise _unsupported(name)
-    for name, low, high in _RANGES:
+    for name, low, high in RANGES:
         value = getattr(request, name, None)
         if value is not None:
-            check_range(name, value, low, high, open_below=name in _OPEN_BELOW)
+            check_range(name, value, low, high, open_below=name in OPEN_BELOW)
     if not request.model:
         raise InvalidParameter("Invalid 'model': empty string.", param="model", reason="empty_string")
     _check_stops(request)
     _check_min_tokens(request)
     for token, bias in (request.logit_bias or {}).items():
-        check_range(f"logit_bias.{token}", bias, -100, 100)
+        check_range(f"logit_bias.{token}", bias, -MAX_BIAS, MAX_BIAS)
     if request.stream_options is not None:
         _check_stream_options(request)
+
+
+def _asks_for_nothing(value: object, neutral: Sequence[object]) -> bool:
+    """Whether `value` is one of `neutral`, also by its type: to Python 0 is False, to a client it is not."""
+    return any(type(value) is type(allowed) and value == allowed for allowed in neutral)
 
 
 def _unsupported(name: str, detail: str = "leave it out") -> InvalidParameter:
@@ -255,8 +263,9 @@ def _check_message(path: str, message: Message) -> None:
             param=f"{path}.role",
             reason="invalid_value",
         )
-    for name in ("audio", "annotations", "refusal"):
-        if getattr(message, name):
+    for name, neutral in NEUTRAL_IN_MESSAGE.items():
+        value = getattr(message, name)
+        if value is not None and not _asks_for_nothing(value, neutral):
             raise _unsupported(f"{path}.{name}")
     if message.content is None and not (message.tool_calls or message.function_call):
         raise InvalidParameter(
@@ -306,7 +315,7 @@ def check_completion(request: CompletionRequest) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`."""
     _check_fields(request)
     if request.logprobs is not None:
-        check_range("logprobs", request.logprobs, 0, 20)
+        check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
     prompts, choices = len(prompts_of(request)), request.n or 1
     if prompts * choices > MAX_CHOICES:
         raise InvalidParameter(

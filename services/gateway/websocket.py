@@ -38,7 +38,7 @@ from typing import Any, Literal
 
 import msgspec
 import structlog
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from services.gateway import cursor
 from services.gateway.backend import Backend
@@ -203,7 +203,8 @@ class _Connection:
             last = self._error(message.id, error)
         finally:
             self._mailboxes.pop(message.id, None)
-        await self._send(_encode(last))
+        with contextlib.suppress(WebSocketDisconnect):
+            await self._send(_encode(last))
 
     async def _run(self, message: ClientMessage) -> None:
         run = await self._prepare(message)
@@ -272,6 +273,8 @@ class _Connection:
     async def _send(self, message: bytes) -> None:
         """One at a time; waits for a client that reads slowly."""
         async with self._sending:
+            if self._socket.application_state is WebSocketState.DISCONNECTED:
+                raise WebSocketDisconnect  # another generation's message has found it so
             await self._socket.send({"type": "websocket.send", "text": message.decode()})
 
 

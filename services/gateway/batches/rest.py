@@ -1,20 +1,21 @@
 """/v1/batches: POST, GET, GET of one, POST of its cancellation."""
 
 import msgspec
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 
 from services.gateway import validation
 from services.gateway.backend import Backend
+from services.gateway.batches import operations
 from services.gateway.batches.service import BatchCreate
 from services.gateway.batches.states import batch_object
 from services.gateway.files.listing import limit_of, query, shown
 from services.gateway.http_io import header, read_body, send_json
+from services.gateway.openapi.operation import ApiRoute
 from services.gateway.settings import GatewaySettings
 from shared.batches import BatchJob
 from shared.telemetry import Receive, Scope, Send
 
-BATCHES = "/v1/batches"
-MOST, USUAL = 100, 20
+USUAL = 20
 BODY_BYTES = 64 << 10
 
 
@@ -37,7 +38,7 @@ class BatchesRoute:
                 return
             params = query(scope["query_string"], ("after", "limit"))
             jobs, more = await batches.listed(
-                principal.tenant, params.get("after"), limit_of(params, USUAL, MOST)
+                principal.tenant, params.get("after"), limit_of(params, USUAL, operations.MOST)
             )
             data = shown([batch_object(job) for job in jobs], more)
             await send_json(send, 200, msgspec.json.encode(data))
@@ -62,11 +63,11 @@ async def _send(send: Send, job: BatchJob) -> None:
     await send_json(send, 200, msgspec.json.encode(batch_object(job)))
 
 
-def batch_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def batch_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
     """For the application's router."""
     one = BatchRoute(backend, settings)
     return [
-        Route(BATCHES, BatchesRoute(backend, settings), methods=["GET", "POST"]),
-        Route(BATCHES + "/{batch}", one, methods=["GET"]),
-        Route(BATCHES + "/{batch}/cancel", one, methods=["POST"]),
+        ApiRoute(BatchesRoute(backend, settings), operations.CREATE, operations.LIST),
+        ApiRoute(one, operations.RETRIEVE),
+        ApiRoute(one, operations.CANCEL),
     ]

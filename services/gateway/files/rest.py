@@ -5,24 +5,22 @@ import time
 from typing import Any
 
 import msgspec
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 
 from services.gateway.backend import Backend
 from services.gateway.errors import InvalidParameter
+from services.gateway.files import operations
 from services.gateway.files.expiry import MOST_EXPIRY, expiry
 from services.gateway.files.listing import limit_of, page, query, shown
 from services.gateway.files.multipart import MultipartForm
 from services.gateway.files.store import Files
 from services.gateway.http_io import header, send_json
+from services.gateway.openapi.operation import ApiRoute
 from services.gateway.settings import GatewaySettings
 from shared.batches import FileRecord
 from shared.errors import PayloadTooLarge
 from shared.telemetry import Receive, Scope, Send
 
-FILES = "/v1/files"
-PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
-"""What clients may say that a file is for. Only `batch` makes a difference here."""
-MOST = 10_000
 FORM_ROOM = 64 << 10
 """Bytes of a form that are not its file."""
 BATCH_EXPIRY = float(MOST_EXPIRY)
@@ -96,8 +94,8 @@ def _purpose(fields: dict[str, str]) -> str:
         raise InvalidParameter(
             "Missing required parameter: 'purpose'.", param="purpose", reason="missing_required_parameter"
         )
-    if purpose not in PURPOSES:
-        names = ", ".join(f"'{name}'" for name in PURPOSES)
+    if purpose not in operations.PURPOSES:
+        names = ", ".join(f"'{name}'" for name in operations.PURPOSES)
         raise InvalidParameter(
             f"Invalid value: '{purpose[:64]}'. Supported values are: {names}.",
             param="purpose",
@@ -119,7 +117,7 @@ def _expires_after(fields: dict[str, str]) -> float:
 
 async def _list(files: Files, tenant: str, scope: Scope) -> dict[str, Any]:
     params = query(scope["query_string"], ("after", "limit", "order", "purpose"))
-    limit, order = limit_of(params, MOST, MOST), params.get("order", "desc")
+    limit, order = limit_of(params, operations.MOST, operations.MOST), params.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidParameter(
             f"Invalid value: '{order[:64]}'. Supported values are: 'asc', 'desc'.",
@@ -175,10 +173,10 @@ class FileContentRoute:
             await send({"type": "http.response.body", "body": b""})
 
 
-def file_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def file_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
     """For the application's router."""
     return [
-        Route(FILES, FilesRoute(backend, settings), methods=["GET", "POST"]),
-        Route(FILES + "/{file}", FileRoute(backend, settings), methods=["GET", "DELETE"]),
-        Route(FILES + "/{file}/content", FileContentRoute(backend, settings), methods=["GET"]),
+        ApiRoute(FilesRoute(backend, settings), operations.UPLOAD, operations.LIST),
+        ApiRoute(FileRoute(backend, settings), operations.RETRIEVE, operations.DELETE),
+        ApiRoute(FileContentRoute(backend, settings), operations.CONTENT),
     ]

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 
-import msgspec
 from starlette.routing import Route
 
 from services.gateway.backend import Backend
 from services.gateway.http_io import read_body, send_json, watch_disconnect
+from services.gateway.openapi.operation import ApiRoute
+from services.gateway.responses import operations
 from services.gateway.responses.lookup import Found, ResponseLookup
+from services.gateway.responses.operations import Deleted, InputTokens
 from services.gateway.responses.queries import item_list, page, retrieval
 from services.gateway.rest import CompletionsRoute, positions_of, stream
 from services.gateway.settings import GatewaySettings
@@ -17,21 +19,6 @@ from shared.telemetry import Receive, Scope, Send
 
 CANCEL_TIMEOUT = 5.0
 """Seconds to wait until a response that was cancelled has ended; then it is shown as it is."""
-
-
-class Deleted(msgspec.Struct, frozen=True):
-    """What DELETE answers."""
-
-    id: str
-    object: str
-    deleted: bool
-
-
-class InputTokens(msgspec.Struct, frozen=True):
-    """What the counting of tokens answers."""
-
-    object: str
-    input_tokens: int
 
 
 class ResponseRoute:
@@ -134,21 +121,12 @@ class InputTokensRoute:
             await send_json(send, 200, InputTokens("response.input_tokens", tokens))
 
 
-def response_routes(path: str, backend: Backend, settings: GatewaySettings) -> list[Route]:
-    """All routes below `path`."""
-    one = path + "/{response}"
+def response_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    """All of them."""
     return [
-        Route(path, CompletionsRoute("responses", backend, settings), methods=["POST"]),
-        Route(path + "/input_tokens", InputTokensRoute(backend, settings), methods=["POST"]),
-        Route(one, ResponseRoute(backend), methods=["GET", "DELETE"]),
-        Route(one + "/cancel", CancelRoute(backend), methods=["POST"]),
-        Route(one + "/input_items", InputItemsRoute(backend), methods=["GET"]),
+        ApiRoute(CompletionsRoute("responses", backend, settings), operations.CREATE),
+        ApiRoute(InputTokensRoute(backend, settings), operations.COUNT),
+        ApiRoute(ResponseRoute(backend), operations.RETRIEVE, operations.DELETE),
+        ApiRoute(CancelRoute(backend), operations.CANCEL),
+        ApiRoute(InputItemsRoute(backend), operations.ITEMS),
     ]
-
-
-def response_route_name(root: str, path: str) -> str:
-    """The route of `path`, for metrics: one of few."""
-    rest = path.removeprefix(root).strip("/").split("/")
-    if rest[0] in ("", "input_tokens"):
-        return root + (f"/{rest[0]}" if rest[0] else "")
-    return root + "/{id}" + (f"/{rest[-1]}" if rest[-1] in ("cancel", "input_items") else "")

@@ -18,6 +18,7 @@ from services.gateway import validation
 from services.gateway.errors import InvalidParameter
 from services.gateway.schemas import (
     NEUTRAL,
+    NEUTRAL_IN_MESSAGE,
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
@@ -85,11 +86,12 @@ def with_message(**fields: Any) -> ChatCompletionRequest:
     )
 
 
-@pytest.mark.parametrize("name", ["audio", "annotations", "refusal"])
+@pytest.mark.parametrize("name", NEUTRAL_IN_MESSAGE)
 def test_what_a_message_brings_besides_its_text_is_refused(name: str) -> None:
     field = f"messages[0].{name}"
     assert refused(with_message(**{name: "something"})) == ("unsupported_parameter", field)
-    validation.check_chat(with_message(**{name: ""}))
+    for neutral in (None, *NEUTRAL_IN_MESSAGE[name]):
+        validation.check_chat(with_message(**{name: neutral}))
 
 
 @pytest.mark.parametrize("name", ["image_url", "input_audio", "file", "refusal", "prompt_cache_breakpoint"])

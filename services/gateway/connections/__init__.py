@@ -1,0 +1,1 @@
+"""What a client can do to a connection before and beside its requests: slowly, hugely, endlessly."""

@@ -1,0 +1,142 @@
+"""What the answers look like, as types: for the document alone.
+
+Answers are put together from prepared pieces (`formats.py`), because a token's way is short; that they look as
+it says here is what `tests/integration/gateway/test_openapi.py` holds.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from services.gateway.formats import Usage
+from services.gateway.reading import GenerationState as GenerationState
+from services.gateway.rest import Model
+
+FinishReason = Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ContentLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Of every token of the text."""
+
+    content: list[ContentLogprob] | None
+    refusal: list[ContentLogprob] | None
+
+
+class ShownFunction(msgspec.Struct):
+    """What a call has; in a stream its pieces come one after the other."""
+
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ShownCall(msgspec.Struct):
+    function: ShownFunction
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
+class AssistantMessage(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ShownCall] | msgspec.UnsetType = msgspec.UNSET
+    function_call: ShownFunction | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    """null while it goes on."""
+
+
+class ChatCompletion(msgspec.Struct):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+
+
+class ChatDelta(msgspec.Struct):
+    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    refusal: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ShownCall] | msgspec.UnsetType = msgspec.UNSET
+    function_call: ShownFunction | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    """The data of an event. The one with `usage` has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str | None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(msgspec.Struct):
+    """A whole answer, or the data of an event: a chunk has the same shape."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str | None = None
+
+
+class ModelList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Document(msgspec.Struct):
+    """An OpenAPI document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]

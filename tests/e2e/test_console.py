@@ -1,0 +1,150 @@
+"""The console in a real browser, on a real stack with the stub engine."""
+
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.browser import Browser, Tab, find_chromium, run_browser
+from tests.e2e.stack import Stack
+
+CHROMIUM = find_chromium()
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(
+        CHROMIUM is None,
+        reason="THE CONSOLE IS NOT TESTED: no chromium here; install it (Debian: chromium) or name one in "
+        "RYZANSTEIN_TEST_CHROMIUM",
+    ),
+]
+ANSWER = "document.querySelector('#transcript li:last-child[data-role=assistant]')"
+TEXT = f"({ANSWER}?.textContent ?? '')"
+IDLE = "document.getElementById('stop').disabled"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    options = ("--engine", "stub", "--no-proof", "--replicas", "2")
+    with Stack(tmp_path_factory.mktemp("console"), *options, RYZANSTEIN_STUB_STEP_MS="20") as running:
+        yield running
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    assert CHROMIUM is not None
+    async with run_browser(CHROMIUM) as running:
+        yield running
+
+
+@pytest.fixture
+async def tab(browser: Browser, stack: Stack) -> AsyncIterator[Tab]:
+    """The console, which has found its gateway; nothing that it did may have gone wrong or outside."""
+    async with browser.tab(f"{stack.url}/") as opened:
+        await opened.until("document.getElementById('model').value === 'stub'")
+        yield opened
+        assert opened.errors == []
+        assert [url for url in opened.requests if not url.startswith(stack.url)] == []
+
+
+async def ask(tab: Tab, text: str, limit: int) -> None:
+    await tab.run(f"document.getElementById('limit').value = '{limit}'")
+    await tab.run("document.getElementById('prompt').focus()")
+    await tab.type(text)
+    await tab.press("Enter", 13, "\r")
+
+
+async def test_a_chat_streams(tab: Tab, stack: Stack) -> None:
+    await ask(tab, "Hello there", 40)
+    some = len(await tab.until(TEXT))
+    await tab.until(f"{TEXT}.length > {some}")
+    await tab.until(IDLE)
+    assert "40 tokens" in await tab.run("document.getElementById('note').textContent")
+    await ask(tab, "And again", 5)
+    await tab.until(f"document.querySelectorAll('#transcript li').length === 4 && {IDLE}")
+    await tab.run("document.getElementById('clear').click()")
+    await tab.until("document.querySelectorAll('#transcript li').length === 0")
+
+
+async def test_stop_ends_the_generation_at_the_gateway(tab: Tab, stack: Stack) -> None:
+    await ask(tab, "On and on", 5000)
+    await tab.until(TEXT)
+    rows = "[...document.querySelectorAll('#generations tbody tr')].map(row => row.cells[2]?.textContent)"
+    await tab.until(f"{rows}.includes('in_progress')")
+    identity = await tab.run("JSON.parse(sessionStorage['ryzanstein.chat'] ?? '{}').running?.id")
+    assert identity.startswith("chatcmpl-")
+    await tab.press("Escape", 27)
+    await tab.until(IDLE)
+    assert await tab.run("document.getElementById('note').textContent") == "stopped"
+    async with httpx.AsyncClient(base_url=stack.url, trust_env=False) as http:
+        end = time.monotonic() + 20
+        while (await http.get(f"/v1/generations/{identity}")).json()["status"] != "cancelled":
+            assert time.monotonic() < end, "it goes on"
+        assert identity not in (await http.get("/v1/cluster")).text
+
+
+async def test_a_reload_goes_on_where_it_was(tab: Tab, stack: Stack) -> None:
+    await ask(tab, "A long story", 150)
+    before = await tab.until(f"{TEXT}.length > 20 && {TEXT}")
+    assert not await tab.run(IDLE)
+    identity = await tab.run("JSON.parse(sessionStorage['ryzanstein.chat']).running.id")
+    await tab.run("window.before = true")
+    await tab.call("Page.reload")
+    await tab.until(f"!window.before && {IDLE} && {TEXT}.length > {len(before)}")
+    async with httpx.AsyncClient(base_url=stack.url, trust_env=False) as http:
+        whole = (await http.get(f"/v1/generations/{identity}")).json()
+    assert whole["status"] == "completed"
+    assert await tab.run(TEXT) == whole["response"]["choices"][0]["message"]["content"]
+    assert whole["response"]["usage"]["completion_tokens"] == 150
+
+
+async def test_errors_are_shown_in_words(tab: Tab) -> None:
+    await ask(tab, "Too much", 100_000)
+    shown = await tab.until("document.getElementById('error').textContent")
+    assert "maximum context length" in shown
+    assert await tab.run(IDLE)
+    # Chromium itself writes each refused request to its console
+    assert len(tab.errors) == 1
+    assert "status of 400" in tab.errors.pop()
+
+
+async def test_rings_appear_and_a_killed_one_is_seen_to_change(tab: Tab, stack: Stack) -> None:
+    states = "[...document.querySelectorAll('#rings [data-state]')].map(cell => cell.dataset.state)"
+    await tab.until(f"{states}.length === 2 && {states}.every(state => state === 'ready')")
+    assert await tab.run("document.querySelectorAll('#rings meter').length") == 2
+    services = "[...document.querySelectorAll('#services tbody tr')].map(row => row.cells[0]?.textContent)"
+    assert {"gateway", "scheduler", "health-monitor", "executor"} <= set(await tab.run(services))
+    stack.process.send_signal(signal.SIGSTOP)  # or it would be up again before anybody could see it gone
+    try:
+        os.kill(executor_of(stack), signal.SIGKILL)
+        await tab.until(f"{states}.includes('gone')", 60)
+    finally:
+        stack.process.send_signal(signal.SIGCONT)
+    await tab.until(f"{states}.every(state => state === 'ready')", 60)
+
+
+def executor_of(stack: Stack) -> int:
+    """One executor of two: its orchestrator, with which the ring goes."""
+    found = [
+        process.pid
+        for process in stack.descendants()
+        if any(word.endswith("services.executor") for word in process.cmdline())
+    ]
+    return found[0]
+
+
+async def test_the_api_s_description_works_offline(browser: Browser, stack: Stack) -> None:
+    async with browser.tab(f"{stack.url}/docs") as tab:
+        await tab.until("document.querySelectorAll('details').length > 20")
+        assert "/v1/chat/completions" in await tab.run("document.body.textContent")
+        assert "X-Session-ID" in await tab.run("document.body.textContent")
+        assert tab.errors == []
+        assert [url for url in tab.requests if not url.startswith(stack.url)] == []
+
+
+def test_pictures_are_small() -> None:
+    for path in (Path(__file__).parents[2] / "docs").rglob("*.png"):
+        assert path.stat().st_size < 200_000, path

@@ -1,0 +1,389 @@
+"""Clients that are slow, huge, endless or no clients at all: each is ended, the others are served meanwhile."""
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from services.gateway.connections.limits import MAX_HEADERS, MAX_PIPELINED, RESERVED
+from services.gateway.connections.websocket import MAX_QUEUED
+from shared.config import CommonSettings
+from tests.integration.gateway.conftest import RunningGateway, run_gateway
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
+from tests.integration.gateway.raw import Raw, connect, frame
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.fixture(autouse=True)
+async def no_trace(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> AsyncIterator[None]:
+    """Whatever a client does, no stack trace is in the log, ours or uvicorn's."""
+    yield
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.out + shown.err
+
+
+@pytest.fixture
+async def hasty(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
+    """A gateway that waits for nobody."""
+    async with run_gateway(nats_settings, head_timeout=0.3, head_limit=4096) as running:
+        yield running
+
+
+@pytest.fixture
+async def small(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
+    """A gateway with room for few."""
+    async with run_gateway(nats_settings, max_connections=8) as running:
+        yield running
+
+
+async def works(gateway: RunningGateway) -> None:
+    async with gateway.http() as http:
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+# --- slow ----------------------------------------------------------------------------------------
+
+
+async def test_a_head_that_is_never_finished(hasty: RunningGateway) -> None:
+    async with connect(hasty) as silent, connect(hasty) as slow:
+        await slow.send(b"GET /v1/models HT")
+        assert await slow.error() == (408, "request_timeout")
+        assert await silent.rest() == b""
+    await works(hasty)
+
+
+async def test_one_byte_now_and_then_buys_no_time(hasty: RunningGateway) -> None:
+    async with connect(hasty) as slow:
+
+        async def drip() -> None:
+            for byte in GET + b"x: " + b"y" * 10_000:
+                await slow.send(bytes([byte]))
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        assert await slow.error() == (408, "request_timeout")
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+
+
+async def test_the_next_request_of_a_connection_has_as_long_as_the_first(hasty: RunningGateway) -> None:
+    async with connect(hasty) as slow:
+        for _ in range(2):
+            await slow.send(GET + b"\r\n")
+            assert (await slow.answer())[0] == 200
+        await slow.send(b"\r\nGET /v1")
+        assert await slow.error() == (408, "request_timeout")
+
+
+async def test_a_slow_next_head_ends_no_answer_that_is_being_written(
+    hasty: RunningGateway, ring: FakeRing
+) -> None:
+    asked, stage = asyncio.Event(), asyncio.Event()
+
+    async def behave(fake: FakeRing, request: object) -> None:
+        asked.set()
+        await stage.wait()
+        await fake.emit(request, 0, list(b"Late"), finish="stop")  # type: ignore[arg-type]
+
+    ring.behave = behave
+    body = json.dumps(CHAT).encode()
+    async with connect(hasty) as client:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        await client.send(head + body + b"GET /v1/mod")
+        await asked.wait()
+        async with connect(hasty) as other:  # for as long as a slow head gets
+            assert await other.rest() == b""
+        stage.set()
+        status, _, answer = await client.answer()
+        assert (status, json.loads(answer)["choices"][0]["message"]["content"]) == (200, "Late")
+
+
+async def test_a_body_that_goes_on_after_its_answer(hasty: RunningGateway) -> None:
+    async with connect(hasty) as client:
+        await client.send(b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert (await client.answer())[0] == 404
+
+        async def drip() -> None:
+            while True:
+                await client.send(b"1\r\nx\r\n")
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        assert await client.error() == (408, "request_timeout")
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+
+
+async def test_a_client_that_closes_its_half_is_gone(hasty: RunningGateway, ring: FakeRing) -> None:
+    ring.behave = silence
+    body = json.dumps(CHAT).encode()
+    async with connect(hasty) as client:
+        await client.send(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        await until(lambda: ring.requests)
+        client.writer.write_eof()
+        assert await client.rest() == b""
+        await until(lambda: ring.cancelled)
+
+
+# --- huge ----------------------------------------------------------------------------------------
+
+
+HUGE = [
+    b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    GET + b"x: " + b"y" * 5000 + b"\r\n\r\n",
+    GET + b"x" * 5000 + b": y\r\n\r\n",
+    GET + b"a: b\r\n" * (MAX_HEADERS + 1) + b"\r\n",
+    GET + b"x: " + b"y" * 200_000,
+    b"x" * 200_000,
+    b"GET /" + b"x" * 200_000,
+    b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 1000,
+    b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\na: " + b"y" * 200_000,
+    b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1;" + b"y" * 200_000,
+]
+
+
+async def test_heads_over_the_limit(hasty: RunningGateway) -> None:
+    for head in HUGE:
+        async with connect(hasty) as client:
+            sending = asyncio.create_task(client.send(head))
+            shown = await client.rest()
+            await sending
+            statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", shown)]
+            assert statuses, (head[:80], shown)
+            assert set(statuses) <= {400, 404, 431}, (head[:80], shown)
+    await works(hasty)
+
+
+async def test_the_limit_of_headers_is_said(hasty: RunningGateway) -> None:
+    async with connect(hasty) as client:
+        await client.send(GET + b"x: " + b"y" * 5000 + b"\r\n\r\n")
+        assert await client.error() == (431, "headers_too_large")
+    async with connect(hasty) as client:
+        await client.send(GET + b"x: " + b"y" * 3000 + b"\r\n\r\n")
+        assert (await client.answer())[0] == 200
+
+
+async def test_pipelined_requests(hasty: RunningGateway) -> None:
+    async with connect(hasty) as client:
+        await client.send((GET + b"\r\n") * MAX_PIPELINED)
+        for _ in range(MAX_PIPELINED):
+            assert (await client.answer())[0] == 200
+        await client.send((GET + b"\r\n") * 20_000)
+        shown = await client.rest()
+        assert shown.count(b"HTTP/1.1 ") <= MAX_PIPELINED + 2
+    await works(hasty)
+
+
+# --- no HTTP -------------------------------------------------------------------------------------
+
+
+NO_HTTP = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"GET /v1/models HTTP/9.9\r\n\r\n",
+    b"GET \xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET ?a HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET http://[ HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: x\r\na b: c\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: x\r\na: \x00\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n{}\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n{}",
+]
+CODES = ("invalid_http", "unknown_url", "method_not_allowed", "invalid_json")
+
+
+async def test_what_is_no_http_is_refused(gateway: RunningGateway) -> None:
+    for sent in NO_HTTP:
+        async with connect(gateway) as client:
+            await client.send(sent)
+            status, _, body = await client.answer()
+            assert status in (400, 404, 405), (sent, body)
+            assert json.loads(body)["error"]["code"] in CODES, (sent, body)
+    await works(gateway)
+
+
+async def test_another_protocol_that_is_offered_is_not_taken(gateway: RunningGateway) -> None:
+    """Java's HttpClient and curl --http2 offer it with every request; the body may come at once or later."""
+    async with connect(gateway) as client:
+        await client.send(
+            GET + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n\r\n"
+        )
+        assert (await client.answer())[0] == 200
+    body = json.dumps(CHAT).encode()
+    async with connect(gateway) as client:
+        await client.send(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body[:20]
+        )
+        await asyncio.sleep(0)
+        await client.send(body[20:] + GET + b"\r\n")
+        assert (await client.answer())[0] == 200
+        assert (await client.answer())[0] == 200
+
+
+async def test_a_pipelined_request_is_given_up_with_its_client(
+    gateway: RunningGateway, ring: FakeRing
+) -> None:
+    ring.behave = silence
+    body = json.dumps(CHAT).encode()
+    async with connect(gateway) as client:
+        await client.send(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            + body
+            + GET
+            + b"\r\n"
+        )
+        await until(lambda: ring.requests)
+    await until(lambda: ring.cancelled)
+
+
+async def test_a_trailer_changes_nothing_of_its_request(gateway: RunningGateway) -> None:
+    body = json.dumps(CHAT).encode()
+    async with connect(gateway) as client:
+        await client.send(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"%x\r\n%b\r\n0\r\ncontent-encoding: gzip\r\n\r\n" % (len(body), body)
+        )
+        assert (await client.answer())[0] == 200
+
+
+# --- many ----------------------------------------------------------------------------------------
+
+
+async def test_more_connections_than_there_is_room_for(small: RunningGateway) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def one() -> Raw:
+            client = await stack.enter_async_context(connect(small))
+            await client.send(GET + b"\r\n")
+            return client
+
+        kept = [await one() for _ in range(8)]
+        for client in kept:
+            assert (await client.answer())[0] == 200
+        late = await one()
+        status, headers, body = await late.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (503, "unavailable")
+        assert headers["retry-after"] == "1"
+        probe = await stack.enter_async_context(connect(small))
+        await probe.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await probe.answer())[0] == 200, "a full gateway is no dead one"
+        late = await stack.enter_async_context(connect(small))
+        await late.upgrade()
+        assert await late.error() == (503, "unavailable")
+        for client in kept:
+            await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            await client.rest()
+    await works(small)
+
+
+async def test_beyond_the_reserve_nothing_is_read(small: RunningGateway) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connect(small)) for _ in range(8 + RESERVED + 1)]
+        assert await clients[-1].error() == (503, "unavailable")
+    await works(small)
+
+
+# --- WebSockets ----------------------------------------------------------------------------------
+
+
+async def test_a_handshake_that_is_none(gateway: RunningGateway) -> None:
+    for extra in (b"x: " + b"y" * 9000 + b"\r\n", b"sec-websocket-key: twice\r\n", b"x: \x80\x81\r\n"):
+        async with connect(gateway) as client:
+            await client.upgrade(extra=extra)
+            status, _, _ = await client.answer()
+            assert status in (101, 400, 431)
+            if status != 101:
+                await client.rest()
+    async with connect(gateway) as client:
+        await client.send(
+            b"POST /v1/stream HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+        )
+        assert (await client.answer())[0] >= 400
+    async with connect(gateway) as client:
+        await client.upgrade("/health")
+        assert (await client.answer())[0] == 404
+    await works(gateway)
+
+
+async def test_text_that_is_no_utf8_ends_the_connection_alone(gateway: RunningGateway) -> None:
+    async with connect(gateway) as client:
+        await client.upgrade()
+        await client.answer()
+        await client.frame(1, b"\xff\xfe")
+        assert (1007).to_bytes(2, "big") in await client.rest()
+    await works(gateway)
+
+
+async def test_fragments_make_one_message(gateway: RunningGateway) -> None:
+    async with connect(gateway) as client:
+        await client.upgrade()
+        await client.answer()
+        await client.frame(1, b'{"ty', fin=False)
+        for _ in range(1000):
+            await client.frame(0, fin=False)
+        await client.frame(9, b"between")
+        await client.frame(0, b'pe":"ping"}')
+        async with asyncio.timeout(10):
+            assert await client.reader.readuntil(b"between")
+            assert await client.reader.readuntil(b'{"type":"pong"}')
+
+
+async def test_a_flood_of_messages_ends_the_connection(gateway: RunningGateway) -> None:
+    async with connect(gateway) as client:
+        await client.upgrade()
+        await client.answer()
+        await client.send(frame(1, b"") * (MAX_QUEUED * 4))
+        await client.rest()
+    await works(gateway)
+
+
+async def test_pings_are_not_answered_to_who_does_not_read(gateway: RunningGateway) -> None:
+    """Else every one of them would wait in the gateway's memory."""
+    async with connect(gateway) as client:
+        await client.upgrade()
+        await client.answer()
+        client.reader._limit = 1  # type: ignore[attr-defined]  # stops reading once there is anything
+        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        (connection,) = [
+            item for item in gateway.service._http._server.server_state.connections if hasattr(item, "conn")
+        ]
+        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        pings = frame(9, b"x" * 125) * 2000
+
+        async def flood() -> None:
+            while True:
+                await client.send(pings)
+                await asyncio.sleep(0)
+
+        flooding = asyncio.create_task(flood())
+        try:
+            await until(lambda: not connection.writable.is_set(), 30)
+            waiting = connection.transport.get_write_buffer_size()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert connection.transport.get_write_buffer_size() <= waiting + len(pings)
+            async with httpx.AsyncClient(base_url=gateway.url) as http:
+                assert (await http.get("/health")).status_code == 200
+        finally:
+            flooding.cancel()
+            await asyncio.gather(flooding, return_exceptions=True)
