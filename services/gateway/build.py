@@ -1,5 +1,6 @@
 """From a checked, tokenized request to its generations and the `Run` that reads them."""
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from services.gateway.generation import Generation, Limits
 from services.gateway.identity import new_identity
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.run import Run
-from services.gateway.runs import new_run
+from services.gateway.runs import View, new_run
 from services.gateway.schemas import ChatCompletionRequest, GenerationFields
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenization import Tokenizer
@@ -38,6 +39,10 @@ class Context(msgspec.Struct, frozen=True):
     idempotency: str = ""
     """The key's entry in the bucket `idempotency`."""
     lane: Lane = "interactive"
+    deadline: float = math.inf
+    """Unix seconds until which the client waits."""
+    view: View | None = None
+    """How it wants to see the answer; None: in the format of its endpoint."""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -100,7 +105,7 @@ class Build:
         ]
         answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=self._now)
         metrics = parts.metrics.of_model(self._card.model)
-        return new_run(answer, self._tokenizer, parts.answers, metrics=metrics)
+        return new_run(answer, self._tokenizer, parts.answers, metrics=metrics, view=self._context.view)
 
     def _wire(self, index: int, prompt: list[int]) -> GenerationRequest:
         """The request of choice 0 of a prompt."""
@@ -125,5 +130,11 @@ class Build:
             stop_token_ids=self._stop_ids,
             session=self._session,
             lane=self._context.lane,
-            deadline=self._started_at + settings.token_timeout,
+            deadline=self._deadline(),
         )
+
+    def _deadline(self) -> float:
+        """Unix seconds until which a first token is of use. One that can be read later outlives its client."""
+        given = self._started_at + self._parts.settings.token_timeout
+        later = self._context.background or self._context.key
+        return given if later else min(given, self._context.deadline)

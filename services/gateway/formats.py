@@ -34,10 +34,12 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     """None while it goes on."""
     scored: Sequence[ScoredToken]
+    tokens: Sequence[int] = ()
+    """Where token ids are shown instead of text."""
 
 
 class Format(Protocol):
-    """How one endpoint shows its answer. Chunks are JSON texts without framing."""
+    """How one endpoint shows its answer. Chunks are JSON texts without framing, or parts of protobuf messages."""
 
     def first(self, index: int) -> bytes | None:
         """What precedes the first text of choice `index`, if anything does."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from typing import Literal, TypeVar
 
 import msgspec
@@ -57,19 +57,45 @@ class Intake:
 
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
+
+        async def make(context: Context) -> Run:
+            return await self._prepare(endpoint, body, context, always_streamed)
+
         if context.key:
-            return await self._repeatable(endpoint, body, context, always_streamed)
-        return await self._prepare(endpoint, body, context, always_streamed)
+            return await self._repeatable(endpoint, fingerprint(body), context, make)
+        return await make(context)
+
+    async def prepare_decoded(
+        self,
+        endpoint: str,
+        request: ChatCompletionRequest | CompletionRequest,
+        context: Context,
+        print_: str = "",
+    ) -> Run:
+        """As `prepare`, for a request that came in another form than JSON. Idempotency keys belong to
+        `endpoint`; `print_` is the fingerprint of the body, needed where there is one."""
+
+        async def make(context: Context) -> Run:
+            return await self._prepare_checked(request, context)
+
+        if context.key:
+            return await self._repeatable(endpoint, print_, context, make)
+        return await make(context)
+
+    async def tokenizer(self, model: str) -> tuple[ModelCard, Tokenizer]:
+        """A model's card and tokenizer. Raises `UnknownModel`, `Unavailable`."""
+        card = self._catalog.card(model)
+        return card, await self._tokenizers.get(card)
 
     async def _repeatable(
-        self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
+        self, endpoint: str, print_: str, context: Context, make: Callable[[Context], Awaitable[Run]]
     ) -> Run:
         """A reading of what the key stands for, or a new request that has taken the key."""
-        name, print_ = entry_name(context.tenant, endpoint, context.key), fingerprint(body)
+        name = entry_name(context.tenant, endpoint, context.key)
         context = msgspec.structs.replace(context, idempotency=name)
         while True:
             known = await self._keys.get(name, print_)
-            if known is not None and (run := await self._repeat(known, context.after)) is not None:
+            if known is not None and (run := await self._repeat(known, context)) is not None:
                 return run
             if context.after is not None:
                 raise RouteError(
@@ -78,16 +104,18 @@ class Intake:
                     status=404,
                     reason="generation_not_found",
                 )
-            run = await self._prepare(endpoint, body, context, always_streamed)
+            run = await make(context)
             if await self._keys.take(name, run.answer.identity, print_, known):
                 return run
 
-    async def _repeat(self, known: Entry[Idempotency], after: Sequence[int] | None) -> Run | None:
+    async def _repeat(self, known: Entry[Idempotency], context: Context) -> Run | None:
         """None when the key stands for nothing (any more)."""
         give_up = time.monotonic() + ABANDONED
         while True:
             try:
-                run = await self._reading.attach(known.value.identity, after, how="idempotency")
+                run = await self._reading.attach(
+                    known.value.identity, context.after, how="idempotency", view=context.view
+                )
             except RouteError:
                 if time.monotonic() >= give_up:
                     return None
@@ -108,6 +136,13 @@ class Intake:
         return await self._prepare_completion(
             _streamed(completion) if always_streamed else completion, context
         )
+
+    async def _prepare_checked(
+        self, request: ChatCompletionRequest | CompletionRequest, context: Context
+    ) -> Run:
+        if isinstance(request, ChatCompletionRequest):
+            return await self._prepare_chat(request, context)
+        return await self._prepare_completion(request, context)
 
     async def _prepare_chat(self, request: ChatCompletionRequest, context: Context) -> Run:
         validation.check_chat(request)

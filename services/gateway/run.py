@@ -13,20 +13,32 @@ from services.gateway.formats import Choice, Format, Usage
 from services.gateway.generation import Deliver
 from services.gateway.mailbox import Event, Mailbox
 from services.gateway.metrics import ModelMetrics
-from services.gateway.text_output import Piece, ScoredToken, TextOutput
+from services.gateway.text_output import Piece, ScoredToken
 from shared.errors import RyzansteinError
-from shared.messages import TokenEntry
+from shared.messages import FinishReason, TokenEntry
 
 AT_ONCE = 32
 """News that are turned into text before others get their turn."""
 
 
 class Chunk(NamedTuple):
-    """A JSON text for the client."""
+    """A JSON text for the client, or a part of a protobuf message."""
 
     data: bytes
     position: bytes
     """Where in the log a reader of everything up to this chunk stands: a number per choice, with commas."""
+
+
+class Output(Protocol):
+    """One choice's tokens on their way to what its client sees."""
+
+    tokens: int
+    """Output tokens, as usage counts them, and where this reader stands in the log."""
+    finish: FinishReason
+
+    def feed(self, entry: TokenEntry) -> None: ...
+
+    def take(self) -> Piece: ...
 
 
 class Owner(Protocol):
@@ -53,7 +65,7 @@ class Run:
     def __init__(
         self,
         answer: Answer,
-        outputs: Sequence[TextOutput],
+        outputs: Sequence[Output],
         shape: Format,
         owner: Owner,
         metrics: ModelMetrics | None,
@@ -166,7 +178,7 @@ class Run:
             if (first := self._shape.first(index)) is not None:
                 batch.append(Chunk(first, show(self._shown)))
         position = output.tokens
-        if piece.text:
+        if piece.text or piece.tokens:
             self._shown[index] = position + END_OF_TEXT if output.finish else position
             batch.append(Chunk(self._shape.delta(index, piece), show(self._shown)))
             piece = Piece("", ())
@@ -203,7 +215,8 @@ class Run:
         choices = []
         for output in self._outputs:
             piece = output.take()
-            choices.append(Choice(piece.text, output.finish or None, list[ScoredToken](piece.scored)))
+            scored = list[ScoredToken](piece.scored)
+            choices.append(Choice(piece.text, output.finish or None, scored, piece.tokens))
         return self._shape.whole(choices, self._usage())
 
     async def _advance(self) -> list[int]:
@@ -247,7 +260,7 @@ class Run:
             self._open -= 1
             self._owner.end_choice(self.answer, choice)
 
-    def _feed_in_silence(self, output: TextOutput, entry: TokenEntry, known: int) -> TokenEntry:
+    def _feed_in_silence(self, output: Output, entry: TokenEntry, known: int) -> TokenEntry:
         """Feeds the `known` positions that the client has, without their text; returns the rest of `entry`."""
         if known > len(entry.tokens):
             silent, rest = entry, msgspec.structs.replace(entry, tokens=[], logprobs=None, finish="")

@@ -1,7 +1,9 @@
 """The gateway as a service: what it starts, what it stops, and in which order."""
 
 import asyncio
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import structlog
 
 from services.gateway.answers import Answers
 from services.gateway.app import GatewayApp
@@ -20,6 +22,11 @@ from shared.errors import BrokerUnavailable
 from shared.lifecycle import Service
 from shared.messages import ServiceName
 from shared.telemetry import OpsApp
+
+if TYPE_CHECKING:
+    from services.gateway.grpc.server import GrpcServer
+
+log = structlog.get_logger(__name__)
 
 LAST_WORDS = 2.0
 """Seconds that streams get to write their error when the time to drain is over."""
@@ -40,6 +47,7 @@ class GatewayService(Service):
         self._answers: Answers | None = None
         self._heirs: Heirs | None = None
         self._catalog: Catalog | None = None
+        self._grpc: GrpcServer | None = None
 
     def listen_port(self) -> int:
         return self.settings.port
@@ -60,6 +68,7 @@ class GatewayService(Service):
         }
 
     async def start(self) -> None:
+        await self._serve_grpc()
         generations = Generations(self.bus, self.instance, self.settings, self._metrics)
         tokenizers = TokenizerStore(self.bus)
         catalog = Catalog(
@@ -102,11 +111,34 @@ class GatewayService(Service):
         parts = Parts(self.settings, answers, self._metrics)
         self._backend.open(Intake(parts, catalog, tokenizers, keys, reading), reading, catalog)
 
+    async def _serve_grpc(self) -> None:
+        """Calls are refused until the backend is open. Raises `PortInUse`, `ConfigurationError`."""
+        if self.settings.grpc_port is None:
+            return
+        from services.gateway.grpc.api import make_server  # its libraries take a moment, and memory
+
+        server = make_server(
+            self._backend, self.settings, self.health, self._metrics, self.settings.grpc_port
+        )
+        self._grpc = server
+        await server.start()
+        self.grpc_address = server.address
+        log.info("grpc", address=server.address)
+
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""
+        try:
+            await self._stop_work()
+        finally:
+            if self._grpc is not None:
+                await self._grpc.stop()
+
+    async def _stop_work(self) -> None:
         if self._generations is not None:
             await asyncio.sleep(self.settings.drain_delay)
         self.stop_accepting()
+        if self._grpc is not None:
+            self._grpc.stop_accepting()
         self._backend.drain()
         if self._generations is None or self._catalog is None:
             return

@@ -6,7 +6,7 @@ from shared.config import CommonSettings
 
 
 class GatewaySettings(CommonSettings):
-    """OpenAI-compatible edge: REST, SSE and WebSocket."""
+    """OpenAI-compatible edge: REST, SSE, WebSocket and gRPC."""
 
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of the API and of /health, /ready and /metrics; 0: the system chooses."""
@@ -41,3 +41,7 @@ class GatewaySettings(CommonSettings):
     """Seconds that running streams get to end when the gateway stops; then others take them over."""
     pending_frames: int = Field(default=65_536, gt=0)
     """Token frames that may wait to be read; when there are more, the journal fills the gap."""
+    grpc_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the gRPC API; 0: the system chooses. Left out: it is not served."""
+    grpc_keepalive: float = Field(default=60.0, gt=0)
+    """Seconds of silence after which a gRPC client is asked whether it is there; it has a third as long to answer."""

@@ -21,6 +21,8 @@ class Piece(NamedTuple):
 
     text: str
     scored: Sequence[ScoredToken]
+    tokens: Sequence[int] = ()
+    """Where token ids are shown instead of text."""
 
 
 class TextOutput:
