@@ -165,6 +165,7 @@ class Call:
         """Ends the answer. Twice is safe: the first counts."""
         if self.finished:
             return
+        error = error or self._ended
         self.finished, self.error = True, error
         if self.timer is not None:
             self.timer.cancel()

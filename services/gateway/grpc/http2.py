@@ -167,7 +167,6 @@ class Connection:
             WINDOW_UPDATE: self._on_window_update,
             CONTINUATION: self._on_continuation,
         }
-        self._greet()
 
     def take(self) -> bytes:
         """What is to be written now."""
@@ -199,6 +198,7 @@ class Connection:
             if end < len(PREFACE):
                 return buffer
             self.spoke = True
+            self._greet()
             at = len(PREFACE)
         frames = self._frames
         while end - at >= 9:
@@ -321,11 +321,11 @@ class Connection:
         if flags & ACK:
             return
         self._count_control()
+        self._write(SETTINGS, ACK, 0, b"")  # before what larger windows let go
         for at in range(0, len(payload), 6):
             self._set(
                 int.from_bytes(payload[at : at + 2], "big"), int.from_bytes(payload[at + 2 : at + 6], "big")
             )
-        self._write(SETTINGS, ACK, 0, b"")
 
     def _set(self, name: int, value: int) -> None:
         if name == _INITIAL_WINDOW:

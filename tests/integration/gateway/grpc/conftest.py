@@ -12,6 +12,8 @@ from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing
 
 MODEL = "org/stub-model"
+PROMPT = pb.GenerateRequest(model=MODEL, text="x")
+QUESTION = pb.ChatRequest(model=MODEL, messages=[pb.ChatMessage(role=pb.ROLE_USER, content="Hi?")])
 _SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 
 
