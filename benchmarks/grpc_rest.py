@@ -9,7 +9,8 @@ client reads all the text. Clients take turns, in closed loops:
     grpc raw       bytes on one connection, looked through for the end and never decoded
     grpc tokens    as grpc, with token ids for text
 
-CPU time is of the gateway's process and of the client's (with grpcio's threads), per request.
+CPU time is of the gateway's process and of the client's (with grpcio's threads), per request. With --edge the
+gateway has no NATS around it and makes its tokens itself (`edge.py`).
 """
 
 import asyncio
@@ -18,10 +19,10 @@ import statistics
 import struct
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol
 
 import grpc
 import httpx
@@ -33,15 +34,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.control_plane_systems import HOST, SEED, Ours
+from benchmarks.edge import Edge
 from benchmarks.process_cpu import cpu_seconds
+from services.gateway.grpc.frames import PREFACE
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.headers import literal
-from services.gateway.grpc.http2 import PREFACE
 
 Ask = Callable[[int, bool], Awaitable[int]]
 """A request for so many tokens, streamed or not; returns the characters or tokens that came."""
 
-Connect = Callable[[Ours, int], AbstractAsyncContextManager[Ask]]
+Connect = Callable[["Served", int], AbstractAsyncContextManager[Ask]]
 
 CHAT = "/ryzanstein.v1.InferenceService/Chat"
 QUESTION = "What is the capital of France?"
@@ -56,6 +58,30 @@ class Figure(msgspec.Struct, frozen=True):
     p50_ms: float
     p99_ms: float
     per_second: float
+
+
+class Served(Protocol):
+    """What is measured."""
+
+    port: int
+
+    @property
+    def grpc_address(self) -> str: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def processes(self) -> Mapping[str, list[int]]: ...
+
+
+class Plan(NamedTuple):
+    """What was asked for."""
+
+    rounds: int
+    requests: int
+    only: str
+    loops: Sequence[int]
 
 
 class Run(NamedTuple):
@@ -76,7 +102,7 @@ def body(tokens: int, streamed: bool) -> dict[str, object]:
 
 
 @asynccontextmanager
-async def httpx_client(ours: Ours, loops: int) -> AsyncIterator[Ask]:
+async def httpx_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
     limits = httpx.Limits(max_connections=loops, max_keepalive_connections=loops)
     async with httpx.AsyncClient(base_url=f"http://{HOST}:{ours.port}", limits=limits, timeout=60) as http:
 
@@ -97,7 +123,7 @@ async def httpx_client(ours: Ours, loops: int) -> AsyncIterator[Ask]:
 
 
 @asynccontextmanager
-async def raw_client(ours: Ours, loops: int) -> AsyncIterator[Ask]:
+async def raw_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
     free = [await asyncio.open_connection(HOST, ours.port) for _ in range(loops)]
     every = list(free)
     requests = {case: _http(json.dumps(body(*case)).encode(), ours.port) for case in CASES}
@@ -129,7 +155,7 @@ def _http(content: bytes, port: int) -> bytes:
 
 def grpc_client(kind: int) -> Connect:
     @asynccontextmanager
-    async def make(ours: Ours, loops: int) -> AsyncIterator[Ask]:
+    async def make(ours: Served, loops: int) -> AsyncIterator[Ask]:
         async with grpc.aio.insecure_channel(ours.grpc_address) as channel:
             chat = channel.unary_stream(
                 CHAT,
@@ -207,7 +233,7 @@ def chat_request(tokens: int, streamed: bool, kind: int) -> pb.ChatRequest:
 
 def raw_grpc_client(kind: int) -> Connect:
     @asynccontextmanager
-    async def make(ours: Ours, loops: int) -> AsyncIterator[Ask]:
+    async def make(ours: Served, loops: int) -> AsyncIterator[Ask]:
         host, _, port = ours.grpc_address.rpartition(":")
         raw = _RawGrpc(*await asyncio.open_connection(host, int(port)), ours.grpc_address)
         requests = {case: chat_request(*case, kind).SerializeToString() for case in CASES}
@@ -233,7 +259,7 @@ CLIENTS: dict[str, Connect] = {
 }
 
 
-async def measure(ours: Ours, ask: Ask, run: Run, requests: int) -> Figure:
+async def measure(ours: Served, ask: Ask, run: Run, requests: int) -> Figure:
     """`requests` requests in `loops` closed loops. Raises ValueError for an answer of the wrong length."""
     gateway = {"gateway": ours.processes()["gateway"]}
     times: list[float] = []
@@ -260,13 +286,13 @@ async def measure(ours: Ours, ask: Ask, run: Run, requests: int) -> Figure:
     )
 
 
-async def compare(folder: Path, rounds: int, requests: int, only: str) -> dict[Run, list[Figure]]:
-    ours = Ours(folder, grpc=True)
+async def compare(ours: Served, plan: Plan) -> dict[Run, list[Figure]]:
+    rounds, requests = plan.rounds, plan.requests
     found: dict[Run, list[Figure]] = {}
-    names = [name for name in CLIENTS if only in name]
+    names = [name for name in CLIENTS if plan.only in name]
     await ours.start()
     try:
-        for loops in (1, 64):
+        for loops in plan.loops:
             async with AsyncExitStack() as stack:
                 clients = {
                     name: await stack.enter_async_context(CLIENTS[name](ours, loops)) for name in names
@@ -313,11 +339,18 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds; the median counts.", min=1)] = 5,
     requests: Annotated[int, typer.Option(help="Requests of a run; a quarter in one loop.", min=64)] = 1024,
     only: Annotated[str, typer.Option(help="Clients with this in their names.")] = "",
+    loops: Annotated[str, typer.Option(help="Requests at a time, with commas.")] = "1,64",
+    edge: Annotated[
+        bool, typer.Option("--edge", help="The gateway without NATS; more at a time tells more.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every run to this file.")] = None,
 ) -> None:
     """CPU time and latency of a request over gRPC and REST, of the gateway and of the client."""
     with tempfile.TemporaryDirectory() as folder:
-        found = uvloop.run(compare(Path(folder), rounds, requests, only))
+        ours: Served = Edge() if edge else Ours(Path(folder), grpc=True)
+        found = uvloop.run(
+            compare(ours, Plan(rounds, requests, only, [int(each) for each in loops.split(",")]))
+        )
     show({run: median(figures) for run, figures in found.items()}, Console(width=140))
     if json_file is not None:
         rows = [{**run._asdict(), "runs": figures} for run, figures in found.items()]

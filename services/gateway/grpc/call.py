@@ -4,9 +4,10 @@ import asyncio
 import time
 from typing import Protocol
 
+from services.gateway.grpc.frames import Stream
 from services.gateway.grpc.framing import MessageReader
 from services.gateway.grpc.headers import RESPONSE, Headers
-from services.gateway.grpc.http2 import Connection, Stream
+from services.gateway.grpc.http2 import Connection
 from services.gateway.grpc.status import trailers
 from services.gateway.mailbox import Mailbox
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.grpc import http2
+from services.gateway.grpc import frames as http2
+from services.gateway.grpc.frames import PREFACE, Limits, Stream
 from services.gateway.grpc.headers import RESPONSE, Headers, literal
-from services.gateway.grpc.http2 import PREFACE, Connection, Limits, Stream
+from services.gateway.grpc.http2 import Connection
 
 REQUEST = [
     (":method", "POST"),
