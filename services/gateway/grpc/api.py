@@ -9,6 +9,7 @@ from google.rpc.code_pb2 import Code
 
 from services.gateway.backend import Backend
 from services.gateway.errors import status_of
+from services.gateway.grpc.auth import authorizer
 from services.gateway.grpc.call import Call
 from services.gateway.grpc.health import SERVICE as HEALTH
 from services.gateway.grpc.health import HealthService
@@ -51,7 +52,8 @@ def make_server(
         keepalive_timeout=settings.grpc_keepalive / 3,
     )
     sock = bind(settings.host, port, option="--grpc-port")
-    return GrpcServer(sock, methods, options, Accounts(metrics, frozenset(methods)).on_done, tls)
+    accounts = Accounts(metrics, frozenset(methods))
+    return GrpcServer(sock, methods, options, accounts.on_done, authorizer(backend), tls)
 
 
 class Accounts:

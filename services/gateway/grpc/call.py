@@ -44,7 +44,9 @@ class Call:
         "headers",
         "model",
         "request_id",
+        "tenant",
         "timer",
+        "trailing",
     )
 
     def __init__(self, peer: Peer, stream: Stream, headers: Headers, request_id: str, limit: int) -> None:
@@ -72,6 +74,10 @@ class Call:
         """What it ended with, once it is finished."""
         self.model = ""
         """For logs and metrics."""
+        self.tenant = ""
+        """Whose call it is."""
+        self.trailing: dict[str, str] = {}
+        """More trailing metadata."""
 
     # --- for methods -----------------------------------------------------------------------------
 
@@ -170,7 +176,7 @@ class Call:
         self.finished, self.error = True, error
         if self.timer is not None:
             self.timer.cancel()
-        end = trailers(error, self.request_id)
+        end = trailers(error, self.request_id, self.trailing)
         self._peer.connection.end(self._stream, end if self._begun else RESPONSE + end)
         self._peer.flush_soon()
 

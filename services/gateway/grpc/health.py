@@ -29,9 +29,9 @@ class HealthService:
     def methods(self) -> dict[str, Method]:
         """By path."""
         return {
-            f"/{SERVICE}/Check": Method(self.check),
-            f"/{SERVICE}/Watch": Method(self.watch),
-            f"/{SERVICE}/List": Method(self.list),
+            f"/{SERVICE}/Check": Method(self.check, public=True),
+            f"/{SERVICE}/Watch": Method(self.watch, public=True),
+            f"/{SERVICE}/List": Method(self.list, public=True),
         }
 
     async def check(self, call: Call) -> None:

@@ -31,6 +31,8 @@ class Method(NamedTuple):
     answer: Callable[[Call], Awaitable[None]]
     streamed: bool = False
     """Whether the client may send several messages; else `answer` is called when its one message is there."""
+    public: bool = False
+    """Whether everybody may call it."""
 
 
 class ServerOptions(NamedTuple):
@@ -46,7 +48,8 @@ class ServerOptions(NamedTuple):
 
 
 class GrpcServer:
-    """Serves `methods` by their paths. `on_done` is told of every call that has ended."""
+    """Serves `methods` by their paths. `on_done` is told of every call that has ended; `authorize` raises for those
+    that are refused."""
 
     def __init__(
         self,
@@ -54,11 +57,13 @@ class GrpcServer:
         methods: Mapping[str, Method],
         options: ServerOptions,
         on_done: Callable[[Call], None],
+        authorize: Callable[[Call], None],
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.methods = methods
         self.options = options
         self.on_done = on_done
+        self.authorize = authorize
         self._sock = sock
         self._tls = tls
         host, port = sock.getsockname()[:2]
@@ -163,6 +168,8 @@ class Peer(asyncio.Protocol):
             if (timeout := headers.timeout) is not None:
                 call.deadline = time.time() + timeout
                 call.timer = self._loop.call_later(timeout, self._expire, call)
+            if not method.public:
+                self._server.authorize(call)
             if ended:
                 call.feed(b"", True)
             if method.streamed or ended:

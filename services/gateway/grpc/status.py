@@ -3,6 +3,8 @@
 Source: google/rpc/code.proto, error_details.proto, and AIP-193.
 """
 
+from collections.abc import Mapping
+
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
@@ -78,9 +80,11 @@ def _path(param: str) -> str:
     return f"sampling.{name}" if name.partition(".")[0] in _SAMPLING else name
 
 
-def trailers(error: BaseException | None, request_id: str) -> bytes:
-    """The encoded trailing metadata of a call that ends with `error`; None: well."""
+def trailers(error: BaseException | None, request_id: str, more: Mapping[str, str]) -> bytes:
+    """The encoded trailing metadata of a call that ends with `error`, None: well; and `more` of it."""
     identity = literal(b"x-request-id", request_id.encode())
+    for name, value in more.items():
+        identity += literal(name.encode(), value.encode())
     if error is None:
         return _FINE + identity
     status = status_message(error, request_id)
