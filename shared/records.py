@@ -37,6 +37,8 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds for which it goes on while nobody listens; 0: for the short grace of its gateway."""
     idempotency: str = ""
     """Key in the bucket `idempotency`, where there is one: freed when the generation fails."""
+    tenant: str = ""
+    """Whose it is: to others it is not there."""
 
 
 class GenerationRecords(msgspec.Struct, frozen=True):
@@ -94,3 +96,19 @@ class Listened(msgspec.Struct, frozen=True):
 
     held: list[str]
     """Those that the gateway looks after. The others have ended, or belong to nobody it knows."""
+
+
+class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was granted of a limit lately, in the KV bucket `limits`; changed by compare-and-set."""
+
+    newest: int = 0
+    """Unix second of the last slot."""
+    slots: list[int] = []
+    """What was granted in each second, the oldest first."""
+
+
+class InUse(msgspec.Struct, frozen=True):
+    """How many generations each key and tenant has at one gateway; told to all when it changes, and every second."""
+
+    gateway: str
+    counts: dict[str, int]

@@ -10,13 +10,13 @@ import structlog
 
 from services.gateway.answer import Answer, followed_answer
 from services.gateway.errors import RouteError
-from services.gateway.generation import Deliver, Limits
+from services.gateway.generation import Deliver
 from services.gateway.generations import CLOCK_MARGIN, SWEEP_INTERVAL, Generations
 from services.gateway.identity import writer_of
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.ownership import Owners
 from services.gateway.records import RecordReader, RecordWriter
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings, limits_of
 from shared.bus import Bus
 from shared.errors import QueueFull, RyzansteinError, Unavailable
 from shared.records import GenerationRecord, Ownership
@@ -104,14 +104,18 @@ class Answers:
     async def submit(self, answer: Answer) -> "asyncio.Future[None]":
         """Hands it in; what is returned is done when its record is durable.
 
-        Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
+        Raises `RateLimited`, `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
         """
-        self._by_identity[answer.identity] = answer
         try:
+            if answer.admission is not None:
+                await answer.admission.begin(answer.may_cost)
+            self._by_identity[answer.identity] = answer
             stored = self._writer.write(answer.record)
             await self._generations.submit(answer.generations)
         except RyzansteinError:
             self._by_identity.pop(answer.identity, None)
+            if answer.admission is not None:
+                answer.admission.end(0)
             if answer.record.idempotency and self.free_key is not None:
                 self.spawn(self.free_key(answer.record))
             raise
@@ -211,9 +215,7 @@ class Answers:
     ) -> Answer:
         """Reads the log of a generation that is not at hand, and goes on reading it."""
         now = time.monotonic()
-        limits = Limits(
-            self._settings.recovery_attempts, self._settings.token_timeout, self._settings.stall_timeout
-        )
+        limits = limits_of(self._settings)
         owner = ownership.owner if ownership else record.requests[0].consumer
         answer = followed_answer(record, limits, owner=owner, now=now, now_unix=time.time())
         answer.quiet_since = now + keep
@@ -253,6 +255,8 @@ class Answers:
         """Forgets it; whoever asks for it later is answered from the journal."""
         if self._by_identity.pop(answer.identity, None) is None:
             return
+        if answer.admission is not None:
+            answer.admission.end(answer.cost)
         self._generations.forget(answer.generations)
         if answer.watched and not answer.ended:  # another gateway's by now
             for generation in answer.generations:

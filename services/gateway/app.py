@@ -8,6 +8,7 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router, WebSocketRoute
 
+from services.gateway.auth.headers import PUBLIC_PATHS, token_of
 from services.gateway.backend import Backend
 from services.gateway.errors import RouteError, describe, headers_of, status_of
 from services.gateway.http_io import header, send_json
@@ -25,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
 GENERATIONS = "/v1/generations"
+METRICS = "/metrics"
 CLIENT_GONE = 499
 """nginx's status for a request that its client gave up; in logs and metrics alone."""
 
@@ -36,6 +38,8 @@ class GatewayApp:
         self, backend: Backend, ops: OpsApp, settings: GatewaySettings, metrics: GatewayMetrics
     ) -> None:
         self._metrics = metrics
+        self._metrics_need_key = settings.metrics_need_key
+        self._authenticator = backend.authenticator
         self._socket = StreamSocket(backend, settings)
         chat = CompletionsRoute("chat.completions", backend, settings)
         completions = CompletionsRoute("completions", backend, settings)
@@ -60,12 +64,13 @@ class GatewayApp:
         if scope["type"] not in ("http", "websocket"):
             return
         scope["app"] = self  # lets the router raise where it would else answer in plain text
-        if scope["path"] in OpsApp.paths:
+        if scope["path"] in PUBLIC_PATHS and not (self._metrics_need_key and scope["path"] == METRICS):
             await self._router(scope, receive, send)
             return
         exchange = _Exchange(scope, send)
         try:
             exchange.take_request_id()
+            scope["state"]["principal"] = self._authenticator.authenticate(token_of(scope))
             app = self._direct.get((scope.get("method", ""), scope["path"]), self._router)
             await app(scope, receive, exchange.send)
         except Exception as error:
@@ -109,7 +114,9 @@ class _Exchange:
             self._remember()
 
     def _remember(self) -> None:
-        self._scope.setdefault("state", {})["request_id"] = self.request_id
+        state = self._scope.setdefault("state", {})
+        state["request_id"] = self.request_id
+        self._more_headers = state.setdefault("answer_headers", {})
         structlog.contextvars.bind_contextvars(request_id=self.request_id)
 
     async def send(self, message: Any) -> None:
@@ -117,6 +124,7 @@ class _Exchange:
             self.status = message.get("status", 101)
             message["headers"] = [
                 *message.get("headers", ()),
+                *((name.encode(), value.encode()) for name, value in self._more_headers.items()),
                 (b"x-request-id", self.request_id.encode()),
             ]
         await self._send(message)

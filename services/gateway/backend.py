@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+from services.gateway.auth.authenticator import Authenticator
 from services.gateway.catalog import Catalog
 from services.gateway.intake import Intake
 from services.gateway.reading import Reading
@@ -22,7 +23,8 @@ def shutting_down() -> Unavailable:
 class Backend:
     """Opened by the service, asked by the routes, which are built before NATS is connected."""
 
-    def __init__(self) -> None:
+    def __init__(self, authenticator: Authenticator) -> None:
+        self.authenticator = authenticator
         self._intake: Intake | None = None
         self._reading: Reading | None = None
         self._catalog: Catalog | None = None

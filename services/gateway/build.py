@@ -9,17 +9,23 @@ import msgspec
 from services.gateway import sampling, validation
 from services.gateway.answer import Answer, requests_of
 from services.gateway.answers import Answers
+from services.gateway.auth.principal import ANONYMOUS, Principal
 from services.gateway.errors import InvalidParameter
-from services.gateway.generation import Generation, Limits
+from services.gateway.generation import Generation
 from services.gateway.identity import new_identity
+from services.gateway.limits.limiter import Admission
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.run import Run
 from services.gateway.runs import View, new_run
 from services.gateway.schemas import ChatCompletionRequest, GenerationFields
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.tokenization import Tokenizer
+from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, Lane, ModelCard
 from shared.records import GenerationRecord
+
+UNNAMED_OUTPUT = 512
+"""Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -33,7 +39,7 @@ class Context(msgspec.Struct, frozen=True):
     key: str = ""
     """The Idempotency-Key header."""
     tenant: str = ""
-    """Whose keys these are: what stands in the Authorization header."""
+    """Whose request and idempotency keys these are: the principal's."""
     after: Sequence[int] | None = None
     """The Last-Event-ID header: where the client stands in what its key stands for."""
     idempotency: str = ""
@@ -43,6 +49,11 @@ class Context(msgspec.Struct, frozen=True):
     """Unix seconds until which the client waits."""
     view: View | None = None
     """How it wants to see the answer; None: in the format of its endpoint."""
+    principal: Principal = ANONYMOUS
+    answer_headers: dict[str, str] = {}
+    """Gets what the answer's head should say of limits, by the time that the answer begins."""
+    admission: Admission | None = None
+    """Set by the intake, where something is limited."""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -96,16 +107,26 @@ class Build:
             include_usage=bool(options and options.include_usage),
             background=self._context.background,
             idempotency=self._context.idempotency,
+            tenant=self._context.tenant,
         )
         settings = parts.settings
-        limits = Limits(settings.recovery_attempts, settings.token_timeout, settings.stall_timeout)
+        limits = limits_of(settings)
         generations = [
             Generation(wire, index, limits, now=self._now, started_at=self._started_at)
             for index, wire in enumerate(requests_of(record))
         ]
         answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=self._now)
+        answer.admission, answer.may_cost = self._context.admission, self._may_cost(record)
         metrics = parts.metrics.of_model(self._card.model)
         return new_run(answer, self._tokenizer, parts.answers, metrics=metrics, view=self._context.view)
+
+    def _may_cost(self, record: GenerationRecord) -> int:
+        """Tokens that it may come to; where the client names no limit, what answers usually are."""
+        request = self._request
+        named = request.max_tokens or getattr(request, "max_completion_tokens", None)
+        most = record.requests[0].max_tokens if named else UNNAMED_OUTPUT
+        outputs = (min(most, item.max_tokens) * record.choices for item in record.requests)
+        return sum(len(item.prompt) for item in record.requests) + sum(outputs)
 
     def _wire(self, index: int, prompt: list[int]) -> GenerationRequest:
         """The request of choice 0 of a prompt."""
@@ -116,6 +137,12 @@ class Build:
                 f"Invalid '{param}': it resulted in no token; send at least one character.",
                 param=param,
                 reason="empty_prompt",
+            )
+        if settings.prompt_limit and len(prompt) > settings.prompt_limit:
+            raise ContextLengthExceeded(
+                f"This server takes prompts of at most {settings.prompt_limit} tokens, and yours has {len(prompt)}; "
+                "shorten it.",
+                param="messages" if self._chat else "prompt",
             )
         limit = sampling.max_tokens(self._request, self._card, len(prompt), settings.default_max_tokens)
         validation.check_min_tokens(self._request, limit)
@@ -130,6 +157,7 @@ class Build:
             stop_token_ids=self._stop_ids,
             session=self._session,
             lane=self._context.lane,
+            tenant=self._context.tenant,
             deadline=self._deadline(),
         )
 

@@ -8,10 +8,12 @@ from typing import Literal, TypeVar
 import msgspec
 
 from services.gateway import validation
+from services.gateway.auth.authenticator import Authenticator
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
 from services.gateway.errors import RouteError
 from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
+from services.gateway.limits.limiter import Limiter
 from services.gateway.reading import Reading
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
@@ -36,7 +38,11 @@ class Intake:
         tokenizers: TokenizerStore,
         keys: IdempotencyKeys,
         reading: Reading,
+        authenticator: Authenticator,
+        limiter: Limiter,
     ) -> None:
+        self._authenticator = authenticator
+        self._limiter = limiter
         self._keys = keys
         self._reading = reading
         self._parts = parts
@@ -57,6 +63,7 @@ class Intake:
 
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
+        self._authenticator.check(context.principal)
 
         async def make(context: Context) -> Run:
             return await self._prepare(endpoint, body, context, always_streamed)
@@ -75,8 +82,10 @@ class Intake:
         """As `prepare`, for a request that came in another form than JSON. Idempotency keys belong to
         `endpoint`; `print_` is the fingerprint of the body, needed where there is one."""
 
+        self._authenticator.check(context.principal)
+
         async def make(context: Context) -> Run:
-            return await self._prepare_checked(request, context)
+            return await self._prepare_checked(request, await self._admitted(context))
 
         if context.key:
             return await self._repeatable(endpoint, print_, context, make)
@@ -114,7 +123,11 @@ class Intake:
         while True:
             try:
                 run = await self._reading.attach(
-                    known.value.identity, context.after, how="idempotency", view=context.view
+                    known.value.identity,
+                    context.after,
+                    how="idempotency",
+                    view=context.view,
+                    tenant=context.tenant,
                 )
             except RouteError:
                 if time.monotonic() >= give_up:
@@ -129,6 +142,7 @@ class Intake:
     async def _prepare(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:
+        context = await self._admitted(context)
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
             return await self._prepare_chat(_streamed(chat) if always_streamed else chat, context)
@@ -136,6 +150,14 @@ class Intake:
         return await self._prepare_completion(
             _streamed(completion) if always_streamed else completion, context
         )
+
+    async def _admitted(self, context: Context) -> Context:
+        """`context` with what its limits have reserved. Raises `RateLimited`."""
+        admission = self._limiter.admission(context.principal, context.lane, context.answer_headers)
+        if admission is None:
+            return context
+        await admission.request()
+        return msgspec.structs.replace(context, admission=admission)
 
     async def _prepare_checked(
         self, request: ChatCompletionRequest | CompletionRequest, context: Context

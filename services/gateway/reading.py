@@ -45,14 +45,20 @@ class Reading:
         self._metrics = metrics
 
     async def attach(
-        self, public_id: str, after: Sequence[int] | None, *, how: str = "id", view: View | None = None
+        self,
+        public_id: str,
+        after: Sequence[int] | None,
+        *,
+        how: str = "id",
+        view: View | None = None,
+        tenant: str = "",
     ) -> Run:
         """A reading that has begun, behind the positions `after`; None: from the beginning.
 
         `how` it was found is for the metrics: `id`, `idempotency`, `websocket` or `grpc`. Raises `RouteError`
-        for an unknown id, `InvalidParameter` for positions that do not fit, `Unavailable`.
+        for an unknown id or one of another tenant, `InvalidParameter` for positions that do not fit, `Unavailable`.
         """
-        answer = await self._find(public_id)
+        answer = await self._find(public_id, tenant)
         if after is not None:
             cursor.check(after, _ends(answer))
         run = await self._run(answer, after, view)
@@ -60,9 +66,9 @@ class Reading:
         self._metrics.attached.labels(how if after is None else f"{how}_resumed").inc()
         return run
 
-    async def state(self, public_id: str, request_id: str) -> GenerationState:
+    async def state(self, public_id: str, request_id: str, tenant: str = "") -> GenerationState:
         """Raises as `attach`."""
-        answer = await self._find(public_id)
+        answer = await self._find(public_id, tenant)
         run = await self._run(answer, None)
         run.join()
         try:
@@ -84,9 +90,9 @@ class Reading:
             response=msgspec.Raw(response),
         )
 
-    async def cancel(self, public_id: str) -> tuple[Answer, bool]:
+    async def cancel(self, public_id: str, tenant: str = "") -> tuple[Answer, bool]:
         """Ends the generation, for everybody; False when it had ended before. Raises as `attach`."""
-        answer = await self._find(public_id)
+        answer = await self._find(public_id, tenant)
         going = not answer.ended
         self._answers.cancel(answer)
         return answer, going
@@ -108,11 +114,15 @@ class Reading:
         run = await self._run(answer, None)
         await run.watch()
 
-    async def _find(self, public_id: str) -> Answer:
+    async def _find(self, public_id: str, tenant: str) -> Answer:
+        """Another tenant's is answered as if it were not there."""
         identity = parse(public_id)
         if identity is None:
             raise unknown_generation(public_id)
-        return await self._answers.find(public_id, identity)
+        answer = await self._answers.find(public_id, identity)
+        if answer.record.tenant != tenant:
+            raise unknown_generation(public_id)
+        return answer
 
     async def _run(self, answer: Answer, after: Sequence[int] | None, view: View | None = None) -> Run:
         card = self._catalog.card(answer.record.requests[0].model)

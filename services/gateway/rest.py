@@ -71,8 +71,10 @@ def context_of(scope: Scope, settings: GatewaySettings) -> Context:
         check_session_id(header(scope, b"x-session-id")),
         background=check_background(header(scope, b"x-ryzanstein-background"), settings.background_limit),
         key=key,
-        tenant=header(scope, b"authorization") or "",
+        tenant=scope["state"]["principal"].tenant,
         after=after,
+        principal=scope["state"]["principal"],
+        answer_headers=scope["state"]["answer_headers"],
     )
 
 

@@ -85,7 +85,8 @@ class StreamSocket:
         context = Context(
             scope["state"]["request_id"],
             check_session_id(header(scope, b"x-session-id")),
-            tenant=header(scope, b"authorization") or "",
+            tenant=scope["state"]["principal"].tenant,
+            principal=scope["state"]["principal"],
         )
         await socket.accept()
         await _Connection(socket, self._backend, context, self._settings).serve()
@@ -228,7 +229,11 @@ class _Connection:
         if after is not None:
             cursor.parse(",".join(map(str, after)), "position")
         if message.type == "attach":
-            return await self._backend.reading.attach(message.generation, after, how="websocket")
+            self._backend.authenticator.check(self._context.principal)
+            tenant = self._context.tenant
+            return await self._backend.reading.attach(
+                message.generation, after, how="websocket", tenant=tenant
+            )
         context = msgspec.structs.replace(
             self._context,
             background=_background(message, self._settings.background_limit),
