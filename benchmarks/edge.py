@@ -21,11 +21,13 @@ from benchmarks.errors import BenchError
 from benchmarks.peers.servers import free_port
 from services.gateway.answer import Answer
 from services.gateway.app import GatewayApp
+from services.gateway.auth.authenticator import Authenticator
 from services.gateway.backend import Backend
 from services.gateway.build import Parts
 from services.gateway.generation import Deliver
 from services.gateway.grpc.api import make_server
 from services.gateway.intake import Intake
+from services.gateway.limits.limiter import Limiter
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenization import StubTokenizer
@@ -89,8 +91,13 @@ async def serve(port: int, grpc_port: int) -> None:
 
     catalog = cast(Any, SimpleNamespace(card=lambda _: card, listed=lambda: [card]))
     parts = Parts(settings, cast(Any, answers), metrics)
-    backend, nobody = Backend(), cast(Any, None)
-    backend.open(Intake(parts, catalog, cast(Any, SimpleNamespace(get=get)), nobody, nobody), nobody, catalog)
+    nobody, tokenizers = cast(Any, None), cast(Any, SimpleNamespace(get=get))
+    authenticator = Authenticator()
+    authenticator.complete()
+    backend = Backend(authenticator)
+    limiter = Limiter(nobody, "gateway-edge", settings)
+    intake = Intake(parts, catalog, tokenizers, nobody, nobody, authenticator, limiter)
+    backend.open(intake, nobody, catalog)
 
     def health() -> Health:
         return Health("gateway", "edge", "ready", True, "")

@@ -1,6 +1,7 @@
 """The gateway as a service: what it starts, what it stops, and in which order."""
 
 import asyncio
+import ssl
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
@@ -152,8 +153,16 @@ class GatewayService(Service):
             return
         from services.gateway.grpc.api import make_server  # its libraries take a moment, and memory
 
+        tls: ssl.SSLContext | None = None
+        settings = self.settings
+        if settings.tls_certificate:
+            tls = server_context(
+                settings.tls_certificate, settings.tls_key, settings.tls_client_ca, protocol="h2"
+            )
+            pair = Certificates(tls, settings.tls_certificate, settings.tls_key)
+            self.spawn(pair.run(settings.tls_check_interval), "grpc certificates")
         server = make_server(
-            self._backend, self.settings, self.health, self._metrics, self.settings.grpc_port
+            self._backend, self.settings, self.health, self._metrics, self.settings.grpc_port, tls
         )
         self._grpc = server
         await server.start()

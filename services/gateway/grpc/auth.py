@@ -10,6 +10,8 @@ def authorizer(backend: Backend) -> Callable[[Call], None]:
     """What the server asks of every call whose method is not public; it raises where a call is refused."""
 
     def authorize(call: Call) -> None:
-        call.tenant = call.metadata("authorization") or ""
+        scheme, _, token = (call.metadata("authorization") or "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else call.metadata("x-api-key")
+        call.principal = backend.authenticator.authenticate(given)
 
     return authorize

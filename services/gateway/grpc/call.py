@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Protocol
 
+from services.gateway.auth.principal import ANONYMOUS
 from services.gateway.grpc.frames import Stream
 from services.gateway.grpc.framing import MessageReader
 from services.gateway.grpc.headers import RESPONSE, Headers
@@ -43,8 +44,8 @@ class Call:
         "finished",
         "headers",
         "model",
+        "principal",
         "request_id",
-        "tenant",
         "timer",
         "trailing",
     )
@@ -74,7 +75,7 @@ class Call:
         """What it ended with, once it is finished."""
         self.model = ""
         """For logs and metrics."""
-        self.tenant = ""
+        self.principal = ANONYMOUS
         """Whose call it is."""
         self.trailing: dict[str, str] = {}
         """More trailing metadata."""

@@ -24,7 +24,9 @@ def context_of(call: Call, settings: GatewaySettings) -> Context:
         check_session_id(call.metadata("x-session-id")),
         background=check_background(call.metadata("x-ryzanstein-background"), settings.background_limit),
         key=key,
-        tenant=call.tenant,
+        tenant=call.principal.tenant,
+        principal=call.principal,
+        answer_headers=call.trailing,
     )
     return at_position(with_deadline(context, call), position, "last-event-id")
 

@@ -85,7 +85,9 @@ class Inference:
         with self._backend.active():
             view = EventView(given.output)
             after = cursor.parse(given.position, "position") if given.position else None
-            run = await self._backend.reading.attach(given.generation_id, after, how="grpc", view=view)
+            run = await self._backend.reading.attach(
+                given.generation_id, after, how="grpc", view=view, tenant=call.principal.tenant
+            )
             call.model = run.model
             try:
                 call.watch(run.mailbox)
@@ -97,7 +99,7 @@ class Inference:
         """Cancel."""
         given = decode(pb.CancelRequest, call.message)
         with self._backend.active():
-            answer, going = await self._backend.reading.cancel(given.generation_id)
+            answer, going = await self._backend.reading.cancel(given.generation_id, call.principal.tenant)
             call.model = answer.record.requests[0].model
         await call.send(pb.CancelResponse(cancelled=going).SerializeToString())
 

@@ -203,7 +203,10 @@ class _Session:
         if action == "attach":
             given = message.attach
             after = cursor.parse(given.position, "position") if given.position else None
-            return await self._backend.reading.attach(given.generation_id, after, how="grpc", view=view)
+            self._backend.authenticator.check(self._context.principal)
+            return await self._backend.reading.attach(
+                given.generation_id, after, how="grpc", view=view, tenant=self._context.tenant
+            )
         intake = self._backend.intake
         context = msgspec.structs.replace(self._context_of(message), view=view)
         if action == "chat":
@@ -216,7 +219,7 @@ class _Session:
 
     def _context_of(self, message: pb.ChatSessionRequest) -> Context:
         """The stream's, with what the message says of its own generation. Raises `InvalidParameter`."""
-        changes: dict[str, object] = {"key": "", "after": None}
+        changes: dict[str, object] = {"key": "", "after": None, "answer_headers": {}}
         if message.HasField("idempotency_key"):
             changes["key"] = check_idempotency_key(message.idempotency_key)
         if message.HasField("background_seconds"):

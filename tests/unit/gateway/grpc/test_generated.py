@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from services.gateway.auth.authenticator import Authenticator
 from services.gateway.backend import Backend
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.inference import Inference
@@ -21,7 +22,7 @@ def test_the_generated_code_is_up_to_date(tmp_path: Path) -> None:
 
 def test_every_method_has_an_answer() -> None:
     service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-    methods = Inference(Backend(), GatewaySettings()).methods()
+    methods = Inference(Backend(Authenticator()), GatewaySettings()).methods()
     assert {f"/{service.full_name}/{method.name}" for method in service.methods} == methods.keys()
     for method in service.methods:
         assert methods[f"/{service.full_name}/{method.name}"].streamed == method.client_streaming
