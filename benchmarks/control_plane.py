@@ -28,7 +28,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from benchmarks.control_plane_report import Added, Measured, Outcome, faulty, highest, holds, median_run, show
 from benchmarks.control_plane_systems import HOST, Dynamo, Ours, System
 from benchmarks.control_plane_systems import dynamo_python as install_dynamo
-from benchmarks.errors import BenchError
+from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.load_client import Load, compiled, drive
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.report import machine, versions
@@ -249,7 +249,7 @@ def main(
         work=(work_dir or user_cache_path("ryzanstein") / "peers").expanduser().resolve(),
     )
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    try:
+    with told_in_a_sentence():
         with (
             tempfile.TemporaryDirectory(prefix="control-plane-") as folder,
             Progress(*columns, console=Console(stderr=True)) as progress,
@@ -258,14 +258,7 @@ def main(
             outcome = asyncio.run(
                 run(plan, Path(folder), lambda text: progress.update(task, description=text))
             )
-        if json is not None:
-            json.write_bytes(msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n")
-    except BenchError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        typer.echo(f"error: {error.filename or json}: {error.strerror}.", err=True)
-        raise typer.Exit(2) from None
+        write_json(json, outcome)
     show(outcome, limit_ms, console)
     raise typer.Exit(int(faulty(outcome)))
 

@@ -96,8 +96,8 @@ async def serve(port: int, grpc_port: int) -> None:
     authenticator.complete()
     backend = Backend(authenticator)
     limiter = Limiter(nobody, "gateway-edge", settings)
-    intake = Intake(parts, catalog, tokenizers, nobody, nobody, authenticator, limiter)
-    backend.open(intake, nobody, catalog)
+    intake = Intake(parts, catalog, tokenizers, nobody, nobody, nobody, authenticator, limiter)
+    backend.open(intake, nobody, catalog, nobody)
 
     def health() -> Health:
         return Health("gateway", "edge", "ready", True, "")

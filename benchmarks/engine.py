@@ -13,54 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.one_rank import BLOCK, load_one_rank
-from services.executor.engine.plan import StepPlan, to_bytes
+from benchmarks.one_rank import load_one_rank
+from benchmarks.steps import Decode, Prefill, Steps
+from services.executor.engine.plan import StepPlan
 from shared.messages import SamplingParams
 
 DECODES = ((1, 128), (8, 128), (16, 320), (64, 100))
 """(sequences, tokens in each one's context)"""
 PREFILLS = (64, 256, 512)
 """Tokens of one prompt."""
-
-
-def decode_plan(sequences: int, context: int) -> StepPlan:
-    """One token for each of `sequences` sequences whose context has `context` tokens, the new one included."""
-    blocks = -(-context // BLOCK)
-    tables = np.arange(sequences * blocks).reshape(sequences, blocks)
-    slots = tables[:, -1] * BLOCK + (context - 1) % BLOCK
-    return StepPlan(
-        step=1,
-        num_decodes=sequences,
-        token_ids=to_bytes([100] * sequences),
-        positions=to_bytes([context - 1] * sequences),
-        slots=to_bytes(slots),
-        query_lens=to_bytes([1] * sequences),
-        context_lens=to_bytes([context] * sequences),
-        block_tables=to_bytes(tables.ravel()),
-        sample_rows=to_bytes(np.arange(sequences)),
-    )
-
-
-def prefill_plan(tokens: int) -> StepPlan:
-    """A whole prompt of `tokens` tokens."""
-    positions = to_bytes(np.arange(tokens))
-    return StepPlan(
-        step=1,
-        num_decodes=0,
-        token_ids=to_bytes([100] * tokens),
-        positions=positions,
-        slots=positions,
-        query_lens=to_bytes([tokens]),
-        context_lens=to_bytes([tokens]),
-        block_tables=to_bytes(np.arange(-(-tokens // BLOCK))),
-        sample_rows=to_bytes([tokens - 1]),
-    )
+BLOCKS = 4096
 
 
 def milliseconds(work: Callable[[], object], rounds: int) -> float:
@@ -82,9 +49,14 @@ class Stepper:
     spent: Callable[[], dict[str, float]] | None
     """Seconds that the native kernels have spent on each part so far; None: PyTorch computes."""
 
+    def prepare(self, steps: Steps) -> None:
+        """Computes what the measured step reads."""
+        for plan in steps.before:
+            self.step(plan)
+
 
 def make_step(directory: Path, dtype_name: str, threads: int) -> Stepper:
-    runner, _ = load_one_rank(directory, dtype_name, threads, 4096)
+    runner, _ = load_one_rank(directory, dtype_name, threads, BLOCKS)
     # Only now: torch must find its settings when it is imported.
     from services.executor.engine.sampling import Sampler, wants_of
     from services.executor.engine.sampling_state import SamplingState
@@ -96,20 +68,23 @@ def make_step(directory: Path, dtype_name: str, threads: int) -> Stepper:
         states = [SamplingState(SamplingParams(temperature=0), [1], []) for _ in range(rows)]
         wants = wants_of(states, runner.vocab_size).tobytes()
         logits = runner.forward(structs.replace(plan, candidates=wants))
+        if not rows:
+            return None
         assert logits is not None
         return sampler.sample(logits, states)
 
     return Stepper(step, runner.spent if runner.is_native else None)
 
 
-def print_parts(stepper: Stepper, plans: Mapping[str, StepPlan], rounds: int) -> None:
+def print_parts(stepper: Stepper, plans: Mapping[str, Steps], rounds: int) -> None:
     """Milliseconds of each part of the native kernels' steps."""
     assert stepper.spent is not None
     columns: dict[str, dict[str, float]] = {}
-    for name, plan in plans.items():
+    for name, steps in plans.items():
+        stepper.prepare(steps)
         before = stepper.spent()
         for _ in range(rounds):
-            stepper.step(plan)
+            stepper.step(steps.measured)
         after = stepper.spent()
         columns[name] = {part: (after[part] - before[part]) / rounds * 1e3 for part in after}
     table = Table("ms", *columns)
@@ -142,10 +117,14 @@ def main(
 ) -> None:
     """Step times of the engine alone."""
     stepper = make_step(model, dtype, threads)
-    plans = {f"decode, {n} sequences of {context}": decode_plan(n, context) for n, context in DECODES}
-    plans |= {f"prefill, {tokens} tokens": prefill_plan(tokens) for tokens in PREFILLS}
+    plans = {
+        f"decode, {n} sequences of {context}": Decode(n, context).steps(BLOCKS, 0) for n, context in DECODES
+    }
+    plans |= {f"prefill, {tokens} tokens": Prefill(tokens).steps(BLOCKS, 0) for tokens in PREFILLS}
     table = Table("step", "ms", "tokens/s")
-    for name, plan in plans.items():
+    for name, steps in plans.items():
+        stepper.prepare(steps)
+        plan = steps.measured
         taken = milliseconds(lambda plan=plan: stepper.step(plan), rounds)  # type: ignore[misc]
         table.add_row(name, f"{taken:.1f}", f"{len(plan.token_ids) // 4 / taken * 1e3:.0f}")
     Console().print(table)
@@ -153,7 +132,8 @@ def main(
         print_parts(stepper, plans, rounds)
     elif profile:
         for name in (next(iter(plans)), f"decode, {DECODES[-1][0]} sequences of {DECODES[-1][1]}"):
-            print_profile(stepper.step, plans[name], name)
+            stepper.prepare(plans[name])
+            print_profile(stepper.step, plans[name].measured, name)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -21,6 +22,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import serve
+from benchmarks.errors import told_in_a_sentence
+from benchmarks.process_cpu import cpu_seconds, stack_at
 from benchmarks.report import machine
 from benchmarks.workloads import WORKLOADS, Workload
 from services.executor.board import RingBoard
@@ -135,23 +138,50 @@ class InProcess:
         return timed
 
 
-def served(url: str, rounds: int) -> dict[str, float]:
-    """Output tokens/s of a server, by workload."""
-    workloads = [WORKLOADS[name] for name in SHAPES]
+@dataclass
+class Served:
+    """One workload on a server."""
+
+    rate: float
+    """Output tokens/s."""
+    cpu_ms: dict[str, float]
+    """Processor time per output token by service, warm-up included; empty where the server runs elsewhere."""
+
+
+def served(url: str, name: str, rounds: int) -> Served:
+    """A server's figures on a workload."""
     plan = serve.Plan(
         url=url,
         model=None,
         api_key=None,
         tokenizer=None,
         extra={},
-        workloads=workloads,
+        workloads=[WORKLOADS[name]],
         rounds=rounds,
         seed=random.SystemRandom().getrandbits(32),
         timeout=600.0,
         command="",
     )
+    processes = stack_at(urlsplit(url).port or 80) | {"load client": [os.getpid()]}
+    before = cpu_seconds(processes)
     report = serve.run_to_end(plan, Progress(disable=True))
-    return {summary.workload: summary.output_tokens_per_second for summary in report.summaries}
+    after = cpu_seconds(processes)
+    tokens = sum(run.output_tokens for round_ in report.rounds for run in round_)
+    cpu = (
+        {name: (after[name] - before[name]) * 1e3 / tokens for name in processes}
+        if len(processes) > 1
+        else {}
+    )
+    return Served(report.summaries[0].output_tokens_per_second, cpu)
+
+
+def show_cpu(runs: dict[str, Served], console: Console) -> None:
+    """Where the server's processor time goes."""
+    table = Table("CPU ms a token", *runs)
+    for service in next(iter(runs.values())).cpu_ms:
+        table.add_row(service, *(f"{run.cpu_ms[service]:.2f}" for run in runs.values()))
+    if table.row_count:
+        console.print(table)
 
 
 def main(
@@ -169,7 +199,8 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         engine = InProcess(model, Path(scratch), threads)
         runs = {name: [engine.run(WORKLOADS[name]) for _ in range(rounds)] for name in SHAPES}
-    behind = served(url, rounds) if url else {}
+    with told_in_a_sentence():
+        behind = {name: served(url, name, rounds) for name in SHAPES} if url else {}
     table = Table(
         "", "tok/s", "steps", "ms a step", "model", "blocks", "sampling", "planning", "outside", "served"
     )
@@ -180,9 +211,12 @@ def main(
             f"{1e3 * part / best.steps:.2f}"
             for part in (best.wall, best.model, best.blocks, best.sampling, best.planning)
         ]
-        there = f"{behind[name]:.0f} ({behind[name] / rate:.0%})" if behind else ""
+        there = f"{behind[name].rate:.0f} ({behind[name].rate / rate:.0%})" if behind else ""
         table.add_row(name, f"{rate:.0f}", str(best.steps), *row, f"{best.outside:.1%}", there)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    if behind:
+        show_cpu(behind, console)
     print(machine())
 
 

@@ -17,8 +17,8 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import decode_plan
 from benchmarks.one_rank import BLOCK, load_one_rank
+from benchmarks.steps import decode_plan
 from services.executor.engine.plan import StepPlan, as_int32, to_bytes
 from services.executor.kv_cache.dtypes import BlockDType
 

@@ -173,10 +173,6 @@ def markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_json(report: Report) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-
-
 def _setting_lines(setting: Setting) -> list[str]:
     installed = ", ".join(f"{name} {number}" for name, number in setting.versions.items())
     return [

@@ -19,10 +19,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.errors import told_in_a_sentence, write_json
 from benchmarks.random_model import LlamaShape, write_llama
 from benchmarks.report import machine, versions
 from benchmarks.ring_ranks import BenchRing, Share, Timing
-from benchmarks.ring_steps import Decode, Prefill
+from benchmarks.steps import Decode, Prefill
 from services.executor.engine.plan import StepPlan
 from services.executor.kv_cache.dtypes import KvDType
 
@@ -203,8 +204,8 @@ def main(
             scalings=measure_steps(settings, KINDS, rounds) if steps else [],
         )
     show(report, Console())
-    if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    with told_in_a_sentence():
+        write_json(json, report)
 
 
 def _random_model(directory: Path, text: str) -> Path:

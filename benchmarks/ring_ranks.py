@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
-from benchmarks.ring_steps import Decode, Prefill
+from benchmarks.steps import Decode, Prefill
 from services.executor.board import RingBoard
 from services.executor.engine.plan import StepPlan
 from services.executor.native.library import PARTS

@@ -24,9 +24,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.errors import BenchError
+from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.prompts import Measure, PromptSource, Vocabulary, calibrate
-from benchmarks.report import Report, Setting, machine, markdown, show, to_json, versions
+from benchmarks.report import Report, Setting, machine, markdown, show, versions
 from benchmarks.runner import Target, choose_model, run_round, server_measure, warm_up
 from benchmarks.sse import Client
 from benchmarks.stats import Sample, Summary, median_round
@@ -292,7 +292,7 @@ def main(
 
     Without --rate or --concurrency the named workloads are run. Exits with 1 if any request failed.
     """
-    try:
+    with told_in_a_sentence():
         free_form = FreeForm(rate, concurrency, requests or _REQUESTS, prompt_tokens, output_tokens)
         plan = Plan(
             url=url,
@@ -308,14 +308,7 @@ def main(
         )
         with _progress() as progress:
             report = run_to_end(plan, progress)
-        if json is not None:
-            _write(json, to_json(report))
-    except BenchError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("interrupted: nothing is reported.", err=True)
-        raise typer.Exit(130) from None
+        write_json(json, report)
     if as_markdown:
         typer.echo(markdown(report), nl=False)
     else:
@@ -323,13 +316,6 @@ def main(
         show(report, console if console.is_terminal else Console(width=_PIPED_WIDTH))
     if any(summary.errors for summary in report.summaries):
         raise typer.Exit(1)
-
-
-def _write(file: Path, content: bytes) -> None:
-    try:
-        file.write_bytes(content)
-    except OSError as error:
-        raise BenchError(f"The report cannot be written to {file}: {error.strerror}.") from None
 
 
 if __name__ == "__main__":

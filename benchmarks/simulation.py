@@ -25,6 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.errors import told_in_a_sentence, write_json
 from benchmarks.policies import POLICIES
 from benchmarks.report import machine
 from benchmarks.virtual_cluster import Cluster, Scale
@@ -186,8 +187,8 @@ def main(
         results=results,
     )
     show(report, Console())
-    if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    with told_in_a_sentence():
+        write_json(json, report)
 
 
 if __name__ == "__main__":

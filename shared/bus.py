@@ -106,6 +106,7 @@ class Bus:
         try:
             async with asyncio.timeout(settings.nats_connect_timeout):
                 await bus._connect(urls, name, tls)
+                bus._stored = await StoredPublisher.open(bus._client)
         except TimeoutError:
             reason = f" ({bus._last_error})" if bus._last_error else ""
             raise BrokerUnavailable(
@@ -238,8 +239,7 @@ class Bus:
         that it was not stored.
         """
         payload = self._checked(message)
-        if self._stored is None:
-            self._stored = StoredPublisher(self._client)
+        assert self._stored is not None, "connect opens it"
         give_up = asyncio.get_running_loop().time() + ELECTION
         while True:
             try:

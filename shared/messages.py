@@ -324,6 +324,10 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unix seconds."""
     defaults: dict[str, Any] = {}
     """Sampling defaults from the model's generation_config.json."""
+    tool_parser: str = "auto"
+    """How the model writes tool calls, as its executor's settings say; `auto`: as its chat template shows."""
+    reasoning_parser: str = "auto"
+    """The same for its reasoning."""
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True):

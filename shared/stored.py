@@ -27,21 +27,25 @@ class StoredPublisher:
     """Publishes on one connection. Each message is waited for by itself; any number may be under way."""
 
     def __init__(self, client: Client) -> None:
+        """Made by `open`."""
         self._client = client
         self._decoder = msgspec.json.Decoder(_Ack)
         self._inbox = client.new_inbox()
-        self._subscribing: asyncio.Task[object] | None = None
-        self._subscribed = False
         self._waiting: dict[str, asyncio.Future[int]] = {}
         self._number = 0
+
+    @classmethod
+    async def open(cls, client: Client) -> "StoredPublisher":
+        """On a connection that stands: nats-py renews the subscription with it. Raises `nats.errors.Error`."""
+        publisher = cls(client)
+        await client.subscribe(f"{publisher._inbox}.*", cb=publisher._on_ack)
+        return publisher
 
     async def publish(self, subject: str, payload: bytes, *, timeout: float) -> int:
         """Returns the message's number in its stream once it is stored there.
 
         Raises what `JetStreamContext.publish` raises: `nats.errors.Error`, `TimeoutError` among them.
         """
-        if not self._subscribed:
-            await self._subscribe()
         loop = asyncio.get_running_loop()
         self._number += 1
         reply = f"{self._inbox}.{self._number}"
@@ -54,19 +58,6 @@ class StoredPublisher:
         finally:
             give_up.cancel()
             del self._waiting[reply]
-
-    async def _subscribe(self) -> None:
-        """Once, whoever comes first; where it failed the next message tries again."""
-        if self._subscribing is None:
-            self._subscribing = asyncio.create_task(
-                self._client.subscribe(f"{self._inbox}.*", cb=self._on_ack)
-            )
-        try:
-            await asyncio.shield(self._subscribing)
-            self._subscribed = True
-        finally:
-            if not self._subscribed and self._subscribing is not None and self._subscribing.done():
-                self._subscribing = None
 
     async def _on_ack(self, message: Msg) -> None:
         stored = self._waiting.get(message.subject)

@@ -18,6 +18,7 @@ INHERITANCES_BUCKET = "inheritances"
 IDEMPOTENCY_BUCKET = "idempotency"
 KEYS_BUCKET = "keys"
 LIMITS_BUCKET = "limits"
+RESPONSES_BUCKET = "responses"
 TOKENIZERS_STORE = "tokenizers"
 
 ALL_INTAKE = "intake.>"

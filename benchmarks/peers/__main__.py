@@ -15,13 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from platformdirs import user_cache_path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.errors import BenchError
+from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, choose_peers
 from benchmarks.peers.results import Comparison, Setting, compare
 from benchmarks.peers.rounds import Contest, Run
@@ -135,7 +134,7 @@ def main(
     # be left.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-    try:
+    with told_in_a_sentence():
         directory = _check_model(model)
         wanted = named_workloads([name.strip() for name in workloads.split(",") if name.strip()])
         contest = Contest(
@@ -152,14 +151,7 @@ def main(
         )
         contest.work.mkdir(parents=True, exist_ok=True)
         comparison, interrupted = _run(contest, prepare_only=prepare_only)
-        if json is not None:
-            json.write_bytes(msgspec.json.format(msgspec.json.encode(comparison), indent=2) + b"\n")
-    except BenchError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        typer.echo(f"error: {error.filename or work_dir}: {error.strerror}.", err=True)
-        raise typer.Exit(2) from None
+        write_json(json, comparison)
     _print(comparison, as_markdown=as_markdown)
     if interrupted:
         typer.echo("interrupted: the figures are of what was measured until then.", err=True)

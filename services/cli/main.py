@@ -29,6 +29,7 @@ from services.cli.where import nats_of_stack as _nats_of_stack
 from services.cli.where import no_stack as _no_stack
 from shared.config import load_settings
 from shared.errors import ConfigurationError, DeadlineExceeded, RyzansteinError
+from shared.parsers import REASONING_PARSERS, TOOL_PARSERS
 from shared.telemetry import configure_logging
 
 app = typer.Typer(
@@ -93,6 +94,22 @@ def up(
         Path | None,
         typer.Option(help="Authorities of which clients must bring a certificate (PEM).", dir_okay=False),
     ] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls; none: tools are refused.",
+            metavar="auto|none|hermes|llama3_json|...",
+            show_default="auto",
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model marks its reasoning; none: it is part of the answer.",
+            metavar="|".join(REASONING_PARSERS),
+            show_default="auto",
+        ),
+    ] = None,
     proof: Annotated[bool, typer.Option(help="Stream one answer once everything is ready.")] = True,
 ) -> None:
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
@@ -102,6 +119,10 @@ def up(
         _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
     tls = {"tls_certificate": tls_certificate, "tls_key": tls_key, "tls_client_ca": tls_client_ca}
     files = {name: str(path.resolve()) for name, path in tls.items() if path is not None}
+    if tool_parser is not None:
+        _check_choice("--tool-parser", tool_parser, TOOL_PARSERS)
+    if reasoning_parser is not None:
+        _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     settings = load_settings(StackSettings, data_dir=data_dir, **files)
     options = UpOptions(
         model=model,
@@ -116,6 +137,8 @@ def up(
         engine=engine,
         nats_url=nats_url,
         proof=proof,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
         grpc_port=grpc_port,
     )
 

@@ -54,6 +54,10 @@ class StackPlan(msgspec.Struct, frozen=True):
     """CUDA_VISIBLE_DEVICES of each group; empty: as it stands."""
     nats: CommonSettings | None = None
     """An existing NATS to use; None: start one."""
+    tool_parser: str | None = None
+    """How the model writes tool calls; None: as the executors' own settings say."""
+    reasoning_parser: str | None = None
+    """The same for its reasoning."""
     grpc_port: int | None = None
     """Of the gRPC API; 0: the system chooses; None: it is not served."""
 
@@ -183,6 +187,10 @@ class LocalStack:
         arguments += ["--engine", plan.engine, "--served-model-name", plan.served_model_name]
         if plan.kv_dtype is not None:
             arguments += ["--kv-dtype", plan.kv_dtype]
+        if plan.tool_parser is not None:
+            arguments += ["--tool-parser", plan.tool_parser]
+        if plan.reasoning_parser is not None:
+            arguments += ["--reasoning-parser", plan.reasoning_parser]
         if plan.model:
             arguments += ["--model", plan.model]
         if not settings.threads:

@@ -51,6 +51,8 @@ class UpOptions(msgspec.Struct, frozen=True):
     engine: str
     nats_url: str
     proof: bool
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
     grpc_port: int | None = None
     """None: the usual one, or another where that is taken or `port` is the system's to choose."""
 
@@ -99,6 +101,8 @@ class Up:
             engine=options.engine,
             gpus=gpus,
             nats=nats,
+            tool_parser=options.tool_parser,
+            reasoning_parser=options.reasoning_parser,
             grpc_port=self._grpc_port(),
         )
 

@@ -65,6 +65,8 @@ class Answers:
         """Reads an answer that nobody listens to, up to its stop string."""
         self.free_key: Callable[[GenerationRecord], Awaitable[None]] | None = None
         """Called with the record of a generation that failed and has an idempotency key."""
+        self.keep: Callable[[Answer], Awaitable[None]] | None = None
+        """Called with a response that has ended, when nobody reads it here any more."""
 
     def all(self) -> list[Answer]:
         return list(self._by_identity.values())
@@ -86,6 +88,8 @@ class Answers:
         for answer in self.all():
             if answer.owned and not answer.ended and not answer.resumable:
                 self.cancel(answer)
+        for answer in self.all():
+            self._keep(answer)
         if self._tasks:
             _, endless = await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT)
             for task in endless:
@@ -267,6 +271,12 @@ class Answers:
             generation.sources = ()
         if answer.owned and answer.record.idempotency and answer.failed and self.free_key is not None:
             self.spawn(self.free_key(answer.record))
+        self._keep(answer)
+
+    def _keep(self, answer: Answer) -> None:
+        """What outlives the journal is written by its owner."""
+        if answer.owned and answer.ended and answer.record.response is not None and self.keep is not None:
+            self.spawn(self.keep(answer))
 
     def _sweep(self, now: float) -> None:
         for answer in self.all():

@@ -14,6 +14,7 @@ from services.gateway.errors import RouteError, describe, headers_of, status_of
 from services.gateway.http_io import header, send_json
 from services.gateway.mailbox import ClientGone
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.responses.routes import response_route_name, response_routes
 from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
 from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute
 from services.gateway.settings import GatewaySettings
@@ -27,6 +28,7 @@ log = structlog.get_logger(__name__)
 CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
 GENERATIONS = "/v1/generations"
 METRICS = "/metrics"
+RESPONSES = "/v1/responses"
 CLIENT_GONE = 499
 """nginx's status for a request that its client gave up; in logs and metrics alone."""
 
@@ -53,6 +55,7 @@ class GatewayApp:
                 Route(MODELS + "/{model:path}", ModelRoute(backend), methods=["GET"]),
                 Route(GENERATIONS + "/{generation}", GenerationRoute(backend), methods=["GET", "DELETE"]),
                 Route(GENERATIONS + "/{generation}/stream", GenerationStreamRoute(backend), methods=["GET"]),
+                *response_routes(RESPONSES, backend, settings),
                 WebSocketRoute(STREAM, self._socket),
                 *(Route(path, ops) for path in OpsApp.paths),
             ],
@@ -182,4 +185,6 @@ def _route(path: str) -> str:
         return path
     if path.startswith(GENERATIONS + "/"):
         return GENERATIONS + ("/{id}/stream" if path.endswith("/stream") else "/{id}")
+    if path == RESPONSES or path.startswith(RESPONSES + "/"):
+        return response_route_name(RESPONSES, path)
     return MODELS + "/{model}" if path.startswith(MODELS + "/") else "other"

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -15,14 +16,15 @@ from services.gateway.generation import Generation
 from services.gateway.identity import new_identity
 from services.gateway.limits.limiter import Admission
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.responses.making import MakeResponse
 from services.gateway.run import Run
 from services.gateway.runs import View, new_run
 from services.gateway.schemas import ChatCompletionRequest, GenerationFields
 from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.tokenization import Tokenizer
 from shared.errors import ContextLengthExceeded
-from shared.messages import GenerationRequest, Lane, ModelCard
-from shared.records import GenerationRecord
+from shared.messages import GenerationRequest, Grammar, Lane, ModelCard
+from shared.records import GenerationRecord, Parsing
 
 UNNAMED_OUTPUT = 512
 """Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
@@ -75,20 +77,29 @@ class Build:
         tokenizer: Tokenizer,
         context: Context,
         session: str,
+        grammar: Grammar | None = None,
+        parsing: Parsing | None = None,
+        response: MakeResponse | None = None,
     ) -> None:
-        """Raises `InvalidParameter`."""
+        """`parsing`: how a chat's text is taken apart; `response`: what the chat is inside of, if it is a
+        response. Raises `InvalidParameter`."""
         self._parts = parts
         self._request = request
         self._card = card
         self._tokenizer = tokenizer
         self._context = context
         self._session = session
+        self._grammar = grammar
+        self._parsing = parsing
         self._chat = isinstance(request, ChatCompletionRequest)
         self._sampling = sampling.sampling_params(request, card)
         self._stop_ids = sampling.stop_token_ids(request, card)
         self._stops = validation.stop_strings(request)
         self._now, self._started_at = time.monotonic(), time.time()
-        self._identity = new_identity(parts.answers.writer, self._started_at)
+        self._response = response
+        self._identity = (
+            response.identity if response else new_identity(parts.answers.writer, self._started_at)
+        )
 
     def run(self, prompts: Sequence[list[int]]) -> Run:
         """Raises `InvalidParameter`, `ContextLengthExceeded`."""
@@ -96,7 +107,7 @@ class Build:
         count = request.n or 1
         record = GenerationRecord(
             identity=self._identity,
-            endpoint="chat.completions" if self._chat else "completions",
+            endpoint=self._endpoint(),
             created=self._started_at,
             requests=[self._wire(index * count, prompt) for index, prompt in enumerate(prompts)],
             choices=count,
@@ -108,6 +119,8 @@ class Build:
             background=self._context.background,
             idempotency=self._context.idempotency,
             tenant=self._context.tenant,
+            parsing=self._parsing,
+            response=self._response.record(self._sampling) if self._response else None,
         )
         settings = parts.settings
         limits = limits_of(settings)
@@ -127,6 +140,11 @@ class Build:
         most = record.requests[0].max_tokens if named else UNNAMED_OUTPUT
         outputs = (min(most, item.max_tokens) * record.choices for item in record.requests)
         return sum(len(item.prompt) for item in record.requests) + sum(outputs)
+
+    def _endpoint(self) -> Literal["chat.completions", "completions", "responses"]:
+        if self._response is not None:
+            return "responses"
+        return "chat.completions" if self._chat else "completions"
 
     def _wire(self, index: int, prompt: list[int]) -> GenerationRequest:
         """The request of choice 0 of a prompt."""
@@ -159,6 +177,7 @@ class Build:
             lane=self._context.lane,
             tenant=self._context.tenant,
             deadline=self._deadline(),
+            grammar=self._grammar,
         )
 
     def _deadline(self) -> float:

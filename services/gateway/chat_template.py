@@ -11,11 +11,24 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from services.gateway.errors import InvalidParameter
+
+_OURS = frozenset(("messages", "tools", "add_generation_prompt"))
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template can raise: it is a program of others, given values of the client's."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -41,23 +54,54 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
+        self.source = source
+        undeclared = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self.variables = frozenset(
+            undeclared - environment.globals.keys() - self._special_tokens.keys() - _OURS
+        )
+        """What it can be told beyond the conversation and its tools."""
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt for the assistant's next message. Raises `InvalidParameter` when the template refuses."""
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            return self._render(messages, tools, variables or {})
+        except _REFUSALS as error:
             raise InvalidParameter(
                 f"The chat template of the model does not take these messages: {error}.",
                 param="messages",
                 reason="invalid_messages",
             ) from None
+
+    def tries(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> str | None:
+        """As `render`, and None when the template refuses."""
+        try:
+            return self._render(messages, tools, {})
+        except _REFUSALS:
+            return None
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        return self._template.render(
+            {
+                **self._special_tokens,
+                "documents": None,
+                **variables,
+                "messages": [dict(message) for message in messages],
+                "tools": None if tools is None else list(tools),
+                "add_generation_prompt": True,
+            }
+        )
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -70,13 +114,19 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    """The template among a model's files, or None: chat_template.jinja, else in tokenizer_config.json."""
-    if "chat_template.jinja" in files:
+def template_source(
+    files: Mapping[str, bytes], config: Mapping[str, Any], name: str = "default"
+) -> str | None:
+    """The template among a model's files, or None: chat_template.jinja, else in tokenizer_config.json.
+
+    Where there are several by `name`, the one for conversations with tools is `tool_use`."""
+    if name == "default" and "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
     source = config.get("chat_template")
-    if isinstance(source, list):  # several by name; the default one is for plain conversations
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get(name)
+    elif name != "default":
+        source = None
     return source if isinstance(source, str) else None
 
 

@@ -11,21 +11,27 @@ from services.gateway import validation
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
-from services.gateway.errors import RouteError
+from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.limits.limiter import Limiter
 from services.gateway.reading import Reading
+from services.gateway.responses.intake import ResponseIntake
+from services.gateway.responses.making import MakeResponse
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key
+from services.gateway.structured import Grammars, Wanted, wanted_by
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
-from shared.messages import ModelCard
+from services.gateway.tools.demand import demanded, schemas_of
+from services.gateway.tools.families import markers_of
+from services.gateway.tools.plan import ChatPlan, plan_of
+from shared.messages import Grammar, ModelCard
 from shared.records import Idempotency
 from shared.stores import Entry
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
-Endpoint = Literal["chat.completions", "completions"]
+Endpoint = Literal["chat.completions", "completions", "responses"]
 
 
 class Intake:
@@ -38,18 +44,22 @@ class Intake:
         tokenizers: TokenizerStore,
         keys: IdempotencyKeys,
         reading: Reading,
+        grammars: Grammars,
         authenticator: Authenticator,
         limiter: Limiter,
     ) -> None:
         self._authenticator = authenticator
         self._limiter = limiter
         self._keys = keys
+        self._grammars = grammars
         self._reading = reading
         self._parts = parts
         self._catalog = catalog
         self._tokenizers = tokenizers
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
+        self.responses: ResponseIntake | None = None
+        """Set before the first request: it comes back here with the chat that a response is inside."""
 
     async def prepare(
         self,
@@ -143,9 +153,12 @@ class Intake:
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:
         context = await self._admitted(context)
+        if endpoint == "responses":
+            assert self.responses is not None, "it is set before the first request"
+            return await self.responses.prepare(body, context, always_streamed=always_streamed)
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
-            return await self._prepare_chat(_streamed(chat) if always_streamed else chat, context)
+            return await self.chat_run(_streamed(chat) if always_streamed else chat, context)
         completion = validation.decode(body, self._completion)
         return await self._prepare_completion(
             _streamed(completion) if always_streamed else completion, context
@@ -163,26 +176,60 @@ class Intake:
         self, request: ChatCompletionRequest | CompletionRequest, context: Context
     ) -> Run:
         if isinstance(request, ChatCompletionRequest):
-            return await self._prepare_chat(request, context)
+            return await self.chat_run(request, context)
         return await self._prepare_completion(request, context)
 
-    async def _prepare_chat(self, request: ChatCompletionRequest, context: Context) -> Run:
+    async def chat_run(
+        self, request: ChatCompletionRequest, context: Context, response: MakeResponse | None = None
+    ) -> Run:
+        """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
+        validation.check_chat(request)
+        card = self._catalog.card(request.model)
+        answer = wanted_by(request)
+        tokenizer = await self._tokenizers.get(card)
+        plan = plan_of(request, card, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
+        parsing = plan.parsing(text)
+        grammar = await self._grammar(
+            plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
+        )
+        prompt = await tokenizer.encode_rendered(text)
+        session = context.session or cache_key(request.prompt_cache_key)
+        session = session or conversation_key(chat_messages(request))
+        build = Build(
+            self._parts, request, card, tokenizer, context, session, grammar, parsing, response=response
+        )
+        return build.run([prompt])
+
+    async def chat_tokens(self, request: ChatCompletionRequest) -> int:
+        """Tokens of the prompt, however many the context has. Raises as `prepare`."""
         validation.check_chat(request)
         card = self._catalog.card(request.model)
         tokenizer = await self._tokenizers.get(card)
-        messages = chat_messages(request)
-        prompt = await tokenizer.encode_chat(messages)
-        session = context.session or cache_key(request.prompt_cache_key) or conversation_key(messages)
-        return Build(self._parts, request, card, tokenizer, context, session).run([prompt])
+        plan = plan_of(request, card, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
+        return len(await tokenizer.encode_rendered(text))
+
+    async def _grammar(self, plan: ChatPlan, wanted: Wanted | None) -> Grammar | None:
+        """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`."""
+        if wanted is None:
+            return None
+        try:
+            return await self._grammars.checked(wanted)
+        except InvalidParameter:
+            for schema in schemas_of(plan) if plan.family else ():
+                await self._grammars.checked(schema)
+            raise
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
         card = self._catalog.card(request.model)
         given = validation.prompts_of(request)
+        grammar = await self._grammars.of(request)
         tokenizer = await self._tokenizers.get(card)
         prompts = [await _prompt_ids(prompt, tokenizer, card) for prompt in given]
         session = context.session or cache_key(request.prompt_cache_key)
-        return Build(self._parts, request, card, tokenizer, context, session).run(prompts)
+        return Build(self._parts, request, card, tokenizer, context, session, grammar).run(prompts)
 
 
 def _streamed(request: FieldsT) -> FieldsT:
@@ -199,13 +246,11 @@ async def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, card: Model
 
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:
-    """The conversation for a chat template. `developer` is OpenAI's new name of `system`."""
-    messages = []
-    for message in request.messages:
-        role = "system" if message.role == "developer" else message.role
-        shown = {"role": role, "content": validation.text_of(message)}
-        for name in ("name", "tool_call_id"):
-            if (value := getattr(message, name)) is not None:
-                shown[name] = value
-        messages.append(shown)
-    return messages
+    """Roles and texts alone, by which a conversation is known. `developer` is OpenAI's new name of `system`."""
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": validation.text_of(message),
+        }
+        for message in request.messages
+    ]

@@ -1,6 +1,6 @@
 """Generations by their id, whoever took them in: read, looked at, cancelled."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -14,6 +14,9 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.run import Run
 from services.gateway.runs import View, new_run
 from services.gateway.tokenizer_store import TokenizerStore
+from shared.records import GenerationRecord
+
+MAX_EVENTS = 2**31
 
 
 class GenerationState(msgspec.Struct, frozen=True):
@@ -43,6 +46,8 @@ class Reading:
         self._catalog = catalog
         self._tokenizers = tokenizers
         self._metrics = metrics
+        self.is_deleted: Callable[[GenerationRecord], Awaitable[bool]] | None = None
+        """Whether a generation that the journal still has is gone for clients."""
 
     async def attach(
         self,
@@ -109,6 +114,15 @@ class Reading:
         finally:
             run.close()
 
+    async def shown(self, answer: Answer) -> bytes:
+        """The endpoint's response as far as it has come."""
+        run = await self._run(answer, None)
+        run.join()
+        try:
+            return run.snapshot()
+        finally:
+            run.close()
+
     async def watch(self, answer: Answer) -> None:
         """Reads an answer that nobody listens to, so that a stop string ends it."""
         run = await self._run(answer, None)
@@ -122,6 +136,8 @@ class Reading:
         answer = await self._answers.find(public_id, identity)
         if answer.record.tenant != tenant:
             raise unknown_generation(public_id)
+        if answer.record.response is not None and self.is_deleted and await self.is_deleted(answer.record):
+            raise unknown_generation(public_id)
         return answer
 
     async def _run(self, answer: Answer, after: Sequence[int] | None, view: View | None = None) -> Run:
@@ -132,6 +148,10 @@ class Reading:
 
 def _ends(answer: Answer) -> list[int]:
     """Tokens of each choice: those it has, or may have at most while it goes on."""
+    if answer.record.endpoint == "responses":
+        return [
+            MAX_EVENTS
+        ]  # its positions are numbers of events, which the reader compares with what there are
     return [len(item.tokens) if item.ended else item.request.max_tokens for item in answer.generations]
 
 

@@ -91,7 +91,7 @@ async def stream(run: Run, send: Send, request_id: str) -> None:
         async with contextlib.aclosing(run.chunks()) as chunks:
             async for batch in chunks:
                 await events.write(batch)
-        await events.write([(DONE, b"")], end=True)
+        await events.write([(DONE, b"")] if run.ends_with_done else [], end=True)
     except ClientGone:
         raise
     except Exception as error:

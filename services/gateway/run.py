@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
@@ -13,9 +13,9 @@ from services.gateway.formats import Choice, Format, Usage
 from services.gateway.generation import Deliver
 from services.gateway.mailbox import Event, Mailbox
 from services.gateway.metrics import ModelMetrics
-from services.gateway.text_output import Piece, ScoredToken
+from services.gateway.text_output import Output, Piece, ScoredToken
 from shared.errors import RyzansteinError
-from shared.messages import FinishReason, TokenEntry
+from shared.messages import TokenEntry
 
 AT_ONCE = 32
 """News that are turned into text before others get their turn."""
@@ -27,18 +27,8 @@ class Chunk(NamedTuple):
     data: bytes
     position: bytes
     """Where in the log a reader of everything up to this chunk stands: a number per choice, with commas."""
-
-
-class Output(Protocol):
-    """One choice's tokens on their way to what its client sees."""
-
-    tokens: int
-    """Output tokens, as usage counts them, and where this reader stands in the log."""
-    finish: FinishReason
-
-    def feed(self, entry: TokenEntry) -> None: ...
-
-    def take(self) -> Piece: ...
+    event: bytes = b""
+    """The type of the server-sent event, where it has one."""
 
 
 class Owner(Protocol):
@@ -61,6 +51,9 @@ class Owner(Protocol):
 
 class Run:
     """Read once, by `chunks` or `collect`; `close` at the end, whatever happened."""
+
+    ends_with_done: ClassVar[bool] = True
+    """Whether a stream of server-sent events ends with `[DONE]`."""
 
     def __init__(
         self,
@@ -178,7 +171,7 @@ class Run:
             if (first := self._shape.first(index)) is not None:
                 batch.append(Chunk(first, show(self._shown)))
         position = output.tokens
-        if piece.text or piece.tokens:
+        if piece.visible or (piece.scored and not output.finish):
             self._shown[index] = position + END_OF_TEXT if output.finish else position
             batch.append(Chunk(self._shape.delta(index, piece), show(self._shown)))
             piece = Piece("", ())
@@ -216,7 +209,9 @@ class Run:
         for output in self._outputs:
             piece = output.take()
             scored = list[ScoredToken](piece.scored)
-            choices.append(Choice(piece.text, output.finish or None, scored, piece.tokens))
+            choices.append(
+                Choice(piece.text, output.finish or None, scored, piece.reasoning, piece.calls, piece.tokens)
+            )
         return self._shape.whole(choices, self._usage())
 
     async def _advance(self) -> list[int]:

@@ -1,18 +1,18 @@
 """From an answer to a `Run` that reads it: from its beginning, or from where a client stands."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from services.gateway.answer import Answer
 from services.gateway.formats import ChatFormat, CompletionFormat, Format
 from services.gateway.metrics import ModelMetrics
-from services.gateway.run import Output, Run
-from services.gateway.text_output import TextOutput
+from services.gateway.responses.run import ResponseRun
+from services.gateway.run import Owner, Run
+from services.gateway.text_output import Output, TextOutput
 from services.gateway.tokenization import Tokenizer
+from services.gateway.tools.families import markers_of
+from services.gateway.tools.output import ParsedOutput
 from shared.messages import GenerationRequest
-
-if TYPE_CHECKING:
-    from services.gateway.answers import Answers
 
 
 class View(Protocol):
@@ -26,7 +26,7 @@ class View(Protocol):
 def new_run(
     answer: Answer,
     tokenizer: Tokenizer,
-    answers: "Answers",
+    answers: Owner,
     *,
     metrics: ModelMetrics | None = None,
     after: Sequence[int] | None = None,
@@ -38,24 +38,32 @@ def new_run(
         seen = [view.output(answer, generation.request, tokenizer) for generation in answer.generations]
         return Run(answer, seen, view.shape(answer, tokenizer), answers, metrics, after=after)
     record = answer.record
-    shape = (ChatFormat if record.endpoint == "chat.completions" else CompletionFormat)(
-        record.identity,
-        record.requests[0].model,
-        int(record.created),
-        tokenizer,
-        include_usage=record.include_usage,
-    )
-    outputs = [text_output(answer, generation.request, tokenizer) for generation in answer.generations]
+    if record.endpoint == "responses":
+        output = output_of(answer, record.requests[0], tokenizer)
+        return ResponseRun(answer, output, tokenizer, answers, metrics, after=after)
+    model, created, usage = record.requests[0].model, int(record.created), record.include_usage
+    shape: Format
+    if record.endpoint == "chat.completions":
+        shape = ChatFormat(
+            record.identity, model, created, tokenizer, include_usage=usage, parsing=record.parsing
+        )
+    else:
+        shape = CompletionFormat(record.identity, model, created, tokenizer, include_usage=usage)
+    outputs = [output_of(answer, generation.request, tokenizer) for generation in answer.generations]
     return Run(answer, outputs, shape, answers, metrics, after=after)
 
 
-def text_output(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> TextOutput:
-    """The text of one choice, as its record wants it."""
+def output_of(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
+    """The text of one choice as its record wants it, with what is not text taken out of it."""
     record = answer.record
-    chat = record.endpoint == "chat.completions"
+    chat = record.endpoint != "completions"
     detokenizer = tokenizer.detokenizer(
         [] if chat else request.prompt,  # a chat's answer begins a text, a completion goes on
         skip_special_tokens=record.skip_special_tokens,
+        keep=markers_of(record.parsing),
     )
     logprobs = request.sampling.logprobs >= 0
-    return TextOutput(detokenizer, record.stop, request.stop_token_ids, logprobs=logprobs)
+    output = TextOutput(detokenizer, record.stop, request.stop_token_ids, logprobs=logprobs)
+    if record.parsing is None:
+        return output
+    return ParsedOutput(output, record.parsing, request.generation_id)

@@ -9,6 +9,16 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.structured_fields import ResponseFormat, StructuredOutputs
+from services.gateway.tools.schemas import (
+    CalledFunction,
+    FunctionDefinition,
+    FunctionName,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
@@ -38,11 +48,13 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
     refusal: str | None = None
     audio: Any = None
     annotations: Any = None
+    reasoning_content: str | None = None
+    """DeepSeek's and vLLM's extension: what the model thought, for templates that show it."""
 
 
 class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,6 +83,14 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    # OpenAI's, here for completions too
+    response_format: ResponseFormat | None = None
 
     # OpenAI's, accepted without effect
     metadata: dict[str, str] | None = None
@@ -88,21 +108,22 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[FunctionDefinition] | None = None
+    function_call: str | FunctionName | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's extension: variables for the chat template."""
 
     # refused unless neutral
     audio: Any = None
-    function_call: Any = None
-    functions: Any = None
     modalities: Any = None
     moderation: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
-    response_format: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -123,21 +144,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory", "in-memory"),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }

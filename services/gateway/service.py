@@ -20,7 +20,13 @@ from services.gateway.intake import Intake
 from services.gateway.limits.limiter import Limiter
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.reading import Reading
+from services.gateway.responses.history import History
+from services.gateway.responses.intake import ResponseIntake
+from services.gateway.responses.keeper import ResponseKeeper
+from services.gateway.responses.lookup import ResponseLookup
+from services.gateway.responses.store import ResponseStore
 from services.gateway.settings import GatewaySettings
+from services.gateway.structured import Grammars
 from services.gateway.tokenizer_store import TokenizerStore
 from shared.errors import BrokerUnavailable, ConfigurationError
 from shared.lifecycle import Service
@@ -58,6 +64,7 @@ class GatewayService(Service):
         self._heirs: Heirs | None = None
         self._catalog: Catalog | None = None
         self._grpc: GrpcServer | None = None
+        self._grammars = Grammars()
 
     def listen_port(self) -> int:
         return self.settings.port
@@ -129,9 +136,15 @@ class GatewayService(Service):
         keys = IdempotencyKeys(self.bus, self.settings.idempotency_ttl)
         reading = Reading(answers, catalog, tokenizers, self._metrics)
         answers.watch_silently, answers.free_key = reading.watch, keys.free
+        store = ResponseStore(self.bus, self.settings.response_ttl, self.settings.response_max_bytes)
+        keeper = ResponseKeeper(store, answers, reading)
+        lookup = ResponseLookup(store, keeper, answers, reading, catalog, tokenizers)
+        answers.keep, reading.is_deleted = keeper.keep, lookup.is_deleted
         heirs = Heirs(self.bus, self.instance, answers, answers.owners, self.settings.journal_max_age)
+        heirs.keep_of_lost = keeper.keep_of_lost
         self._answers, self._heirs = answers, heirs
         await keys.start()
+        await store.start()
         await answers.owners.start()
         await heirs.start()
         self.spawn(answers.run(), "answers")
@@ -144,8 +157,11 @@ class GatewayService(Service):
         await limiter.start()
         self.spawn(limiter.run(), "in use")
         self.spawn(limiter.windows.run(), "limits")
-        intake = Intake(parts, catalog, tokenizers, keys, reading, self._authenticator, limiter)
-        self._backend.open(intake, reading, catalog)
+        intake = Intake(
+            parts, catalog, tokenizers, keys, reading, self._grammars, self._authenticator, limiter
+        )
+        intake.responses = ResponseIntake(intake, History(lookup), self.settings, answers.writer)
+        self._backend.open(intake, reading, catalog, lookup)
 
     async def _serve_grpc(self) -> None:
         """Calls are refused until the backend is open. Raises `PortInUse`, `ConfigurationError`."""
@@ -199,5 +215,6 @@ class GatewayService(Service):
             self._heirs.stop()
             await self._heirs.write_list()
         await self._generations.stop()
+        await self._grammars.stop()
         if self._limiter is not None:
             await self._limiter.stop()

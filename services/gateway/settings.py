@@ -50,6 +50,10 @@ class GatewaySettings(CommonSettings):
     """Longest time that a request may ask its generation to go on while nobody listens, in seconds."""
     idempotency_ttl: float = Field(default=3600.0, gt=0)
     """Seconds that an idempotency key is known; the journal should keep as long."""
+    response_ttl: float = Field(default=2_592_000.0, gt=0)
+    """Seconds that a response of /v1/responses is kept after it has ended or was continued last."""
+    response_max_bytes: int = Field(default=256 << 20, gt=0)
+    """Bytes of kept responses, deflated; beyond them the oldest make room."""
     default_max_tokens: int = Field(default=0, ge=0)
     """Output tokens of a chat completion that names no limit; 0: what is left of the context."""
     recovery_attempts: int = Field(default=3, ge=0)

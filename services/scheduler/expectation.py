@@ -1,17 +1,16 @@
 """When a group would give the first token of one more request: what placement compares groups by.
 
-    seconds x weight = round trip                                  dispatch, as seen lately
-                     + one step                                    the one that gives the token,
-                        x (1 + sequences / places)                 longer the fuller the batch
-                     + (queued + uncached tokens                   prompts before it, and its own
-                        + 64 x sequences) / speed                  what runs slows prompts down
-                     + steps of an answer x sequences beyond       with no place free, or no memory,
-                       the places / places                         somebody must end first
+    seconds = round trip                                  dispatch, as seen lately
+            + one step                                    the one that gives the token,
+               x (1 + sequences / places)                 longer the fuller the batch
+            + (queued + uncached tokens                   prompts before it, and its own
+               + 64 x sequences) / speed                  what runs slows prompts down
+            + steps of an answer x sequences beyond       with no place free, or no memory,
+              the places / places                         somebody must end first
 
-The weight is 1, and less for a group that the health monitor has found slow.
-
-Speeds are the group's own, measured in its ring; a group that has not measured any yet is reckoned with
-those of its peers, and else with constants. Wrong figures cost time and nothing else: the group's leader has
+Speeds are the group's own, measured in its ring. A group that has not measured any yet is reckoned with those
+of its peers, or with constants, divided by its weight: 1, and less where the health monitor has found it slow.
+What it has measured says that by itself. Wrong figures cost time and nothing else: the group's leader has
 the last word.
 """
 
@@ -89,17 +88,19 @@ class Expectation:
         """`load` is the last report; requests of `sent_tokens` tokens were sent since. `weight`: how fast the
         group is, against what is usual (1)."""
         factor = 1 / min(max(weight, LEAST_WEIGHT), 1.0)
-        step = load.step_seconds or usual.step
-        per_token = 1 / (load.prompt_tokens_per_second or usual.speed)
+        step = load.step_seconds or factor * usual.step
+        per_token = (
+            1 / load.prompt_tokens_per_second if load.prompt_tokens_per_second else factor / usual.speed
+        )
         self.slots = load.slots or UNKNOWN_SLOTS
         sequences = load.running + load.waiting + sent_requests
         queued = load.waiting_tokens + sent_tokens
         beyond = max(0, sequences + 1 - self.slots)
         if load.free_blocks * SCARCE_SHARE < load.total_blocks:
             beyond = max(beyond, 1) + self.slots // SCARCE_SHARE
-        self.queue_seconds = factor * queued * per_token
-        self.seconds_per_token = factor * per_token
-        self.seconds = factor * (
+        self.queue_seconds = queued * per_token
+        self.seconds_per_token = per_token
+        self.seconds = (
             self._latency
             + step * (1 + sequences / self.slots)
             + (queued + SEQUENCE_TOKENS * sequences) * per_token

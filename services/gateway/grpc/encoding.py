@@ -11,11 +11,17 @@ from collections.abc import Iterable, Sequence
 from services.gateway.formats import Choice, Usage
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.run import Chunk
-from services.gateway.text_output import Piece, ScoredToken, TextOutput
+from services.gateway.text_output import Output, Piece, ScoredToken
 from services.gateway.tokenization import Tokenizer
-from shared.messages import FinishReason, TokenEntry
+from services.gateway.tools.calls import CallDelta
+from shared.messages import TokenEntry
 
-_FINISH = {"stop": b"\x20\x01", "length": b"\x20\x02"}
+_FINISH = {
+    "stop": b"\x20\x01",
+    "length": b"\x20\x02",
+    "tool_calls": b"\x20\x03",
+    "function_call": b"\x20\x04",
+}
 """ChoiceDelta.finish_reason, encoded."""
 
 
@@ -80,7 +86,7 @@ class EventFormat:
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         head, self._head = self._head, b""
         deltas = [
-            self.last(index, choice.finish_reason or "stop", Piece(choice.text, choice.scored, choice.tokens))
+            self.last(index, choice.finish_reason or "stop", _piece_of(choice))
             for index, choice in enumerate(choices)
         ]
         return b"".join((head, *deltas, self.usage(usage)))
@@ -92,6 +98,10 @@ class EventFormat:
                 data += field(3, b"".join(map(varint, piece.tokens)))
         elif piece.text:
             data += field(2, piece.text.encode())
+        if piece.reasoning:
+            data += field(6, piece.reasoning.encode())
+        if piece.calls:
+            data += b"".join(field(7, _call(call).SerializeToString()) for call in piece.calls)
         if piece.scored:
             data += b"".join(field(5, self._scored(token).SerializeToString()) for token in piece.scored)
         return data
@@ -109,10 +119,18 @@ class EventFormat:
         )
 
 
+def _piece_of(choice: Choice) -> Piece:
+    return Piece(choice.text, choice.scored, choice.reasoning, choice.calls, choice.tokens)
+
+
+def _call(call: CallDelta) -> pb.ToolCallDelta:
+    return pb.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+
+
 class TokenOutput:
     """One choice's output as token ids. Text is only made where stop strings have to be found in it."""
 
-    def __init__(self, text: TextOutput | None, *, logprobs: bool) -> None:
+    def __init__(self, text: Output | None, *, logprobs: bool) -> None:
         """`text`: finds the stop strings; None where there are none."""
         self._text = text
         self._logprobs = logprobs
@@ -120,13 +138,14 @@ class TokenOutput:
         self._scored: list[ScoredToken] = []
         self.tokens = 0
         """Output tokens, as usage counts them, and where this reader stands in the log."""
-        self.finish: FinishReason = ""
+        self.finish = ""
 
     def feed(self, entry: TokenEntry) -> None:
         """Takes the next entry; what follows the token that completes a stop string is ignored."""
         if self.finish:
             return
-        count, finish = len(entry.tokens), entry.finish
+        finish: str = entry.finish
+        count = len(entry.tokens)
         if self._text is not None:
             self._text.feed(entry)
             self._text.take()
@@ -135,14 +154,14 @@ class TokenOutput:
         if self._logprobs and entry.logprobs:
             self._scored += _scored(entry, count)
         self.tokens += count
-        if finish in ("stop", "length"):
+        if finish in _FINISH:
             self.finish = finish
 
     def take(self) -> Piece:
         """What has come since the last call."""
         ids, self._ids = self._ids, []
         scored, self._scored = self._scored, []
-        return Piece("", scored, ids)
+        return Piece("", scored, tokens=ids)
 
 
 def _scored(entry: TokenEntry, count: int) -> Iterable[ScoredToken]:

@@ -13,9 +13,9 @@ from services.gateway.errors import InvalidParameter
 from services.gateway.formats import Format
 from services.gateway.grpc.encoding import EventFormat, TokenOutput
 from services.gateway.grpc.generated import inference_pb2 as pb
-from services.gateway.run import Output
-from services.gateway.runs import text_output
+from services.gateway.runs import output_of
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
+from services.gateway.text_output import Output
 from services.gateway.tokenization import Tokenizer
 from shared.messages import GenerationRequest
 
@@ -168,6 +168,6 @@ class EventView:
 
     def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
         if not self._tokens:
-            return text_output(answer, request, tokenizer)
-        text = text_output(answer, request, tokenizer) if answer.record.stop else None
+            return output_of(answer, request, tokenizer)
+        text = output_of(answer, request, tokenizer) if answer.record.stop else None
         return TokenOutput(text, logprobs=request.sampling.logprobs >= 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -197,8 +198,8 @@ class FakeRing:
 
 
 async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Waits until `condition` holds; fails the test when it does not within `seconds`."""
+    """Waits until `condition`, a coroutine function perhaps, holds; fails when it does not within `seconds`."""
     end = time.monotonic() + seconds
-    while not condition():
+    while not (await held if inspect.isawaitable(held := condition()) else held):
         assert time.monotonic() < end, "the condition did not come true"
         await asyncio.sleep(0.005)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.engine import BLOCK, DECODES, PREFILLS, decode_plan, milliseconds, prefill_plan
+from benchmarks.engine import DECODES, PREFILLS, milliseconds
+from benchmarks.steps import BLOCK, decode_plan, prefill_plan
 from services.executor.engine.plan import StepPlan, as_int32
 
 

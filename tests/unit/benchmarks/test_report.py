@@ -1,8 +1,10 @@
 import io
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
+from benchmarks.errors import write_json
 from benchmarks.report import (
     Report,
     Setting,
@@ -13,7 +15,6 @@ from benchmarks.report import (
     peers_row,
     remarks,
     show,
-    to_json,
     versions,
 )
 from benchmarks.stats import Spread, Summary, Turn
@@ -126,9 +127,10 @@ def test_the_terminal_shows_the_same() -> None:
         assert part in text
 
 
-def test_json_reads_back_as_the_same_report() -> None:
+def test_json_reads_back_as_the_same_report(tmp_path: Path) -> None:
     whole = report(summary("W4", turns=TURNS), FAILED)
-    assert msgspec.json.decode(to_json(whole), type=Report) == whole
+    write_json(tmp_path / "report.json", whole)
+    assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report) == whole
 
 
 def test_the_machine_and_versions_are_known() -> None:

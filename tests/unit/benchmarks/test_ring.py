@@ -6,12 +6,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.engine import decode_plan
 from benchmarks.one_rank import BLOCK
 from benchmarks.random_model import LlamaShape, write_llama
 from benchmarks.ring import Reduce, RingReport, measure_steps, show, timing
 from benchmarks.ring_ranks import Share
-from benchmarks.ring_steps import Decode, Prefill, Steps
+from benchmarks.steps import Decode, Prefill, Steps, decode_plan
 from services.executor.engine.plan import as_int32
 from services.executor.model.collectives import SingleRank
 from services.executor.model.collectives_shm import can_share_memory

@@ -11,12 +11,18 @@ from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.run import Chunk
 from services.gateway.text_output import Piece, ScoredToken, TextOutput
 from services.gateway.tokenization import StubTokenizer
+from services.gateway.tools.calls import CallDelta
 from shared.messages import TokenEntry, TokenLogprobs
 
 TOKENS = st.integers(0, 2**31)
 TEXTS = st.text(max_size=300).filter(lambda text: text.isprintable())
 SCORES = st.floats(allow_nan=False, width=32)
-FINISHES = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+FINISHES = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+    "function_call": pb.FINISH_REASON_FUNCTION_CALL,
+}
 
 
 @st.composite
@@ -25,8 +31,9 @@ def scored(draw: st.DrawFn) -> ScoredToken:
     return ScoredToken(draw(TOKENS), TokenLogprobs(draw(SCORES), top), 0)
 
 
-PIECES = st.builds(Piece, TEXTS, st.lists(scored(), max_size=2), st.lists(TOKENS, max_size=5))
-PARTS = st.lists(st.tuples(st.integers(0, 200), PIECES, st.sampled_from(["", "stop", "length"])), min_size=1)
+CALLS = st.lists(st.builds(CallDelta, st.integers(0, 9), TEXTS, TEXTS, TEXTS), max_size=2)
+PIECES = st.builds(Piece, TEXTS, st.lists(scored(), max_size=2), TEXTS, CALLS, st.lists(TOKENS, max_size=5))
+PARTS = st.lists(st.tuples(st.integers(0, 200), PIECES, st.sampled_from(["", *FINISHES])), min_size=1)
 USAGES = st.none() | st.builds(Usage.of, st.integers(0, 2**20), st.integers(0, 2**20), st.integers(0, 2**20))
 POSITIONS = st.lists(st.integers(0, 2**20), min_size=1, max_size=60)
 
@@ -42,6 +49,9 @@ def expected(
             delta.token_ids.extend(piece.tokens)
         else:
             delta.text = piece.text
+        delta.reasoning = piece.reasoning
+        for call in piece.calls:
+            delta.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
         for token, logprobs, _ in piece.scored:
             shown = delta.logprobs.add(token_id=token, token=of(token), logprob=logprobs.logprob)
             for other, logprob in logprobs.top:
@@ -76,13 +86,15 @@ def test_events_are_what_the_generated_classes_would_say(
     assert not again.id, "only the first event has it"
 
 
-@given(st.lists(st.tuples(PIECES, st.sampled_from(["stop", "length"])), min_size=1, max_size=4))
+@given(st.lists(st.tuples(PIECES, st.sampled_from([*FINISHES])), min_size=1, max_size=4))
 def test_whole_answers(choices: list[tuple[Piece, Any]]) -> None:
     shape = EventFormat("cmpl-1", StubTokenizer(), tokens=False)
     usage = Usage.of(3, 200, 1)
-    shown = shape.whole(
-        [Choice(piece.text, finish, piece.scored, piece.tokens) for piece, finish in choices], usage
-    )
+    given = [
+        Choice(piece.text, finish, piece.scored, piece.reasoning, piece.calls, piece.tokens)
+        for piece, finish in choices
+    ]
+    shown = shape.whole(given, usage)
     parts = [(index, piece, finish) for index, (piece, finish) in enumerate(choices)]
     assert pb.GenerationEvent.FromString(shown) == expected(parts, usage, "", "cmpl-1", tokens=False)
 

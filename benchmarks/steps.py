@@ -1,7 +1,7 @@
-"""The steps that `benchmarks.ring` measures, and those that compute the contexts they read: pure.
+"""The steps that benchmarks of the engine measure, and those that compute the contexts they read: pure.
 
 Cache that nobody has written is one page of zeros to the system, which costs no memory traffic. So every
-context is computed before it is measured, and its full blocks are compressed where the ring compresses:
+context is computed before it is measured, and its full blocks are compressed where a ring compresses:
 
     hot     | each sequence's last block | the full blocks of the sequence that is being computed |
     cold    | sequence 0's full blocks | sequence 1's | ...
@@ -13,7 +13,6 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from benchmarks.engine import decode_plan, prefill_plan
 from benchmarks.one_rank import BLOCK
 from services.executor.engine.plan import StepPlan, to_bytes
 
@@ -21,6 +20,40 @@ _TOKENS = 100
 """Ids are drawn below this: every vocabulary has as many."""
 
 Ints = NDArray[np.int64]
+
+
+def decode_plan(sequences: int, context: int) -> StepPlan:
+    """One token for each of `sequences` sequences whose context has `context` tokens, the new one included."""
+    blocks = -(-context // BLOCK)
+    tables = np.arange(sequences * blocks).reshape(sequences, blocks)
+    slots = tables[:, -1] * BLOCK + (context - 1) % BLOCK
+    return StepPlan(
+        step=1,
+        num_decodes=sequences,
+        token_ids=to_bytes([100] * sequences),
+        positions=to_bytes([context - 1] * sequences),
+        slots=to_bytes(slots),
+        query_lens=to_bytes([1] * sequences),
+        context_lens=to_bytes([context] * sequences),
+        block_tables=to_bytes(tables.ravel()),
+        sample_rows=to_bytes(np.arange(sequences)),
+    )
+
+
+def prefill_plan(tokens: int) -> StepPlan:
+    """A whole prompt of `tokens` tokens."""
+    positions = to_bytes(np.arange(tokens))
+    return StepPlan(
+        step=1,
+        num_decodes=0,
+        token_ids=to_bytes([100] * tokens),
+        positions=positions,
+        slots=positions,
+        query_lens=to_bytes([tokens]),
+        context_lens=to_bytes([tokens]),
+        block_tables=to_bytes(np.arange(-(-tokens // BLOCK))),
+        sample_rows=to_bytes([tokens - 1]),
+    )
 
 
 @dataclass(frozen=True)
