@@ -62,6 +62,10 @@ format: $(INSTALLED) ## Format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+.PHONY: protos
+protos: $(INSTALLED) ## Make Python code of protos/ again
+	@$(BIN)/python -m tests.unit.gateway.grpc.generate
+
 .PHONY: bench
 bench: $(INSTALLED) ## Run the workloads against a running server (make bench ARGS="--workload W2")
 	@$(BIN)/python -m benchmarks.serve $(ARGS)

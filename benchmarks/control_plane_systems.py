@@ -84,9 +84,10 @@ class Ours:
         model: Path | None = None,
         step_ms: float = 0.0,
         variables: Mapping[str, str] | None = None,
+        grpc: bool = False,
     ) -> None:
         """`model`: whose tokenizer and chat template the gateway uses; None: a token is a byte.
-        `variables`: RYZANSTEIN_* settings of the services."""
+        `variables`: RYZANSTEIN_* settings of the services. `grpc`: whether the gateway serves that too."""
         self._model = model
         self._variables = {
             "RYZANSTEIN_STUB_STEP_MS": str(step_ms),
@@ -105,6 +106,7 @@ class Ours:
             replicas=1,
             dtype="auto",
             engine="stub",
+            grpc_port=0 if grpc else None,
         )
         self._stack = LocalStack(plan, StackSettings())
         self.port = 0
@@ -124,6 +126,10 @@ class Ours:
             os.environ.update(before)
         self.port = urlsplit(self._stack.gateway_url).port or 0
         await _wait_answered(self.port, body("stub", 1, {}))
+
+    @property
+    def grpc_address(self) -> str:
+        return self._stack.grpc_address
 
     async def stop(self) -> None:
         await self._stack.stop()

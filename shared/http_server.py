@@ -12,8 +12,11 @@ import uvicorn
 from shared.errors import ConfigurationError, PortInUse
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: the system chooses. Raises `PortInUse`, `ConfigurationError`."""
+def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """A listening socket; port 0: the system chooses. `option` sets it, for the words of an error.
+
+    Raises `PortInUse`, `ConfigurationError`.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -33,7 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"Port {port} on {host} is taken by another program; stop it, or choose another with --port."
+                f"Port {port} on {host} is taken by another program; stop it, or choose another with {option}."
             ) from None
         raise ConfigurationError(f"Cannot listen on {host}:{port}: {error.strerror}.") from None
     sock.setblocking(False)

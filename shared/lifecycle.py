@@ -53,6 +53,8 @@ class Service(abc.ABC):
         self.state: ServiceStatus = "starting"
         self.owns_process = False
         """Whether the process is there for this service alone."""
+        self.grpc_address = ""
+        """`host:port` of a gRPC API, for the heartbeat."""
         self.registry: CollectorRegistry = new_registry()
         self._bus: Bus | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -211,6 +213,7 @@ class Service(abc.ABC):
             state=self.state,
             address=self.address,
             group=self.group_beat(),
+            grpc_address=self.grpc_address,
         )
         await self._bus.publish(subjects.beats(self.name, self.instance), beat)
 

@@ -258,6 +258,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     address: str = ""
     """`host:port` of /health, /ready and /metrics (the gateway's: of its API)."""
     group: GroupBeat | None = None
+    grpc_address: str = ""
+    """`host:port` of the gateway's gRPC API, where it serves one."""
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -20,14 +20,17 @@ from shared.errors import ConfigurationError
 log = structlog.get_logger(__name__)
 
 
-def server_context(certificate: str, key: str, client_ca: str = "") -> ssl.SSLContext:
+def server_context(
+    certificate: str, key: str, client_ca: str = "", *, protocol: str = "http/1.1"
+) -> ssl.SSLContext:
     """For a server. `client_ca`: authorities of which a client must bring a certificate; empty: it need not.
+    `protocol`: what is spoken within (ALPN).
 
     Raises `ConfigurationError`.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([protocol])
     _load(context, certificate, key)
     if client_ca:
         _trust(context, client_ca)

@@ -69,6 +69,15 @@ def up(
     port: Annotated[
         int, typer.Option(help="Port of the API; 0: the system chooses.", min=0, max=65535)
     ] = 8000,
+    grpc_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port of the gRPC API; 0: the system chooses.",
+            min=0,
+            max=65535,
+            show_default="8001, or another if that is taken",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address of the API.")] = "127.0.0.1",
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
@@ -131,6 +140,7 @@ def up(
         proof=proof,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        grpc_port=grpc_port,
     )
 
     async def run() -> int:

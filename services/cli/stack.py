@@ -58,6 +58,8 @@ class StackPlan(msgspec.Struct, frozen=True):
     """How the model writes tool calls; None: as the executors' own settings say."""
     reasoning_parser: str | None = None
     """The same for its reasoning."""
+    grpc_port: int | None = None
+    """Of the gRPC API; 0: the system chooses; None: it is not served."""
 
 
 class LocalStack:
@@ -72,6 +74,7 @@ class LocalStack:
         self._mark = "" if plan.nats is None else f"{secrets.token_hex(3)}-"
         """Part of every name: on a NATS that is not ours, others may run a stack of the same shape."""
         self._port = plan.port
+        self._grpc_port = plan.grpc_port
         self.children: list[Child] = []
         self.beats: dict[str, Heartbeat] = {}
         """The last heartbeat of each instance, of its present process."""
@@ -82,6 +85,12 @@ class LocalStack:
         beat = next((beat for beat in self.beats.values() if beat.service == "gateway"), None)
         address = beat.address if beat else f"{bracketed(self._plan.host)}:{self._port}"
         return f"{'https' if self._settings.tls_certificate else 'http'}://{reachable(address)}"
+
+    @property
+    def grpc_address(self) -> str:
+        """`host:port` at which clients on this machine reach the gRPC API; empty while it is not served."""
+        beat = next((beat for beat in self.beats.values() if beat.grpc_address), None)
+        return reachable(beat.grpc_address) if beat else ""
 
     @property
     def logs(self) -> Path:
@@ -165,6 +174,8 @@ class LocalStack:
 
     def _gateway_arguments(self) -> list[str]:
         arguments = ["--host", self._plan.host, "--port", str(self._port)]
+        if self._grpc_port is not None:
+            arguments += ["--grpc-port", str(self._grpc_port)]
         for name in ("tls_certificate", "tls_key", "tls_client_ca"):
             if path := getattr(self._settings, name):
                 arguments += [f"--{name.replace('_', '-')}", path]
@@ -223,6 +234,8 @@ class LocalStack:
         self.beats[beat.instance] = beat
         if beat.service == "gateway" and beat.address:
             self._port = int(beat.address.rpartition(":")[2])  # it stays, should the gateway start again
+        if beat.grpc_address:
+            self._grpc_port = int(beat.grpc_address.rpartition(":")[2])
 
     def _all_ready(self) -> bool:
         return all(self._is_ready(child) for child in self.children)

@@ -24,13 +24,16 @@ from services.cli.settings import StackSettings
 from services.cli.stack import LocalStack, StackPlan
 from services.cli.terminal import AnswerPrinter, print_columns
 from shared.config import CommonSettings
-from shared.errors import ConfigurationError, RyzansteinError
+from shared.errors import ConfigurationError, PortInUse, RyzansteinError
 from shared.http_server import bind
 
 T = TypeVar("T")
 
 PROOF_PROMPT = "In one sentence: what is a distributed system?"
 PROOF_TOKENS = 60
+
+
+GRPC_PORT = 8001
 
 
 class UpOptions(msgspec.Struct, frozen=True):
@@ -50,6 +53,8 @@ class UpOptions(msgspec.Struct, frozen=True):
     proof: bool
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    grpc_port: int | None = None
+    """None: the usual one, or another where that is taken or `port` is the system's to choose."""
 
 
 class Up:
@@ -69,6 +74,8 @@ class Up:
         with lock(self._options.data_dir):
             if self._options.port:  # say that it is taken before minutes go into a download
                 bind(self._options.host, self._options.port).close()
+            if self._options.grpc_port:
+                bind(self._options.host, self._options.grpc_port, option="--grpc-port").close()
             plan = await self._unless_stopped(self._prepare())
             if plan is None:
                 return 130
@@ -96,7 +103,21 @@ class Up:
             nats=nats,
             tool_parser=options.tool_parser,
             reasoning_parser=options.reasoning_parser,
+            grpc_port=self._grpc_port(),
         )
+
+    def _grpc_port(self) -> int:
+        """Nobody who does not ask for a port should be kept from starting by it."""
+        options = self._options
+        if options.grpc_port is not None:
+            return options.grpc_port
+        if not options.port:
+            return 0
+        try:
+            bind(options.host, GRPC_PORT, option="--grpc-port").close()
+        except PortInUse:
+            return 0
+        return GRPC_PORT
 
     def _existing_nats(self) -> CommonSettings | None:
         """The NATS that the option names, else the settings (environment or file); None: one of our own."""
@@ -165,6 +186,7 @@ class Up:
         print_columns(self._console, rows, right=(1,))
         self._say("Each service answers /health, /ready and /metrics at its address.")
         self._say(f"API   {stack.gateway_url}/v1")
+        self._say(f"gRPC  {stack.grpc_address}")
         self._say(f"Logs  {stack.logs}")
 
     async def _prove(self, url: str) -> None:

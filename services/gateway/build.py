@@ -1,5 +1,6 @@
 """From a checked, tokenized request to its generations and the `Run` that reads them."""
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -17,7 +18,7 @@ from services.gateway.limits.limiter import Admission
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.responses.making import MakeResponse
 from services.gateway.run import Run
-from services.gateway.runs import new_run
+from services.gateway.runs import View, new_run
 from services.gateway.schemas import ChatCompletionRequest, GenerationFields
 from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.tokenization import Tokenizer
@@ -46,6 +47,10 @@ class Context(msgspec.Struct, frozen=True):
     idempotency: str = ""
     """The key's entry in the bucket `idempotency`."""
     lane: Lane = "interactive"
+    deadline: float = math.inf
+    """Unix seconds until which the client waits."""
+    view: View | None = None
+    """How it wants to see the answer; None: in the format of its endpoint."""
     principal: Principal = ANONYMOUS
     answer_headers: dict[str, str] = {}
     """Gets what the answer's head should say of limits, by the time that the answer begins."""
@@ -126,7 +131,7 @@ class Build:
         answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=self._now)
         answer.admission, answer.may_cost = self._context.admission, self._may_cost(record)
         metrics = parts.metrics.of_model(self._card.model)
-        return new_run(answer, self._tokenizer, parts.answers, metrics=metrics)
+        return new_run(answer, self._tokenizer, parts.answers, metrics=metrics, view=self._context.view)
 
     def _may_cost(self, record: GenerationRecord) -> int:
         """Tokens that it may come to; where the client names no limit, what answers usually are."""
@@ -171,6 +176,12 @@ class Build:
             session=self._session,
             lane=self._context.lane,
             tenant=self._context.tenant,
-            deadline=self._started_at + settings.token_timeout,
+            deadline=self._deadline(),
             grammar=self._grammar,
         )
+
+    def _deadline(self) -> float:
+        """Unix seconds until which a first token is of use. One that can be read later outlives its client."""
+        given = self._started_at + self._parts.settings.token_timeout
+        later = self._context.background or self._context.key
+        return given if later else min(given, self._context.deadline)

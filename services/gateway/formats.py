@@ -39,10 +39,12 @@ class Choice(msgspec.Struct, frozen=True):
     scored: Sequence[ScoredToken]
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
+    tokens: Sequence[int] = ()
+    """Where token ids are shown instead of text."""
 
 
 class Format(Protocol):
-    """How one endpoint shows its answer. Chunks are JSON texts without framing."""
+    """How one endpoint shows its answer. Chunks are JSON texts without framing, or parts of protobuf messages."""
 
     def first(self, index: int) -> bytes | None:
         """What precedes the first text of choice `index`, if anything does."""

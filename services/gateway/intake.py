@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from typing import Literal, TypeVar
 
 import msgspec
@@ -75,9 +75,37 @@ class Intake:
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
         self._authenticator.check(context.principal)
+
+        async def make(context: Context) -> Run:
+            return await self._prepare(endpoint, body, context, always_streamed)
+
         if context.key:
-            return await self._repeatable(endpoint, body, context, always_streamed)
-        return await self._prepare(endpoint, body, context, always_streamed)
+            return await self._repeatable(endpoint, fingerprint(body), context, make)
+        return await make(context)
+
+    async def prepare_decoded(
+        self,
+        endpoint: str,
+        request: ChatCompletionRequest | CompletionRequest,
+        context: Context,
+        print_: str = "",
+    ) -> Run:
+        """As `prepare`, for a request that came in another form than JSON. Idempotency keys belong to
+        `endpoint`; `print_` is the fingerprint of the body, needed where there is one."""
+
+        self._authenticator.check(context.principal)
+
+        async def make(context: Context) -> Run:
+            return await self._prepare_checked(request, await self._admitted(context))
+
+        if context.key:
+            return await self._repeatable(endpoint, print_, context, make)
+        return await make(context)
+
+    async def tokenizer(self, model: str) -> tuple[ModelCard, Tokenizer]:
+        """A model's card and tokenizer. Raises `UnknownModel`, `Unavailable`."""
+        card = self._catalog.card(model)
+        return card, await self._tokenizers.get(card)
 
     def check(self, endpoint: Endpoint, body: bytes | msgspec.Raw) -> GenerationFields | ResponseRequest:
         """`body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
@@ -93,17 +121,15 @@ class Intake:
         return completion
 
     async def _repeatable(
-        self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
+        self, endpoint: str, print_: str, context: Context, make: Callable[[Context], Awaitable[Run]]
     ) -> Run:
         """A reading of what the key stands for, or a new request that has taken the key."""
-        name, print_ = entry_name(context.tenant, endpoint, context.key), fingerprint(body)
+        name = entry_name(context.tenant, endpoint, context.key)
         context = msgspec.structs.replace(context, idempotency=name)
         while True:
             known = await self._keys.get(name, print_)
-            if known is not None:
-                run = await self._repeat(known, context.after, context.tenant)
-                if run is not None:
-                    return run
+            if known is not None and (run := await self._repeat(known, context)) is not None:
+                return run
             if context.after is not None:
                 raise RouteError(
                     "No generation is known under this Idempotency-Key (any more), so there is nothing to go on "
@@ -111,19 +137,21 @@ class Intake:
                     status=404,
                     reason="generation_not_found",
                 )
-            run = await self._prepare(endpoint, body, context, always_streamed)
+            run = await make(context)
             if await self._keys.take(name, run.answer.identity, print_, known):
                 return run
 
-    async def _repeat(
-        self, known: Entry[Idempotency], after: Sequence[int] | None, tenant: str
-    ) -> Run | None:
+    async def _repeat(self, known: Entry[Idempotency], context: Context) -> Run | None:
         """None when the key stands for nothing (any more)."""
         give_up = time.monotonic() + ABANDONED
         while True:
             try:
                 run = await self._reading.attach(
-                    known.value.identity, after, how="idempotency", tenant=tenant
+                    known.value.identity,
+                    context.after,
+                    how="idempotency",
+                    view=context.view,
+                    tenant=context.tenant,
                 )
             except RouteError:
                 if time.monotonic() >= give_up:
@@ -138,10 +166,7 @@ class Intake:
     async def _prepare(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:
-        admission = self._limiter.admission(context.principal, context.lane, context.answer_headers)
-        if admission is not None:
-            await admission.request()
-            context = msgspec.structs.replace(context, admission=admission)
+        context = await self._admitted(context)
         if endpoint == "responses":
             assert self.responses is not None, "it is set before the first request"
             return await self.responses.prepare(body, context, always_streamed=always_streamed)
@@ -152,6 +177,21 @@ class Intake:
         return await self._prepare_completion(
             _streamed(completion) if always_streamed else completion, context
         )
+
+    async def _admitted(self, context: Context) -> Context:
+        """`context` with what its limits have reserved. Raises `RateLimited`."""
+        admission = self._limiter.admission(context.principal, context.lane, context.answer_headers)
+        if admission is None:
+            return context
+        await admission.request()
+        return msgspec.structs.replace(context, admission=admission)
+
+    async def _prepare_checked(
+        self, request: ChatCompletionRequest | CompletionRequest, context: Context
+    ) -> Run:
+        if isinstance(request, ChatCompletionRequest):
+            return await self.chat_run(request, context)
+        return await self._prepare_completion(request, context)
 
     async def chat_run(
         self, request: ChatCompletionRequest, context: Context, response: MakeResponse | None = None

@@ -12,7 +12,7 @@ from services.gateway.errors import ErrorDetail, describe
 from services.gateway.identity import parse
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.run import Run
-from services.gateway.runs import new_run
+from services.gateway.runs import View, new_run
 from services.gateway.tokenizer_store import TokenizerStore
 from shared.records import GenerationRecord
 
@@ -50,17 +50,23 @@ class Reading:
         """Whether a generation that the journal still has is gone for clients."""
 
     async def attach(
-        self, public_id: str, after: Sequence[int] | None, *, how: str = "id", tenant: str = ""
+        self,
+        public_id: str,
+        after: Sequence[int] | None,
+        *,
+        how: str = "id",
+        view: View | None = None,
+        tenant: str = "",
     ) -> Run:
         """A reading that has begun, behind the positions `after`; None: from the beginning.
 
-        `how` it was found is for the metrics: `id`, `idempotency` or `websocket`. Raises `RouteError`
+        `how` it was found is for the metrics: `id`, `idempotency`, `websocket` or `grpc`. Raises `RouteError`
         for an unknown id or one of another tenant, `InvalidParameter` for positions that do not fit, `Unavailable`.
         """
         answer = await self._find(public_id, tenant)
         if after is not None:
             cursor.check(after, _ends(answer))
-        run = await self._run(answer, after)
+        run = await self._run(answer, after, view)
         run.join()
         self._metrics.attached.labels(how if after is None else f"{how}_resumed").inc()
         return run
@@ -134,10 +140,10 @@ class Reading:
             raise unknown_generation(public_id)
         return answer
 
-    async def _run(self, answer: Answer, after: Sequence[int] | None) -> Run:
+    async def _run(self, answer: Answer, after: Sequence[int] | None, view: View | None = None) -> Run:
         card = self._catalog.card(answer.record.requests[0].model)
         tokenizer = await self._tokenizers.get(card)
-        return new_run(answer, tokenizer, self._answers, after=after)
+        return new_run(answer, tokenizer, self._answers, after=after, view=view)
 
 
 def _ends(answer: Answer) -> list[int]:

@@ -22,7 +22,7 @@ AT_ONCE = 32
 
 
 class Chunk(NamedTuple):
-    """A JSON text for the client."""
+    """A JSON text for the client, or a part of a protobuf message."""
 
     data: bytes
     position: bytes
@@ -210,7 +210,9 @@ class Run:
         for output in self._outputs:
             piece = output.take()
             scored = list[ScoredToken](piece.scored)
-            choices.append(Choice(piece.text, output.finish or None, scored, piece.reasoning, piece.calls))
+            choices.append(
+                Choice(piece.text, output.finish or None, scored, piece.reasoning, piece.calls, piece.tokens)
+            )
         return self._shape.whole(choices, self._usage())
 
     async def _advance(self) -> list[int]:

@@ -1,6 +1,7 @@
 """From an answer to a `Run` that reads it: from its beginning, or from where a client stands."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from services.gateway.answer import Answer
 from services.gateway.formats import ChatFormat, CompletionFormat, Format
@@ -14,6 +15,14 @@ from services.gateway.tools.output import ParsedOutput
 from shared.messages import GenerationRequest
 
 
+class View(Protocol):
+    """How a reader sees answers that are not shown in the format of the endpoint that began them."""
+
+    def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format: ...
+
+    def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output: ...
+
+
 def new_run(
     answer: Answer,
     tokenizer: Tokenizer,
@@ -21,12 +30,16 @@ def new_run(
     *,
     metrics: ModelMetrics | None = None,
     after: Sequence[int] | None = None,
+    view: View | None = None,
 ) -> Run:
     """`metrics`: where its tokens are counted, None for what was counted before. `after`: the client's
-    positions; None: it has seen nothing."""
+    positions; None: it has seen nothing. `view`: None for the format of its endpoint."""
+    if view is not None:
+        seen = [view.output(answer, generation.request, tokenizer) for generation in answer.generations]
+        return Run(answer, seen, view.shape(answer, tokenizer), answers, metrics, after=after)
     record = answer.record
     if record.endpoint == "responses":
-        output = _output(answer, record.requests[0], tokenizer)
+        output = output_of(answer, record.requests[0], tokenizer)
         return ResponseRun(answer, output, tokenizer, answers, metrics, after=after)
     model, created, usage = record.requests[0].model, int(record.created), record.include_usage
     shape: Format
@@ -36,11 +49,12 @@ def new_run(
         )
     else:
         shape = CompletionFormat(record.identity, model, created, tokenizer, include_usage=usage)
-    outputs = [_output(answer, generation.request, tokenizer) for generation in answer.generations]
+    outputs = [output_of(answer, generation.request, tokenizer) for generation in answer.generations]
     return Run(answer, outputs, shape, answers, metrics, after=after)
 
 
-def _output(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
+def output_of(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
+    """The text of one choice as its record wants it, with what is not text taken out of it."""
     record = answer.record
     chat = record.endpoint != "completions"
     detokenizer = tokenizer.detokenizer(

@@ -1,7 +1,10 @@
 """The gateway as a service: what it starts, what it stops, and in which order."""
 
 import asyncio
-from typing import Any, ClassVar
+import ssl
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import structlog
 
 from services.gateway.answers import Answers
 from services.gateway.app import GatewayApp
@@ -36,6 +39,11 @@ from shared.messages import ServiceName
 from shared.telemetry import OpsApp
 from shared.tls import Certificates, server_context
 
+if TYPE_CHECKING:
+    from services.gateway.grpc.server import GrpcServer
+
+log = structlog.get_logger(__name__)
+
 LAST_WORDS = 2.0
 """Seconds that streams get to write their error when the time to drain is over."""
 
@@ -60,6 +68,7 @@ class GatewayService(Service):
         self._answers: Answers | None = None
         self._heirs: Heirs | None = None
         self._catalog: Catalog | None = None
+        self._grpc: GrpcServer | None = None
         self._grammars = Grammars()
         self._jobs: FilesAndBatches | None = None
 
@@ -101,6 +110,7 @@ class GatewayService(Service):
         return {"ssl_context_factory": lambda config, default: context}
 
     async def start(self) -> None:
+        await self._serve_grpc()
         generations = Generations(self.bus, self.instance, self.settings, self._metrics)
         tokenizers = TokenizerStore(self.bus)
         catalog = Catalog(
@@ -168,11 +178,42 @@ class GatewayService(Service):
         )
         await self._jobs.start(self._backend, self.spawn)
 
+    async def _serve_grpc(self) -> None:
+        """Calls are refused until the backend is open. Raises `PortInUse`, `ConfigurationError`."""
+        if self.settings.grpc_port is None:
+            return
+        from services.gateway.grpc.api import make_server  # its libraries take a moment, and memory
+
+        tls: ssl.SSLContext | None = None
+        settings = self.settings
+        if settings.tls_certificate:
+            tls = server_context(
+                settings.tls_certificate, settings.tls_key, settings.tls_client_ca, protocol="h2"
+            )
+            pair = Certificates(tls, settings.tls_certificate, settings.tls_key)
+            self.spawn(pair.run(settings.tls_check_interval), "grpc certificates")
+        server = make_server(
+            self._backend, self.settings, self.health, self._metrics, self.settings.grpc_port, tls
+        )
+        self._grpc = server
+        await server.start()
+        self.grpc_address = server.address
+        log.info("grpc", address=server.address)
+
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""
+        try:
+            await self._stop_work()
+        finally:
+            if self._grpc is not None:
+                await self._grpc.stop()
+
+    async def _stop_work(self) -> None:
         if self._generations is not None:
             await asyncio.sleep(self.settings.drain_delay)
         self.stop_accepting()
+        if self._grpc is not None:
+            self._grpc.stop_accepting()
         self._backend.drain()
         if self._jobs is not None:
             await self._jobs.stop()

@@ -14,7 +14,7 @@ def limits_of(settings: "GatewaySettings") -> Limits:
 
 
 class GatewaySettings(CommonSettings):
-    """OpenAI-compatible edge: REST, SSE and WebSocket."""
+    """OpenAI-compatible edge: REST, SSE, WebSocket and gRPC."""
 
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of the API and of /health, /ready and /metrics; 0: the system chooses."""
@@ -98,3 +98,7 @@ class GatewaySettings(CommonSettings):
     """Seconds that a client gets to send a request's line and headers."""
     head_limit: int = Field(default=65_536, ge=1024)
     """Largest request line and headers together, in bytes."""
+    grpc_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the gRPC API; 0: the system chooses. Left out: it is not served."""
+    grpc_keepalive: float = Field(default=60.0, gt=0)
+    """Seconds of silence after which a gRPC client is asked whether it is there; it has a third as long to answer."""

@@ -24,11 +24,13 @@ class Piece(NamedTuple):
     scored: Sequence[ScoredToken]
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
+    tokens: Sequence[int] = ()
+    """Where token ids are shown instead of text."""
 
     @property
     def visible(self) -> bool:
         """Whether there is more to show than log probabilities."""
-        return bool(self.text or self.reasoning or self.calls)
+        return bool(self.text or self.reasoning or self.calls or self.tokens)
 
 
 class Output(Protocol):

@@ -6,11 +6,13 @@ import socket
 import time
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
 from services.cli.models import DEFAULT_MODEL
 from services.cli.run_file import read_run_file
+from services.gateway.grpc.generated import inference_pb2 as pb
 from shared.config import CommonSettings
 from tests.e2e.stack import Stack, run_cli
 
@@ -45,9 +47,21 @@ def test_a_killed_nats_comes_back_and_requests_are_answered(tmp_path: Path) -> N
         assert {service["state"] for service in stack.status()["services"]} == {"ready"}
 
 
+def list_models(stack: Stack) -> list[str]:
+    """What the gRPC API answers at the address that the command has printed."""
+    address = stack.output.partition("gRPC  ")[2].split()[0]
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary(
+            "/ryzanstein.v1.InferenceService/ListModels",
+            response_deserializer=pb.ListModelsResponse.FromString,
+        )
+        return [model.id for model in call(b"", timeout=20, wait_for_ready=True).models]
+
+
 def test_a_killed_gateway_comes_back_where_it_was(tmp_path: Path) -> None:
     with Stack(tmp_path, *STUB) as stack:
         url = stack.url
+        assert list_models(stack) == ["stub"]
         pid = stack.pid_of("services.gateway")
         os.kill(pid, signal.SIGKILL)
         stack.read_until("gateway-0 ended (The gateway was killed by SIGKILL")
@@ -59,6 +73,7 @@ def test_a_killed_gateway_comes_back_where_it_was(tmp_path: Path) -> None:
             except httpx.TransportError:
                 assert time.monotonic() < deadline, stack.logs("gateway*")
         assert stack.url == url
+        assert list_models(stack) == ["stub"], "the same gRPC port"
         assert stack.pid_of("services.gateway") != pid
 
 

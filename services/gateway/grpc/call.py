@@ -1,0 +1,207 @@
+"""One call: its request, its answer, and its end, whoever brings it about."""
+
+import asyncio
+import time
+from typing import Protocol
+
+from services.gateway.auth.principal import ANONYMOUS
+from services.gateway.grpc.frames import Stream
+from services.gateway.grpc.framing import MessageReader
+from services.gateway.grpc.headers import RESPONSE, Headers
+from services.gateway.grpc.http2 import Connection
+from services.gateway.grpc.status import trailers
+from services.gateway.mailbox import Mailbox
+
+
+class Peer(Protocol):
+    """The connection that the call came on."""
+
+    connection: Connection
+    paused: bool
+    """Whether what was written waits for the client to read."""
+
+    def flush_soon(self) -> None: ...
+
+
+class Call:
+    """Given to a method. What it has not read and sent when it returns is not wanted."""
+
+    __slots__ = (
+        "_begun",
+        "_ended",
+        "_loop",
+        "_mailboxes",
+        "_messages",
+        "_peer",
+        "_reader",
+        "_receiving",
+        "_sending",
+        "_stream",
+        "began",
+        "complete",
+        "deadline",
+        "error",
+        "finished",
+        "headers",
+        "model",
+        "principal",
+        "request_id",
+        "timer",
+        "trailing",
+    )
+
+    def __init__(self, peer: Peer, stream: Stream, headers: Headers, request_id: str, limit: int) -> None:
+        """`limit`: bytes of a message."""
+        self._peer = peer
+        self._stream = stream
+        self._loop = asyncio.get_running_loop()
+        self._reader = MessageReader(limit)
+        self._messages: list[bytes] = []
+        self._receiving: asyncio.Future[None] | None = None
+        self._sending: asyncio.Future[None] | None = None
+        self._mailboxes: list[Mailbox] = []
+        self._ended: BaseException | None = None
+        self._begun = False
+        self.headers = headers
+        self.request_id = request_id
+        self.began = time.perf_counter()
+        self.deadline: float | None = None
+        """Unix seconds until which the client waits."""
+        self.timer: asyncio.TimerHandle | None = None
+        self.complete = False
+        """Whether the client has sent all it will."""
+        self.finished = False
+        self.error: BaseException | None = None
+        """What it ended with, once it is finished."""
+        self.model = ""
+        """For logs and metrics."""
+        self.principal = ANONYMOUS
+        """Whose call it is."""
+        self.trailing: dict[str, str] = {}
+        """More trailing metadata."""
+
+    # --- for methods -----------------------------------------------------------------------------
+
+    def metadata(self, name: str) -> str | None:
+        """A value of the request's metadata."""
+        return self.headers.metadata.get(name)
+
+    @property
+    def alive(self) -> bool:
+        """Whether somebody waits for its answer."""
+        return self._ended is None
+
+    @property
+    def message(self) -> bytes:
+        """The one message of a call that has one."""
+        return self._messages[0]
+
+    async def receive(self) -> bytes | None:
+        """The next message; None when there are no more. Raises what `end` was given."""
+        while not self._messages:
+            if self._ended is not None:
+                raise self._ended
+            if self.complete:
+                return None
+            self._receiving = self._loop.create_future()
+            try:
+                await self._receiving
+            finally:
+                self._receiving = None
+        message = self._messages.pop(0)
+        if not self._messages:
+            self._release()
+        return message
+
+    async def send(self, message: bytes) -> None:
+        """Returns when the client's window and the socket have taken it. Raises what `end` was given."""
+        if self._ended is not None:
+            raise self._ended
+        peer = self._peer
+        headers = b"" if self._begun else RESPONSE
+        self._begun = True
+        fits = peer.connection.send(self._stream, headers, message)
+        peer.flush_soon()
+        if not fits or peer.paused:
+            await self._until_writable()
+
+    def watch(self, mailbox: Mailbox) -> None:
+        """`mailbox` is closed when the call ends before the method does. Raises what `end` was given."""
+        if self._ended is not None:
+            raise self._ended
+        self._mailboxes.append(mailbox)
+
+    def unwatch(self, mailbox: Mailbox) -> None:
+        """Undoes `watch`."""
+        if mailbox in self._mailboxes:
+            self._mailboxes.remove(mailbox)
+
+    # --- for the connection ----------------------------------------------------------------------
+
+    def feed(self, data: bytes, ended: bool) -> None:
+        """More of the request. Raises as `MessageReader.feed`."""
+        self.complete = ended
+        if data:
+            self._messages += self._reader.feed(data)
+            if (
+                self._reader.partial or len(self._messages) < 2
+            ):  # else the reader is slow: let it be told to wait
+                self._release()
+        self._wake(self._receiving)
+
+    @property
+    def single(self) -> bool:
+        """Whether exactly one whole message has come, and the client has ended."""
+        return self.complete and len(self._messages) == 1 and not self._reader.partial
+
+    @property
+    def count(self) -> int:
+        """Whole messages that wait."""
+        return len(self._messages)
+
+    def end(self, reason: BaseException) -> None:
+        """The client has gone, or its time is over: whatever the method waits for raises `reason`."""
+        if self._ended is not None:
+            return
+        self._ended = reason
+        for mailbox in self._mailboxes:
+            mailbox.close(reason)
+        self._wake(self._receiving)
+        self._wake(self._sending)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Ends the answer. Twice is safe: the first counts."""
+        if self.finished:
+            return
+        error = error or self._ended
+        self.finished, self.error = True, error
+        if self.timer is not None:
+            self.timer.cancel()
+        end = trailers(error, self.request_id, self.trailing)
+        self._peer.connection.end(self._stream, end if self._begun else RESPONSE + end)
+        self._peer.flush_soon()
+
+    def writable(self) -> None:
+        """The client has made room."""
+        self._wake(self._sending)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        self._peer.connection.release(self._stream)
+        self._peer.flush_soon()
+
+    async def _until_writable(self) -> None:
+        while self._stream.pending or self._peer.paused:
+            if self._ended is not None:
+                raise self._ended
+            self._sending = self._loop.create_future()
+            try:
+                await self._sending
+            finally:
+                self._sending = None
+
+    @staticmethod
+    def _wake(waiter: "asyncio.Future[None] | None") -> None:
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -1,0 +1,123 @@
+"""HTTP/2 in numbers and names (RFC 9113): frames, errors, limits, and what is known of a stream. Pure."""
+
+import struct
+from typing import NamedTuple, Protocol
+
+from services.gateway.grpc.headers import Headers
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
+    range(10)
+)
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY_FLAG = 0x1, 0x1, 0x4, 0x8, 0x20
+
+NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0x0, 0x1, 0x2, 0x3
+STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL, COMPRESSION_ERROR = 0x5, 0x6, 0x7, 0x8, 0x9
+ENHANCE_YOUR_CALM = 0xB
+
+HEADER_TABLE_SIZE, MAX_STREAMS, INITIAL_WINDOW, MAX_FRAME, MAX_HEADER_LIST = 0x1, 0x3, 0x4, 0x5, 0x6
+
+FRAME = 16_384
+"""Largest frame's payload that is taken, and sent to a peer that names no other size: HTTP/2's smallest."""
+DEFAULT_WINDOW = 65_535
+LARGEST_WINDOW = 2**31 - 1
+LAST_STREAM = 2**31 - 1
+
+_head = struct.Struct(">HBBBL")
+read_head = _head.unpack_from
+pack_head = _head.pack
+pack_message = struct.Struct(">HBBBLBL").pack
+"""The head of a DATA frame and the prefix of the one gRPC message in it."""
+pack_prefix = struct.Struct(">BL").pack
+
+
+class Limits(NamedTuple):
+    """What a peer may have of us."""
+
+    streams: int = 1024
+    """Streams open at a time."""
+    header_bytes: int = 16_384
+    """Size of a request's headers, as HPACK counts it, and encoded."""
+    connection_window: int = 1 << 20
+    """Bytes of requests that may be under way on the connection."""
+    resets: int = 1000
+    """Streams that the peer may reset while we have sent no more than `resets` answers: see `_count_reset`."""
+    control_frames: int = 10_000
+    """PINGs and SETTINGS that may come between two frames of requests."""
+
+
+class ProtocolError(Exception):
+    """The peer breaks the protocol: the connection cannot go on."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class StreamError(Exception):
+    """The peer breaks the protocol on one stream."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Stream:
+    """One request and its answer."""
+
+    __slots__ = (
+        "closed",
+        "held",
+        "id",
+        "local_ended",
+        "owner",
+        "pending",
+        "receive_window",
+        "remote_ended",
+        "trailers",
+        "window",
+    )
+
+    def __init__(self, number: int, window: int) -> None:
+        self.id = number
+        self.window = window
+        """Bytes that the peer takes on it now; below 0 when it has made its windows smaller."""
+        self.receive_window = DEFAULT_WINDOW
+        self.held = 0
+        """Bytes that came and have not been given back to its window."""
+        self.pending = b""
+        """What waits for the window."""
+        self.trailers: bytes | None = None
+        """What follows `pending` and ends the stream."""
+        self.remote_ended = False
+        self.local_ended = False
+        self.closed = False
+        self.owner: object = None
+        """What the events' receiver keeps with it."""
+
+
+class Events(Protocol):
+    """Who is told what the peer does."""
+
+    def on_headers(self, stream: Stream, headers: Headers, ended: bool) -> None: ...
+
+    def on_data(self, stream: Stream, data: bytes, ended: bool) -> None:
+        """`data` counts against the stream's window until `Connection.release`."""
+        ...
+
+    def on_reset(self, stream: Stream) -> None:
+        """The stream is gone, by the peer's doing or for its breaking the protocol."""
+        ...
+
+    def on_writable(self, stream: Stream) -> None:
+        """What waited has gone out."""
+        ...
+
+
+def unpadded(flags: int, payload: bytes) -> bytes:
+    if not flags & PADDED:
+        return payload
+    if not payload or payload[0] >= len(payload):
+        raise ProtocolError(PROTOCOL_ERROR, "more padding than frame")
+    return payload[1 : len(payload) - payload[0]]

@@ -1,0 +1,1 @@
+"""Made from `protos/` by `make protos`; a test makes it again and compares."""

@@ -1,0 +1,67 @@
+"""grpc.health.v1: whether the gateway, and with it each service, can work. The same as /ready says."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from grpc_health.v1 import health_pb2
+
+from services.gateway.errors import RouteError
+from services.gateway.grpc.call import Call
+from services.gateway.grpc.requests import decode
+from services.gateway.grpc.server import Method
+from shared.telemetry import Health
+
+SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+LOOK = 0.2
+"""Seconds between two looks for those who watch."""
+
+_Response = health_pb2.HealthCheckResponse
+
+
+class HealthService:
+    """Standard health checking (grpc/doc/health-checking.md)."""
+
+    def __init__(self, health: Callable[[], Health], services: Sequence[str]) -> None:
+        """`services`: names that may be asked for, besides the empty one, which means the whole."""
+        self._health = health
+        self._known = frozenset(("", *services))
+
+    def methods(self) -> dict[str, Method]:
+        """By path."""
+        return {
+            f"/{SERVICE}/Check": Method(self.check, public=True),
+            f"/{SERVICE}/Watch": Method(self.watch, public=True),
+            f"/{SERVICE}/List": Method(self.list, public=True),
+        }
+
+    async def check(self, call: Call) -> None:
+        """Check."""
+        asked = decode(health_pb2.HealthCheckRequest, call.message).service
+        if asked not in self._known:
+            raise RouteError(
+                f"There is no service '{asked[:128]}' here; ask for the empty name, which means the server.",
+                status=404,
+                reason="unknown_service",
+            )
+        await call.send(_Response(status=self._status()).SerializeToString())
+
+    async def watch(self, call: Call) -> None:
+        """Watch: the status now, and each change, until the client goes."""
+        asked = decode(health_pb2.HealthCheckRequest, call.message).service
+        told = None
+        while call.alive:
+            status = self._status() if asked in self._known else _Response.SERVICE_UNKNOWN
+            if status != told:
+                await call.send(_Response(status=status).SerializeToString())
+                told = status
+            await asyncio.sleep(LOOK)
+
+    async def list(self, call: Call) -> None:
+        """List: every service's status."""
+        decode(health_pb2.HealthListRequest, call.message)
+        status = _Response(status=self._status())
+        shown = health_pb2.HealthListResponse(statuses=dict.fromkeys(sorted(self._known), status))
+        await call.send(shown.SerializeToString())
+
+    def _status(self) -> "health_pb2.HealthCheckResponse.ServingStatus.ValueType":
+        return _Response.SERVING if self._health().ready else _Response.NOT_SERVING

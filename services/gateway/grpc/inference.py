@@ -1,0 +1,168 @@
+"""ryzanstein.v1.InferenceService: each method from its request to its answer."""
+
+import msgspec
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from services.gateway import cursor, validation
+from services.gateway.backend import Backend
+from services.gateway.errors import InvalidParameter, RouteError
+from services.gateway.grpc import requests
+from services.gateway.grpc.call import Call
+from services.gateway.grpc.context import context_of
+from services.gateway.grpc.generated import inference_pb2 as pb
+from services.gateway.grpc.requests import EventView, decode
+from services.gateway.grpc.server import Method
+from services.gateway.grpc.session import CHAT, GENERATE, ChatSession, send_events
+from services.gateway.intake import chat_messages
+from services.gateway.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.settings import GatewaySettings
+from shared.messages import ModelCard
+
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+class Inference:
+    """The service's methods."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings
+
+    def methods(self) -> dict[str, Method]:
+        """By path."""
+        session = ChatSession(self._backend, self._settings)
+        unary = {
+            "Generate": self.generate,
+            "Chat": self.chat,
+            "Attach": self.attach,
+            "Cancel": self.cancel,
+            "Tokenize": self.tokenize,
+            "Detokenize": self.detokenize,
+            "ListModels": self.list_models,
+            "Embed": self.embed,
+            "SubmitBatch": self.batches,
+            "GetBatch": self.batches,
+            "CancelBatch": self.batches,
+            "ListBatches": self.batches,
+        }
+        found = {f"/{SERVICE}/{name}": Method(answer) for name, answer in unary.items()}
+        return found | {f"/{SERVICE}/ChatSession": Method(session.serve, streamed=True)}
+
+    async def generate(self, call: Call) -> None:
+        """Generate."""
+        given = decode(pb.GenerateRequest, call.message)
+        await self._answer(call, GENERATE, given, requests.completion_request(given))
+
+    async def chat(self, call: Call) -> None:
+        """Chat."""
+        given = decode(pb.ChatRequest, call.message)
+        await self._answer(call, CHAT, given, requests.chat_request(given))
+
+    async def _answer(
+        self,
+        call: Call,
+        endpoint: str,
+        given: pb.GenerateRequest | pb.ChatRequest,
+        request: ChatCompletionRequest | CompletionRequest,
+    ) -> None:
+        with self._backend.active():
+            intake = self._backend.intake
+            view = EventView(given.output)
+            context = msgspec.structs.replace(context_of(call, self._settings), view=view)
+            print_ = requests.fingerprint(given) if context.key else ""
+            run = await intake.prepare_decoded(endpoint, request, context, print_)
+            call.model = run.model
+            try:
+                call.watch(run.mailbox)
+                await run.begin()
+                await send_events(run, view, call.send)
+            finally:
+                run.close()
+
+    async def attach(self, call: Call) -> None:
+        """Attach."""
+        given = decode(pb.AttachRequest, call.message)
+        with self._backend.active():
+            view = EventView(given.output)
+            after = cursor.parse(given.position, "position") if given.position else None
+            run = await self._backend.reading.attach(
+                given.generation_id, after, how="grpc", view=view, tenant=call.principal.tenant
+            )
+            call.model = run.model
+            try:
+                call.watch(run.mailbox)
+                await send_events(run, view, call.send)
+            finally:
+                run.close()
+
+    async def cancel(self, call: Call) -> None:
+        """Cancel."""
+        given = decode(pb.CancelRequest, call.message)
+        with self._backend.active():
+            answer, going = await self._backend.reading.cancel(given.generation_id, call.principal.tenant)
+            call.model = answer.record.requests[0].model
+        await call.send(pb.CancelResponse(cancelled=going).SerializeToString())
+
+    async def tokenize(self, call: Call) -> None:
+        """Tokenize."""
+        given = decode(pb.TokenizeRequest, call.message)
+        with self._backend.active():
+            card, tokenizer = await self._backend.intake.tokenizer(given.model)
+            call.model = card.model
+            kind = given.WhichOneof("input")
+            if kind is None:
+                raise InvalidParameter(
+                    "Missing required parameter: 'input'; send text or conversation.",
+                    param="input",
+                    reason="missing_required_parameter",
+                )
+            if kind == "text":
+                ids = await tokenizer.encode(given.text)
+            else:
+                messages = requests.messages_of(given.conversation.messages)
+                chat = ChatCompletionRequest(model=given.model, messages=messages)
+                validation.check_chat(chat)
+                ids = await tokenizer.encode_chat(chat_messages(chat))
+        shown = pb.TokenizeResponse(token_ids=ids, context_length=card.context_length)
+        await call.send(shown.SerializeToString())
+
+    async def detokenize(self, call: Call) -> None:
+        """Detokenize."""
+        given = decode(pb.DetokenizeRequest, call.message)
+        with self._backend.active():
+            card, tokenizer = await self._backend.intake.tokenizer(given.model)
+            call.model = card.model
+            ids = list(given.token_ids)
+            validation.check_token_ids("token_ids", ids, card.vocab_size)
+            output = tokenizer.detokenizer([], skip_special_tokens=given.skip_special_tokens)
+            text = output.feed(ids) + output.flush()
+        await call.send(pb.DetokenizeResponse(text=text).SerializeToString())
+
+    async def list_models(self, call: Call) -> None:
+        """ListModels."""
+        decode(pb.ListModelsRequest, call.message)
+        models = [_model(card) for card in self._backend.catalog.listed()]
+        await call.send(pb.ListModelsResponse(models=models).SerializeToString())
+
+    async def embed(self, call: Call) -> None:
+        """Embed: the place where embeddings are plugged in."""
+        raise _not_yet("Embeddings are")
+
+    async def batches(self, call: Call) -> None:
+        """SubmitBatch, GetBatch, CancelBatch, ListBatches: the place where batch jobs are plugged in."""
+        raise _not_yet("Batch jobs are")
+
+
+def _model(card: ModelCard) -> pb.Model:
+    return pb.Model(
+        id=card.model,
+        create_time=Timestamp(seconds=int(card.created)),
+        context_length=card.context_length,
+        vocabulary_size=card.vocab_size,
+    )
+
+
+def _not_yet(what: str) -> RouteError:
+    return RouteError(
+        f"{what} not served over gRPC by this server; use its REST API.", status=501, reason="not_implemented"
+    )

@@ -1,0 +1,173 @@
+"""From protobuf requests to those that the REST API decodes from JSON. What is wrong with them is said there."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
+
+from services.gateway.answer import Answer
+from services.gateway.errors import InvalidParameter
+from services.gateway.formats import Format
+from services.gateway.grpc.encoding import EventFormat, TokenOutput
+from services.gateway.grpc.generated import inference_pb2 as pb
+from services.gateway.runs import output_of
+from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
+from services.gateway.text_output import Output
+from services.gateway.tokenization import Tokenizer
+from shared.messages import GenerationRequest
+
+MessageT = TypeVar("MessageT", bound=Protobuf)
+
+_ROLES = {
+    pb.ROLE_SYSTEM: "system",
+    pb.ROLE_DEVELOPER: "developer",
+    pb.ROLE_USER: "user",
+    pb.ROLE_ASSISTANT: "assistant",
+    pb.ROLE_TOOL: "tool",
+}
+_SAME = frozenset(
+    (
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "n",
+        "ignore_eos",
+        "min_tokens",
+        "skip_special_tokens",
+    )
+)
+"""Fields of SamplingParameters that a request has under the same name."""
+_LISTS = ("stop", "stop_token_ids")
+_USAGE = StreamOptions(include_usage=True)
+
+
+def decode(kind: type[MessageT], data: bytes) -> MessageT:
+    """Raises `InvalidParameter` for what is no such message."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidParameter(
+            f"The request is no {kind.DESCRIPTOR.full_name} ({len(data)} bytes); build the client from the server's "
+            "protobuf definitions.",
+            param=None,
+            reason="invalid_protobuf",
+        ) from None
+
+
+def fingerprint(request: Protobuf) -> str:
+    """The same for requests that say the same, as far as protobuf tells."""
+    return hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+
+
+def chat_request(given: pb.ChatRequest) -> ChatCompletionRequest:
+    """Raises `InvalidParameter`."""
+    fields = _fields(given.sampling)
+    logprobs = fields.pop("logprobs", None)
+    if logprobs is not None:
+        fields["logprobs"], fields["top_logprobs"] = True, logprobs
+    return ChatCompletionRequest(
+        model=given.model,
+        messages=messages_of(given.messages),
+        prompt_cache_key=given.prompt_cache_key if given.HasField("prompt_cache_key") else None,
+        **_delivery(given.output),
+        **fields,
+    )
+
+
+def completion_request(given: pb.GenerateRequest) -> CompletionRequest:
+    """Raises `InvalidParameter`."""
+    kind = given.WhichOneof("prompt")
+    if kind is None:
+        raise _missing("prompt", "text or tokens")
+    return CompletionRequest(
+        model=given.model,
+        prompt=given.text if kind == "text" else [list(given.tokens.ids)],
+        prompt_cache_key=given.prompt_cache_key if given.HasField("prompt_cache_key") else None,
+        **_delivery(given.output),
+        **_fields(given.sampling),
+    )
+
+
+def messages_of(given: Sequence[pb.ChatMessage]) -> list[Message]:
+    """A conversation. Raises `InvalidParameter` for a message that nobody says."""
+    found = []
+    for index, message in enumerate(given):
+        role = _ROLES.get(message.role)
+        if role is None:
+            raise _missing(f"messages[{index}].role", "one of the values of Role")
+        found.append(
+            Message(
+                role,
+                message.content,
+                message.name if message.HasField("name") else None,
+                message.tool_call_id if message.HasField("tool_call_id") else None,
+            )
+        )
+    return found
+
+
+def _fields(sampling: pb.SamplingParameters) -> dict[str, Any]:
+    """What is given, under the names of the REST API."""
+    found: dict[str, Any] = {}
+    for descriptor, value in sampling.ListFields():
+        name = descriptor.name
+        if name in _SAME or name == "logprobs":
+            found[name] = value
+        elif name in _LISTS:
+            found[name] = list(value)
+        else:
+            found[name] = dict(value)
+        _check_number(name, value)
+    return found
+
+
+def _check_number(name: str, value: Any) -> None:
+    """JSON has no NaN, so the checks that follow do not look for it."""
+    numbers = value.values() if name == "logit_bias" else (value,)
+    if any(isinstance(number, float) and math.isnan(number) for number in numbers):
+        raise InvalidParameter(
+            f"Invalid '{name}': it is not a number; leave it out for the default.",
+            param=name,
+            reason="invalid_value",
+        )
+
+
+def _delivery(output: pb.OutputOptions) -> dict[str, Any]:
+    return {} if output.whole else {"stream": True, "stream_options": _USAGE}
+
+
+def _missing(name: str, wanted: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Missing required parameter: '{name}'; send {wanted}.",
+        param=name,
+        reason="missing_required_parameter",
+    )
+
+
+class EventView:
+    """Answers as `GenerationEvent`s; whichever API began them."""
+
+    def __init__(self, output: pb.OutputOptions) -> None:
+        self._tokens = output.kind == pb.OUTPUT_KIND_TOKENS
+        self.whole = output.whole
+        self.format: EventFormat | None = None
+        """Of the reading that it was last asked for."""
+
+    def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format:
+        self.format = EventFormat(answer.public_id, tokenizer, tokens=self._tokens)
+        return self.format
+
+    def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
+        if not self._tokens:
+            return output_of(answer, request, tokenizer)
+        text = output_of(answer, request, tokenizer) if answer.record.stop else None
+        return TokenOutput(text, logprobs=request.sampling.logprobs >= 0)

@@ -1,0 +1,322 @@
+"""The gRPC server: connections on a socket, and a task for each call."""
+
+import asyncio
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple, cast
+
+import structlog
+
+from services.gateway.errors import InvalidParameter, RequestTimeout, RouteError
+from services.gateway.grpc.call import Call
+from services.gateway.grpc.frames import Limits, Stream
+from services.gateway.grpc.headers import Headers, refusal
+from services.gateway.grpc.http2 import Connection
+from services.gateway.mailbox import ClientGone
+from services.gateway.validation import check_request_id
+from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
+
+log = structlog.get_logger(__name__)
+
+SWEEP = 1.0
+"""Seconds between two looks at all connections."""
+
+
+class Method(NamedTuple):
+    """What answers the calls of one path."""
+
+    answer: Callable[[Call], Awaitable[None]]
+    streamed: bool = False
+    """Whether the client may send several messages; else `answer` is called when its one message is there."""
+    public: bool = False
+    """Whether everybody may call it."""
+
+
+class ServerOptions(NamedTuple):
+    message_limit: int
+    """Bytes of a request message."""
+    message_timeout: float
+    """Seconds that a client gets to send its message, and the preface of a connection."""
+    keepalive: float
+    """Seconds of silence after which a client is asked whether it is there."""
+    keepalive_timeout: float
+    """Seconds that it has to answer."""
+    limits: Limits = Limits()
+
+
+class GrpcServer:
+    """Serves `methods` by their paths. `on_done` is told of every call that has ended; `authorize` raises for those
+    that are refused."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        methods: Mapping[str, Method],
+        options: ServerOptions,
+        on_done: Callable[[Call], None],
+        authorize: Callable[[Call], None],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.methods = methods
+        self.options = options
+        self.on_done = on_done
+        self.authorize = authorize
+        self._sock = sock
+        self._tls = tls
+        host, port = sock.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        """`host:port` that it listens on."""
+        self.peers: set[Peer] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns once connections are accepted."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(lambda: Peer(self), sock=self._sock, ssl=self._tls)
+        except OSError as error:
+            raise ConfigurationError(f"Cannot listen on {self.address}: {error.strerror}.") from None
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    def stop_accepting(self) -> None:
+        """No new connections, and clients are told to open no new streams; those that are open go on."""
+        if self._server is not None:
+            self._server.close()
+        for peer in list(self.peers):
+            peer.announce_end()
+
+    async def stop(self, *, grace: float = 2.0) -> None:
+        """Waits up to `grace` seconds for calls, then ends everything; twice is safe."""
+        self.stop_accepting()
+        if self.tasks:
+            await asyncio.wait(set(self.tasks), timeout=grace)
+        for peer in list(self.peers):
+            peer.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        if self.tasks:
+            await asyncio.wait(set(self.tasks), timeout=grace)
+        for task in list(self.tasks):
+            task.cancel()
+        if self._server is None:
+            self._sock.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP)
+            now = time.perf_counter()
+            for peer in list(self.peers):
+                peer.sweep(now)
+
+
+class Peer(asyncio.Protocol):
+    """One connection: the shell of `Connection`, and whose events it takes."""
+
+    def __init__(self, server: GrpcServer) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self.connection = Connection(self, server.options.limits)
+        self.paused = False
+        self._transport: asyncio.Transport | None = None
+        self._flushing = False
+        self._heard = self._opened = time.perf_counter()
+        self._asked = 0.0
+
+    # --- the transport's -------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._server.peers.add(self)
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = time.perf_counter()
+        self.connection.receive(data)
+        self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.peers.discard(self)
+        self._transport = None
+        self.paused = False
+        self.connection.lose()
+
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        for stream in list(self.connection.streams.values()):
+            self.on_writable(stream)
+
+    # --- the connection's ------------------------------------------------------------------------
+
+    def on_headers(self, stream: Stream, headers: Headers, ended: bool) -> None:
+        refused = _not_grpc(headers)
+        if refused:
+            self.connection.end(stream, refused)
+            return
+        call = Call(self, stream, headers, "", self._server.options.message_limit)
+        stream.owner = call
+        try:
+            call.request_id = check_request_id(headers.metadata.get("x-request-id")) or _new_id()
+            method = self._method(headers.path)
+            if (timeout := headers.timeout) is not None:
+                call.deadline = time.time() + timeout
+                call.timer = self._loop.call_later(timeout, self._expire, call)
+            if not method.public:
+                self._server.authorize(call)
+            if ended:
+                call.feed(b"", True)
+            if method.streamed or ended:
+                self._begin(call, method)
+        except Exception as error:
+            call.request_id = call.request_id or _new_id()
+            self._refuse(call, error)
+
+    def on_data(self, stream: Stream, data: bytes, ended: bool) -> None:
+        call = stream.owner
+        assert isinstance(call, Call)
+        try:
+            call.feed(data, ended)
+            method = self._server.methods[call.headers.path]
+            if ended and not method.streamed:
+                self._begin(call, method)
+        except Exception as error:
+            self._refuse(call, error)
+
+    def on_reset(self, stream: Stream) -> None:
+        if isinstance(stream.owner, Call):
+            stream.owner.end(ClientGone())
+
+    def on_writable(self, stream: Stream) -> None:
+        if isinstance(stream.owner, Call):
+            stream.owner.writable()
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def _method(self, path: str) -> Method:
+        method = self._server.methods.get(path)
+        if method is None:
+            raise RouteError(
+                f"Unknown method: {path[:256]}; ask the server's reflection for what is here.",
+                status=501,
+                reason="unknown_method",
+            )
+        return method
+
+    def _begin(self, call: Call, method: Method) -> None:
+        if call.finished:
+            return
+        if not method.streamed and not call.single:
+            raise InvalidParameter(
+                f"The call has {call.count} whole request messages and takes exactly one.",
+                param=None,
+                reason="invalid_value",
+            )
+        task = self._loop.create_task(self._run(call, method))
+        self._server.tasks.add(task)
+        task.add_done_callback(self._server.tasks.discard)
+
+    async def _run(self, call: Call, method: Method) -> None:
+        structlog.contextvars.bind_contextvars(request_id=call.request_id)
+        try:
+            await method.answer(call)
+        except ClientGone as gone:
+            call.finish(gone)
+        except Exception as error:
+            call.finish(error)
+        else:
+            call.finish(None)
+        self._server.on_done(call)
+
+    def _refuse(self, call: Call, error: Exception) -> None:
+        """Ends a call that has not begun, or whose request breaks off; in the latter case its method hears of it."""
+        call.finish(error)
+        call.end(error)
+        self._server.on_done(call)
+
+    def _expire(self, call: Call) -> None:
+        error = DeadlineExceeded("The deadline of the call has passed; give it more time.")
+        call.finish(error)
+        call.end(error)
+
+    # --- the shell -------------------------------------------------------------------------------
+
+    def flush_soon(self) -> None:
+        """Writes what there is once in this turn of the event loop."""
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        data = self.connection.take()
+        transport = self._transport
+        if transport is None:
+            return
+        if data:
+            transport.write(data)
+        if self.connection.failed or (self.connection.leaving and not self.connection.streams):
+            transport.close()
+
+    def announce_end(self) -> None:
+        """Tells the client to open no new streams here."""
+        self.connection.announce_end()
+        self._flush()
+
+    def close(self) -> None:
+        """Ends all that is left."""
+        error = Unavailable("The gateway is shutting down; send the request again.", retry_after=1)
+        for stream in list(self.connection.streams.values()):
+            if isinstance(stream.owner, Call):
+                stream.owner.finish(error)
+                stream.owner.end(error)
+        self.connection.refuse_new()
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def sweep(self, now: float) -> None:
+        """Ends what waits for too long, and asks who is silent whether it is there."""
+        options, connection = self._server.options, self.connection
+        connection.relax()
+        if self._transport is None:
+            return
+        if not connection.spoke and now - self._opened > options.message_timeout:
+            self._transport.abort()
+            return
+        self._end_incomplete(now)
+        if connection.pinged:
+            if now - self._asked > options.keepalive_timeout:
+                self._transport.abort()
+        elif now - self._heard > options.keepalive:
+            self._asked = now
+            connection.ping()
+        self._flush()
+
+    def _end_incomplete(self, now: float) -> None:
+        limit = self._server.options.message_timeout
+        for stream in list(self.connection.streams.values()):
+            call = stream.owner
+            if not isinstance(call, Call) or call.complete or now - call.began < limit:
+                continue
+            if not self._server.methods[call.headers.path].streamed:
+                self._refuse(call, RequestTimeout(f"The request message was not complete after {limit:g} s."))
+
+
+def _new_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+def _not_grpc(headers: Headers) -> bytes:
+    """What to answer to a request of another protocol; empty for gRPC's (PROTOCOL-HTTP2, "Requests")."""
+    if headers.method != "POST":
+        return refusal(405, b"gRPC calls are POSTs; the REST API is on another port.")
+    if not headers.content_type.startswith("application/grpc"):
+        return refusal(415, b"This port takes application/grpc; the REST API is on another port.")
+    return b""
