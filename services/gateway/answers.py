@@ -103,8 +103,8 @@ class Answers:
 
     async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
         """Hands it in; what is returned is done when its record is durable. `record_first`: it is handed in only
-        then, so that whatever is in the queue is known to everybody; and whoever is cancelled meanwhile leaves
-        none that has a record and was never handed in.
+        then, so that whatever is in the queue is known to everybody; whoever is cancelled meanwhile leaves none
+        that has a record and was never handed in; and what the broker may have taken is not given up.
 
         Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
         """
@@ -123,7 +123,7 @@ class Answers:
                 await asyncio.shield(stored)  # it is that of other records too
                 if answer.ended:
                     raise Unavailable("The generation was cancelled before it was handed in.", retry_after=1)
-            await self._generations.submit(answer.generations)
+            await self._generations.submit(answer.generations, insist=record_first)
         except RyzansteinError:
             self._by_identity.pop(answer.identity, None)
             if answer.record.idempotency and self.free_key is not None:
