@@ -107,18 +107,29 @@ class Answers:
 
     async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
         """Hands it in; what is returned is done when its record is durable. `record_first`: it is handed in only
-        then, so that whatever is in the queue is known to everybody.
+        then, so that whatever is in the queue is known to everybody; whoever is cancelled meanwhile leaves none
+        that has a record and was never handed in; and what the broker may have taken is not given up.
 
         Raises `RateLimited`, `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
         """
+        if not record_first:
+            return await self._submit(answer, record_first=False)
+        submitting = asyncio.create_task(self._submit(answer, record_first=True))
+        self._tasks.add(submitting)
+        submitting.add_done_callback(self._submitted)
+        return await asyncio.shield(submitting)
+
+    async def _submit(self, answer: Answer, *, record_first: bool) -> "asyncio.Future[None]":
         try:
             if answer.admission is not None:
                 await answer.admission.begin(answer.may_cost)
             self._by_identity[answer.identity] = answer
             stored = self._writer.write(answer.record)
             if record_first:
-                await stored
-            await self._generations.submit(answer.generations)
+                await asyncio.shield(stored)  # it is that of other records too
+                if answer.ended:
+                    raise Unavailable("The generation was cancelled before it was handed in.", retry_after=1)
+            await self._generations.submit(answer.generations, insist=record_first)
         except RyzansteinError:
             self._by_identity.pop(answer.identity, None)
             if answer.admission is not None:
@@ -128,10 +139,15 @@ class Answers:
             raise
         return stored
 
+    def _submitted(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever submitted has it, unless it was cancelled
+
     def join(self, answer: Answer, deliver: Deliver) -> None:
         """`deliver` gets the whole log of every choice. Raises `QueueFull`, and `Unavailable` for one that was
         forgotten since it was found: nothing would come of it any more."""
-        if not answer.owned and self._by_identity.get(answer.identity) is not answer:
+        if not answer.owned and not answer.ended and self._by_identity.get(answer.identity) is not answer:
             raise Unavailable("The generation was not at hand any more; ask for it again.", retry_after=1)
         if answer.readers >= self._settings.max_readers:
             raise QueueFull(

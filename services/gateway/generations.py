@@ -108,17 +108,31 @@ class Generations:
 
     # --- from clients ----------------------------------------------------------------------------
 
-    async def submit(self, generations: Sequence[Generation]) -> None:
-        """Hands them in, durably. Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`."""
+    async def submit(self, generations: Sequence[Generation], *, insist: bool = False) -> None:
+        """Hands them in, durably. `insist`: where the broker does not say whether it has a request, the queue is
+        looked at; else that is an error, and whatever has come of it is cancelled.
+
+        Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
+        """
         self.add(generations)
         try:
             if len(generations) == 1:
                 await self._hand_in(generations[0])
             else:
                 await asyncio.gather(*(self._hand_in(item) for item in generations))
-        except RyzansteinError:
-            self.cancel(generations)
-            raise
+        except RyzansteinError as error:
+            if not insist or not isinstance(error, BrokerUnavailable):
+                self.cancel(generations)
+                raise
+            for generation in generations:
+                if not generation.intake_sequence:
+                    generation.queued(0)
+                    self._look_for(generation)
+
+    def _look_for(self, generation: Generation) -> None:
+        """In the queue; it is handed in again unless it is there."""
+        if self._queued.add(generation):
+            self._spawn(self._queued.look())
 
     def add(self, generations: Sequence[Generation]) -> None:
         """From now on they get what is said of them. Raises `QueueFull`."""
@@ -142,8 +156,7 @@ class Generations:
         for generation in generations:
             decision = generation.take_over(self._consumer, now, now_unix)
             if decision is Decision.RECOVER and generation.may_be_queued:
-                if self._queued.add(generation):
-                    self._spawn(self._queued.look())
+                self._look_for(generation)
             else:
                 self._act(generation, decision)
         self._recover_lost(item for item in generations if not item.ended)

@@ -1,4 +1,6 @@
-"""Requests of the batch lane that were taken over from a lost gateway: still in the queue, or not?
+"""Requests of the batch lane of which nobody knows whether they are in the queue: looked for there.
+
+They were taken over from a lost gateway, or the broker did not answer when they were handed in.
 
 Batch work waits long, so most of what a lost gateway had of it was never in a ring. What is in the queue will
 be dispatched, and its tokens come to the lost gateway's subject, which is read here too: to hand it in again
@@ -41,21 +43,29 @@ class QueuedRequests:
         return len(self._waiting) == 1
 
     async def look(self) -> None:
-        """Hands in again what is not in the queue; without an answer of the broker all of it."""
+        """Hands in again what is not in the queue, once the broker says what is there."""
         await asyncio.sleep(GATHER)
         waiting, self._waiting = self._waiting, []
-        found: dict[str, int] = {}
-        try:
-            for model in {generation.request.model for generation in waiting}:
-                found |= await self._queued(model)
-        except BROKER_ERRORS as error:
-            log.info("queue_not_read", error=reason_of(error))
-        await asyncio.sleep(SETTLE)
+        found: dict[str, int] | None = None
+        while found is None:
+            found = await self._look({generation.request.model for generation in waiting})
+            await asyncio.sleep(SETTLE)
         for generation in waiting:
             if generation.unheard and generation.id in found:
                 generation.intake_sequence = found[generation.id]
             elif generation.unheard:
                 self._recover(generation)
+
+    async def _look(self, models: set[str]) -> dict[str, int] | None:
+        """None: the broker does not answer."""
+        found: dict[str, int] = {}
+        try:
+            for model in models:
+                found |= await self._queued(model)
+        except BROKER_ERRORS as error:
+            log.info("queue_not_read", error=reason_of(error))
+            return None
+        return found
 
     async def _queued(self, model: str) -> dict[str, int]:
         """First attempts in the batch lane, by id, with their numbers in the stream."""

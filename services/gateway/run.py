@@ -157,7 +157,7 @@ class Run:
         if self._stored is None:
             return
         try:
-            await self._stored
+            await asyncio.shield(self._stored)
         except RyzansteinError:
             self._owner.cancel(self.answer)
             raise

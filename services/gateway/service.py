@@ -6,34 +6,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
 
-from services.gateway.answers import Answers
 from services.gateway.app import GatewayApp
 from services.gateway.auth.authenticator import Authenticator
-from services.gateway.auth.watch import KeyWatch
-from services.gateway.backend import Backend, shutting_down
-from services.gateway.build import Parts
-from services.gateway.catalog import Catalog
+from services.gateway.backend import Backend
 from services.gateway.connections.http import guarded_http
 from services.gateway.connections.limits import Limits, allow_files
 from services.gateway.connections.websocket import GuardedWebSocket
-from services.gateway.console.cluster import Cluster
-from services.gateway.generations import Generations
-from services.gateway.heirs import Heirs
-from services.gateway.idempotency import IdempotencyKeys
-from services.gateway.intake import Intake
-from services.gateway.jobs import FilesAndBatches
-from services.gateway.limits.limiter import Limiter
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.reading import Reading
-from services.gateway.responses.history import History
-from services.gateway.responses.intake import ResponseIntake
-from services.gateway.responses.keeper import ResponseKeeper
-from services.gateway.responses.lookup import ResponseLookup
-from services.gateway.responses.store import ResponseStore
 from services.gateway.settings import GatewaySettings
-from services.gateway.structured import Grammars
-from services.gateway.tokenizer_store import TokenizerStore
-from shared.errors import BrokerUnavailable, ConfigurationError
+from services.gateway.work import Work
+from shared.errors import ConfigurationError
 from shared.lifecycle import Service
 from shared.messages import ServiceName
 from shared.telemetry import OpsApp
@@ -43,9 +25,6 @@ if TYPE_CHECKING:
     from services.gateway.grpc.server import GrpcServer
 
 log = structlog.get_logger(__name__)
-
-LAST_WORDS = 2.0
-"""Seconds that streams get to write their error when the time to drain is over."""
 
 
 class GatewayService(Service):
@@ -59,18 +38,16 @@ class GatewayService(Service):
         super().__init__(settings)
         self.settings = settings
         self._metrics = GatewayMetrics(self.registry)
-        self._authenticator = Authenticator(required=settings.require_key)
-        self._backend = Backend(self._authenticator)
-        self._keys: KeyWatch | None = None
-        self._limiter: Limiter | None = None
+        self._backend = Backend(Authenticator(required=settings.require_key))
         self._certificates: Certificates | None = None
-        self._generations: Generations | None = None
-        self._answers: Answers | None = None
-        self._heirs: Heirs | None = None
-        self._catalog: Catalog | None = None
         self._grpc: GrpcServer | None = None
-        self._grammars = Grammars()
-        self._jobs: FilesAndBatches | None = None
+        self._work: Work | None = None
+
+    @property
+    def work(self) -> Work:
+        """There once it has been started."""
+        assert self._work is not None, "not started"
+        return self._work
 
     def listen_port(self) -> int:
         return self.settings.port
@@ -111,72 +88,18 @@ class GatewayService(Service):
 
     async def start(self) -> None:
         await self._serve_grpc()
-        generations = Generations(self.bus, self.instance, self.settings, self._metrics)
-        tokenizers = TokenizerStore(self.bus)
-        catalog = Catalog(
-            self.bus,
-            on_card=tokenizers.prefetch,
-            on_lost=generations.on_group_lost,
-            on_alive=generations.on_group_alive,
-        )
-        self._generations, self._catalog = generations, catalog
-        api_keys = self._keys = KeyWatch(self.bus, self._authenticator)
-        await generations.start(catalog)
-        self.spawn(api_keys.run(), "keys")
         if self._certificates is not None:
             self.spawn(self._certificates.run(self.settings.tls_check_interval), "certificates")
-        self.spawn(catalog.watch_models(), "models")
-        self.spawn(catalog.watch_groups(), "groups")
-        self.spawn(generations.tokens.run(), "journal")
-        self.spawn(generations.run(), "timeouts")
-        self.spawn(generations.suspects.run(), "suspects")
-        try:
-            async with asyncio.timeout(self.settings.nats_connect_timeout):
-                await catalog.wait()
-                await api_keys.wait()
-        except TimeoutError:
-            raise BrokerUnavailable(
-                "NATS answers, but its buckets `models`, `groups` and `keys` cannot be read; is JetStream enabled?"
-            ) from None
-        await self._open(generations, catalog, tokenizers)
-
-    async def _open(self, generations: Generations, catalog: Catalog, tokenizers: TokenizerStore) -> None:
-        """Everything that needs to know the models and the groups; then requests are taken."""
-        answers = Answers(self.bus, self.instance, self.settings, self._metrics, generations)
-        keys = IdempotencyKeys(self.bus, self.settings.idempotency_ttl)
-        reading = Reading(answers, catalog, tokenizers, self._metrics)
-        answers.watch_silently, answers.free_key = reading.watch, keys.free
-        store = ResponseStore(self.bus, self.settings.response_ttl, self.settings.response_max_bytes)
-        keeper = ResponseKeeper(store, answers, reading)
-        lookup = ResponseLookup(store, keeper, answers, reading, catalog, tokenizers)
-        answers.keep, reading.is_deleted = keeper.keep, lookup.is_deleted
-        heirs = Heirs(self.bus, self.instance, answers, answers.owners, self.settings.journal_max_age)
-        heirs.keep_of_lost = keeper.keep_of_lost
-        self._answers, self._heirs = answers, heirs
-        await keys.start()
-        await store.start()
-        await answers.owners.start()
-        await heirs.start()
-        self.spawn(answers.run(), "answers")
-        self.spawn(answers.owners.run(), "owners")
-        self.spawn(answers.owners.watch(), "claims")
-        self.spawn(heirs.run(), "unfinished")
-        self.spawn(heirs.watch(), "heirs")
-        self._backend.cluster = Cluster(self.bus, catalog, answers)
-        parts = Parts(self.settings, answers, self._metrics)
-        limiter = self._limiter = Limiter(self.bus, self.instance, self.settings)
-        await limiter.start()
-        self.spawn(limiter.run(), "in use")
-        self.spawn(limiter.windows.run(), "limits")
-        intake = Intake(
-            parts, catalog, tokenizers, keys, reading, self._grammars, self._authenticator, limiter
+        self._work = Work(
+            self.bus,
+            self.instance,
+            self.settings,
+            self.registry,
+            self._metrics,
+            self._backend,
+            self.spawn,
         )
-        intake.responses = ResponseIntake(intake, History(lookup), self.settings, answers.writer)
-        self._backend.open(intake, reading, catalog, lookup)
-        self._jobs = FilesAndBatches(
-            self.bus, self.instance, self.settings, self.registry, intake, catalog, self._authenticator
-        )
-        await self._jobs.start(self._backend, self.spawn)
+        await self._work.start()
 
     async def _serve_grpc(self) -> None:
         """Calls are refused until the backend is open. Raises `PortInUse`, `ConfigurationError`."""
@@ -202,36 +125,15 @@ class GatewayService(Service):
 
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""
-        try:
-            await self._stop_work()
-        finally:
-            if self._grpc is not None:
-                await self._grpc.stop()
-
-    async def _stop_work(self) -> None:
-        if self._generations is not None:
+        if self._work is not None:
             await asyncio.sleep(self.settings.drain_delay)
         self.stop_accepting()
         if self._grpc is not None:
             self._grpc.stop_accepting()
         self._backend.drain()
-        if self._jobs is not None:
-            await self._jobs.stop()
-        if self._generations is None or self._catalog is None:
-            return
-        if not await self._backend.idle(self.settings.drain_timeout):
-            if self._answers is not None:
-                self._answers.end_readers(shutting_down())
-            await self._backend.idle(LAST_WORDS)
-        self._catalog.stop()
-        if self._keys is not None:
-            self._keys.stop()
-        if self._answers is not None:
-            await self._answers.stop()
-        if self._heirs is not None:
-            self._heirs.stop()
-            await self._heirs.write_list()
-        await self._generations.stop()
-        await self._grammars.stop()
-        if self._limiter is not None:
-            await self._limiter.stop()
+        try:
+            if self._work is not None:
+                await self._work.stop()
+        finally:
+            if self._grpc is not None:
+                await self._grpc.stop()

@@ -124,7 +124,7 @@ async def test_many_streams_go_on_elsewhere_whole(
     await doomed.kill()
     await asyncio.gather(*readers)
     going_on = [asyncio.create_task(go_on(gateway, events)) for events in streams]
-    answers = gateway.service._answers
+    answers = gateway.service.work.answers
     assert answers is not None
     await until(lambda: len([answer for answer in answers.all() if answer.owned]) == 24)
     paced.allow()
@@ -171,7 +171,7 @@ async def test_two_claim_and_one_wins(
     await reader
     async with run_gateway(nats_settings) as third:
         readings = [asyncio.create_task(go_on(each, events)) for each in (gateway, third, gateway)]
-        owners = [each.service._answers for each in (gateway, third)]
+        owners = [each.service.work.answers for each in (gateway, third)]
         await until(lambda: sum(answer.owned for one in owners if one for answer in one.all()) == 1)
         paced.allow()
         for reading in readings:
@@ -260,7 +260,7 @@ async def test_a_gateway_that_begins_anew_under_its_name(
         await reader
     async with run_gateway(nats_settings, instance="doomed") as gateway:
         reading = asyncio.create_task(go_on(gateway, events))
-        answers = gateway.service._answers
+        answers = gateway.service.work.answers
         assert answers is not None
         await until(lambda: any(answer.owned for answer in answers.all()))
         paced.allow()
@@ -276,7 +276,7 @@ async def test_a_gateway_that_was_only_asleep_yields(
     await until(lambda: len(text_of(events)) == 12)
     doomed.process.process.send_signal(signal.SIGSTOP)
     reading = asyncio.create_task(go_on(gateway, events[:2]))
-    answers = gateway.service._answers
+    answers = gateway.service.work.answers
     assert answers is not None
     await until(lambda: any(answer.owned for answer in answers.all()), 20)
     doomed.process.process.send_signal(signal.SIGCONT)
@@ -300,8 +300,8 @@ async def test_what_has_run_for_long_is_found_by_the_list(
     """Its record is older than an heir looks back."""
     ring.behave = paced = Paced(TEXT, 12)
     async with gateway.http() as http, http.stream("POST", CHAT, json=body()):
-        heirs = gateway.service._heirs
-        answers = gateway.service._answers
+        heirs = gateway.service.work.heirs
+        answers = gateway.service.work.answers
         assert heirs is not None
         assert answers is not None
         monkeypatch.setattr("services.gateway.heirs.LISTED_AFTER", 0.0)
@@ -313,7 +313,7 @@ async def test_what_has_run_for_long_is_found_by_the_list(
         late = time.time() + 1000
         await lists.put(gateway.service.instance, Unfinished(late, entry.value.identities))
         async with run_gateway(nats_settings) as other:
-            heir = other.service._heirs
+            heir = other.service.work.heirs
             assert heir is not None
             left = await heir._left_by(gateway.service.instance, late)
             assert list(left) == entry.value.identities
@@ -330,7 +330,7 @@ async def test_what_has_run_for_long_is_found_by_the_list(
 
 async def test_a_loss_has_one_heir(gateway: RunningGateway, nats_settings: CommonSettings, bus: Bus) -> None:
     async with run_gateway(nats_settings) as other:
-        one, two = gateway.service._heirs, other.service._heirs
+        one, two = gateway.service.work.heirs, other.service.work.heirs
         assert one is not None
         assert two is not None
         services = await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)

@@ -88,7 +88,7 @@ async def test_a_message_lost_on_the_way_makes_the_reading_fail(
 async def test_a_failed_reading_is_tried_again_before_anybody_is_told(
     bus: Bus, gateway: RunningGateway
 ) -> None:
-    generations = gateway.service._generations
+    generations = gateway.service.work.generations
     assert generations is not None
     consumer: TokenConsumer = generations.tokens
     failures = [TimeoutError(), TimeoutError()]
@@ -108,7 +108,7 @@ async def test_a_failed_reading_is_tried_again_before_anybody_is_told(
 
 
 async def test_an_undecodable_frame_does_not_end_the_gateway(gateway: RunningGateway, ring: FakeRing) -> None:
-    generations = gateway.service._generations
+    generations = gateway.service.work.generations
     assert generations is not None
     await ring.bus.jetstream().publish(subjects.tokens(gateway.service.instance), b"\xc1 no frame")
     generations.tokens._replay_since = lambda: time.time() - 5

@@ -165,7 +165,7 @@ async def test_generations_at_once_are_bounded_here_exactly_and_elsewhere_within
             assert (answer["type"], answer["error"]["code"]) == ("error", "rate_limit_exceeded")
             assert "concurrent requests: Limit 2, Used 2" in answer["error"]["message"]
             await until(lambda: len(ring.requests) == 2)
-            limiter = two.service._limiter
+            limiter = two.service.work.limiter
             assert limiter is not None
             await until(lambda: limiter.counts._elsewhere)
             assert (await ask(two, key)).status_code == 429

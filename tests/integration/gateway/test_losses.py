@@ -22,8 +22,8 @@ BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO}
 
 
 def generations_of(gateway: RunningGateway) -> Generations:
-    assert gateway.service._generations is not None
-    return gateway.service._generations
+    assert gateway.service.work.generations is not None
+    return gateway.service.work.generations
 
 
 async def ask(client: openai.AsyncOpenAI) -> str:

@@ -102,7 +102,7 @@ async def test_an_heir_keeps_what_had_ended(
 ) -> None:
     """Its gateway was lost between the response's end and the store."""
     async with run_gateway(nats_settings) as lost:
-        answers, heirs = lost.service._answers, gateway.service._heirs
+        answers, heirs = lost.service.work.answers, gateway.service.work.heirs
         assert answers is not None
         assert heirs is not None
         answers.keep = None

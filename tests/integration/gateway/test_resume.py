@@ -61,7 +61,7 @@ async def test_a_stream_goes_on_at_another_gateway_while_it_runs(
     ring.behave = paced = Paced(TEXT, 10)
     first = await begin(gateway, 5)
     reading = asyncio.create_task(go_on(other, public_id(first), first[-1][1]))
-    answers = gateway.service._answers
+    answers = gateway.service.work.answers
     assert answers is not None
     await until(lambda: any(answer.listened_until for answer in answers.all()))
     paced.allow()
@@ -162,7 +162,7 @@ async def test_background_outlives_the_grace_and_its_stop_string_ends_it(
         body = STREAM | {"stop": "thing"}
         async with http.stream("POST", CHAT, json=body, headers=headers) as response:
             first = await read_events(response, 3)
-        answers = gateway.service._answers
+        answers = gateway.service.work.answers
         assert answers is not None
         await until(lambda: [answer for answer in answers.all() if not answer.readers])
         paced.allow(25)
@@ -225,7 +225,7 @@ async def test_readers_are_bounded(nats_settings: CommonSettings, ring: FakeRing
         gateway.http() as http,
         http.stream("POST", CHAT, json=STREAM),
     ):
-        answers = gateway.service._answers
+        answers = gateway.service.work.answers
         assert answers is not None
         (answer,) = answers.all()
         refused = await http.get(f"/v1/generations/{answer.public_id}/stream")

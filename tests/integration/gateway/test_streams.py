@@ -36,15 +36,15 @@ async def test_frames_dropped_by_the_client_library_are_filled_from_the_journal(
             *(client.chat.completions.create(model=MODEL, messages=HELLO) for _ in range(3))
         )
         assert {answer.choices[0].message.content for answer in answers} == {LONG}
-        assert gateway.service._generations is not None
-        assert gateway.service._generations.tokens.replays > 0
+        assert gateway.service.work.generations is not None
+        assert gateway.service.work.generations.tokens.replays > 0
 
 
 async def test_a_missed_end_is_found_when_the_stream_stalls(
     nats_settings: CommonSettings, ring: FakeRing
 ) -> None:
     async with run_gateway(nats_settings, stall_timeout=0.2) as gateway, gateway.http() as http:
-        generations = gateway.service._generations
+        generations = gateway.service.work.generations
         assert generations is not None
         live = generations.tokens._on_frame
 
@@ -115,7 +115,7 @@ async def test_a_request_in_the_queue_is_not_handed_in_twice(
 ) -> None:
     await ring.stop()
     waiting = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
-    generations = gateway.service._generations
+    generations = gateway.service.work.generations
     assert generations is not None
     await until(lambda: [item for item in generations._by_id.values() if item.state == "queued"])
     suspect = next(iter(generations._by_id.values()))
@@ -173,7 +173,7 @@ async def test_a_client_that_goes_cancels_its_generation(gateway: RunningGateway
         await until(lambda: len(ring.requests) == 2)
         await until(lambda: ring.requests[1].generation_id in ring.cancelled)
         assert ring.requests[1].generation_id not in ring.commanded
-    generations = gateway.service._generations
+    generations = gateway.service.work.generations
     assert generations is not None
     await until(lambda: len(generations) == 0)
 
@@ -185,7 +185,7 @@ async def test_a_queued_request_of_a_client_that_went_is_withdrawn(
     async with gateway.http() as http:
         with pytest.raises(httpx.ReadTimeout):
             await http.post(CHAT, json=BODY, timeout=0.2)
-    generations = gateway.service._generations
+    generations = gateway.service.work.generations
     assert generations is not None
     await until(lambda: len(generations) == 0 and generations.cancellations.idle)
     info = await ring.bus.jetstream().stream_info("INTAKE")
@@ -228,8 +228,8 @@ async def test_frames_missed_while_disconnected_are_filled_from_the_journal(
     ring.behave = behave
     answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
     assert answer.choices[0].message.content == "Hello, world!"
-    assert gateway.service._generations is not None
-    assert gateway.service._generations.tokens.replays > 0
+    assert gateway.service.work.generations is not None
+    assert gateway.service.work.generations.tokens.replays > 0
 
 
 async def test_a_deleted_group_is_a_lost_one_and_a_deleted_model_is_unknown(

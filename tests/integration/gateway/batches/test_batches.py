@@ -178,7 +178,7 @@ async def test_two_models_are_two_batches(
     served: openai.AsyncOpenAI, gateway: RunningGateway, ring: FakeRing
 ) -> None:
     await ring.add_model(stub_card("second"))
-    catalog = gateway.service._catalog
+    catalog = gateway.service.work.catalog
     assert catalog is not None
     await until(lambda: "second" in catalog.cards)
     done = await until_status(

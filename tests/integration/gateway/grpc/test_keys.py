@@ -12,14 +12,14 @@ from services.gateway.grpc.generated import inference_pb2 as pb
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.keys import NewKey
+from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing
 from tests.integration.gateway.grpc.conftest import PROMPT, QUESTION, Client, text_of
 from tests.integration.gateway.grpc.test_errors import SERVICE, details, failure
-from tests.integration.gateway.test_keys import Keys, bearer, changes_to, keys
 from tests.integration.gateway.test_tls import Files, files
 
-__all__ = ["files", "keys"]  # fixtures
+__all__ = ["files"]  # a fixture
 
 
 def metadata(key: NewKey) -> list[tuple[str, str]]:

@@ -1,0 +1,162 @@
+"""What the gateway works with behind its routes: made, started and stopped in this order.
+
+groups, models, keys ──known──▶ generations, answers, heirs ──▶ intake ──▶ requests are taken ──▶ files, batches
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from services.gateway.answers import Answers
+from services.gateway.auth.watch import KeyWatch
+from services.gateway.backend import Backend, shutting_down
+from services.gateway.build import Parts
+from services.gateway.catalog import Catalog
+from services.gateway.console.cluster import Cluster
+from services.gateway.generations import Generations
+from services.gateway.heirs import Heirs
+from services.gateway.idempotency import IdempotencyKeys
+from services.gateway.intake import Intake
+from services.gateway.jobs import FilesAndBatches
+from services.gateway.limits.limiter import Limiter
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.reading import Reading
+from services.gateway.responses.history import History
+from services.gateway.responses.intake import ResponseIntake
+from services.gateway.responses.keeper import ResponseKeeper
+from services.gateway.responses.lookup import ResponseLookup
+from services.gateway.responses.store import ResponseStore
+from services.gateway.settings import GatewaySettings
+from services.gateway.structured import Grammars
+from services.gateway.tokenizer_store import TokenizerStore
+from shared.bus import Bus
+from shared.errors import BrokerUnavailable
+
+Spawn = Callable[[Coroutine[Any, Any, Any], str], object]
+
+LAST_WORDS = 2.0
+"""Seconds that streams get to write their error when the time to drain is over."""
+
+
+class Work:
+    """Built at once, without I/O; `backend` is opened by `start`, when requests can be taken."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        instance: str,
+        settings: GatewaySettings,
+        registry: CollectorRegistry,
+        metrics: GatewayMetrics,
+        backend: Backend,
+        spawn: Spawn,
+    ) -> None:
+        self._settings = settings
+        self._backend = backend
+        self._spawn = spawn
+        self._opened = False
+        self.generations = Generations(bus, instance, settings, metrics)
+        tokenizers = TokenizerStore(bus)
+        self.catalog = Catalog(
+            bus,
+            on_card=tokenizers.prefetch,
+            on_lost=self.generations.on_group_lost,
+            on_alive=self.generations.on_group_alive,
+        )
+        self._api_keys = KeyWatch(bus, backend.authenticator)
+        self.answers = Answers(bus, instance, settings, metrics, self.generations)
+        self._idempotency = IdempotencyKeys(bus, settings.idempotency_ttl)
+        self._reading = Reading(self.answers, self.catalog, tokenizers, metrics)
+        self.heirs = Heirs(bus, instance, self.answers, self.answers.owners, settings.journal_max_age)
+        self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes)
+        self._lookup = self._responses(tokenizers)
+        self._cluster = Cluster(bus, self.catalog, self.answers)
+        self.limiter = Limiter(bus, instance, settings)
+        self._grammars = Grammars()
+        self._intake = Intake(
+            Parts(settings, self.answers, metrics),
+            self.catalog,
+            tokenizers,
+            self._idempotency,
+            self._reading,
+            self._grammars,
+            backend.authenticator,
+            self.limiter,
+        )
+        self._intake.responses = ResponseIntake(
+            self._intake, History(self._lookup), settings, self.answers.writer
+        )
+        self._jobs = FilesAndBatches(
+            bus, instance, settings, registry, self._intake, self.catalog, backend.authenticator
+        )
+
+    def _responses(self, tokenizers: TokenizerStore) -> ResponseLookup:
+        """Where responses are found, and who keeps them; the others are told."""
+        answers, reading = self.answers, self._reading
+        keeper = ResponseKeeper(self._store, answers, reading)
+        lookup = ResponseLookup(self._store, keeper, answers, reading, self.catalog, tokenizers)
+        answers.watch_silently, answers.free_key = reading.watch, self._idempotency.free
+        answers.keep, reading.is_deleted = keeper.keep, lookup.is_deleted
+        self.heirs.keep_of_lost = keeper.keep_of_lost
+        return lookup
+
+    async def start(self) -> None:
+        """Raises `BrokerUnavailable`, `ConfigurationError`."""
+        await self.generations.start(self.catalog)
+        self._spawn(self._api_keys.run(), "keys")
+        self._spawn(self.catalog.watch_models(), "models")
+        self._spawn(self.catalog.watch_groups(), "groups")
+        self._spawn(self.generations.tokens.run(), "journal")
+        self._spawn(self.generations.run(), "timeouts")
+        self._spawn(self.generations.suspects.run(), "suspects")
+        try:
+            async with asyncio.timeout(self._settings.nats_connect_timeout):
+                await self.catalog.wait()
+                await self._api_keys.wait()
+        except TimeoutError:
+            raise BrokerUnavailable(
+                "NATS answers, but its buckets `models`, `groups` and `keys` cannot be read; is JetStream enabled?"
+            ) from None
+        await self._open()
+
+    async def _open(self) -> None:
+        """Everything that needs to know the models and the groups; then requests are taken."""
+        await self._idempotency.start()
+        await self._store.start()
+        await self.answers.owners.start()
+        await self.heirs.start()
+        await self.limiter.start()
+        self._opened = True
+        self._spawn(self.answers.run(), "answers")
+        self._spawn(self.answers.owners.run(), "owners")
+        self._spawn(self.answers.owners.watch(), "claims")
+        self._spawn(self.heirs.run(), "unfinished")
+        self._spawn(self.heirs.watch(), "heirs")
+        self._spawn(self.limiter.run(), "in use")
+        self._spawn(self.limiter.windows.run(), "limits")
+        self._backend.cluster = self._cluster
+        self._backend.open(self._intake, self._reading, self.catalog, self._lookup)
+        await self._jobs.start(self._backend, self._spawn)
+
+    async def stop(self) -> None:
+        """New requests are refused by now: streams may end within their time, then everything else does."""
+        if self._opened:
+            await self._jobs.stop()
+            await self._end_streams()
+        self.catalog.stop()
+        self._api_keys.stop()
+        if self._opened:
+            await self.answers.stop()
+            self.heirs.stop()
+            await self.heirs.write_list()
+        await self.generations.stop()
+        await self._grammars.stop()
+        if self._opened:
+            await self.limiter.stop()
+
+    async def _end_streams(self) -> None:
+        if not await self._backend.idle(self._settings.drain_timeout):
+            self.answers.end_readers(shutting_down())
+            await self._backend.idle(LAST_WORDS)
