@@ -9,10 +9,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Router, WebSocketRoute
 
 from services.gateway.auth.headers import PUBLIC_PATHS, token_of
+from services.gateway.auth.principal import ANONYMOUS, Principal
 from services.gateway.backend import Backend
 from services.gateway.batches.rest import batch_routes
 from services.gateway.console.cluster import ClusterRoute
-from services.gateway.console.pages import page_routes
+from services.gateway.console.pages import PATHS, page_routes
 from services.gateway.errors import RouteError, describe, headers_of, status_of
 from services.gateway.files.rest import file_routes
 from services.gateway.http_io import header, send_json
@@ -37,6 +38,8 @@ CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "
 GENERATIONS = "/v1/generations"
 METRICS = "/metrics"
 RESPONSES = "/v1/responses"
+OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path))
+"""Files of the package and the description of the API: the same for everybody, and nothing of anybody."""
 CLIENT_GONE = 499
 """nginx's status for a request that its client gave up; in logs and metrics alone."""
 
@@ -92,13 +95,19 @@ class GatewayApp:
         exchange = _Exchange(scope, send)
         try:
             exchange.take_request_id()
-            scope["state"]["principal"] = self._authenticator.authenticate(token_of(scope))
+            scope["state"]["principal"] = self._principal(scope)
             app = self._direct.get((scope.get("method", ""), scope["path"]), self._router)
             await app(scope, receive, exchange.send)
         except Exception as error:
             await exchange.fail(error)
         finally:
             self._account(scope, exchange)
+
+    def _principal(self, scope: Scope) -> Principal:
+        """Who asks. Anybody may load a page, which asks for the key with which it asks for everything else."""
+        if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
+            return ANONYMOUS
+        return self._authenticator.authenticate(token_of(scope))
 
     def _account(self, scope: Scope, exchange: "_Exchange") -> None:
         if scope["type"] != "http":

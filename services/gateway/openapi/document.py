@@ -30,6 +30,7 @@ STATUSES = {
     500: "A fault of ours; report it with the request id.",
     503: "Not possible now; try again after `Retry-After` seconds.",
     504: "No token came in time.",
+    507: "The store of files is full; delete some, or make it larger.",
 }
 ABOUT = (
     "OpenAI's API, and beyond it generations that outlive connections: every event of a stream has an id, from "
