@@ -18,7 +18,7 @@ from services.gateway.ownership import Owners
 from services.gateway.records import RecordReader, RecordWriter
 from services.gateway.settings import GatewaySettings, limits_of
 from shared.bus import Bus
-from shared.errors import QueueFull, RyzansteinError, Unavailable
+from shared.errors import BrokerUnavailable, QueueFull, RyzansteinError, Unavailable
 from shared.records import GenerationRecord, Ownership
 
 log = structlog.get_logger(__name__)
@@ -124,11 +124,12 @@ class Answers:
             if answer.admission is not None:
                 await answer.admission.begin(answer.may_cost)
             self._by_identity[answer.identity] = answer
-            stored = self._writer.write(answer.record)
             if record_first:
-                await asyncio.shield(stored)  # it is that of other records too
+                stored = await self._recorded(answer.record)
                 if answer.ended:
                     raise Unavailable("The generation was cancelled before it was handed in.", retry_after=1)
+            else:
+                stored = self._writer.write(answer.record)
             await self._generations.submit(answer.generations, insist=record_first)
         except RyzansteinError:
             self._by_identity.pop(answer.identity, None)
@@ -138,6 +139,18 @@ class Answers:
                 self.spawn(self.free_key(answer.record))
             raise
         return stored
+
+    async def _recorded(self, record: GenerationRecord) -> "asyncio.Future[None]":
+        """Writes it until the broker says that it is durable: it may be so before, and others may have read it.
+        Raises `PayloadTooLarge`."""
+        while True:
+            stored = self._writer.write(record)
+            try:
+                await asyncio.shield(stored)  # it is that of other records too
+            except BrokerUnavailable:
+                await asyncio.sleep(SWEEP_INTERVAL)
+            else:
+                return stored
 
     def _submitted(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)

@@ -37,10 +37,9 @@ async def status(gateway: "RunningGateway", headers: dict[str, str], path: str =
         return (await http.get(path, headers=headers)).status_code
 
 
-async def changes_to(gateway: "RunningGateway", headers: dict[str, str], wanted: int) -> float:
-    """Seconds until requests are answered with that status."""
+async def changes_to(gateway: "RunningGateway", headers: dict[str, str], wanted: int) -> None:
+    """Returns when requests are answered with that status."""
     began = time.monotonic()
     while await status(gateway, headers) != wanted:
         assert time.monotonic() - began < 10
         await asyncio.sleep(0.01)
-    return time.monotonic() - began
