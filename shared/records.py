@@ -37,6 +37,27 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds for which it goes on while nobody listens; 0: for the short grace of its gateway."""
     idempotency: str = ""
     """Key in the bucket `idempotency`, where there is one: freed when the generation fails."""
+    best: int = 0
+    """Choices of each prompt that are shown, those with the highest mean log probability first; 0: all, in order."""
+    hide_logprobs: bool = False
+    """Whether log probabilities were computed to find the best choices and are not shown."""
+    echo: bool = False
+    """Whether each choice's text begins with its prompt."""
+    include_stop: bool = False
+    """Whether what ends a text, a stop string or a stop token, is part of it."""
+    continues: bool = False
+    """Whether a chat's answer goes on with the conversation's last message, in the middle of its text."""
+    continuous_usage: bool = False
+    obfuscate: bool = False
+    """Whether chunks are padded, so that their lengths say nothing of the text."""
+    fingerprint: str = ""
+    """Of the model and its engine when the request was taken."""
+    service_tier: str = ""
+    """The tier that served it, where the client asked for one."""
+    store: bool = False
+    metadata: dict[str, str] = {}
+    user: str = ""
+    """Whom the client does this for: its own word for an end user."""
 
 
 class GenerationRecords(msgspec.Struct, frozen=True):

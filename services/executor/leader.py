@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +23,7 @@ from services.executor.engine.batching import ContinuousBatcher, Entries
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Row, prompt_tokens
 from services.executor.engine.protocol import BadLogits, Engine, EngineSpec, RestoreFailed, SampledToken
+from services.executor.fingerprint import fingerprint
 from services.executor.gathering import Gathering
 from services.executor.naming import served_name
 from services.executor.pace import Pace
@@ -124,6 +126,7 @@ class Leader:
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
+        card = msgspec.structs.replace(card, fingerprint=await asyncio.to_thread(self._fingerprint, card))
         await self._check_name(card)
         if bundle:
             store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)
@@ -138,6 +141,10 @@ class Leader:
         self._board.set_state(RingState.READY)
         self._orchestrator.send(Ready(self._model))
         log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.total_blocks)
+
+    def _fingerprint(self, card: ModelCard) -> str:
+        directory = Path(self._settings.model).expanduser() if self._settings.model else None
+        return fingerprint(self._settings, card, directory)
 
     async def _check_name(self, card: ModelCard) -> None:
         """Two models under one name would be decoded with one tokenizer: the second is refused."""

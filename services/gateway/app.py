@@ -14,7 +14,7 @@ from services.gateway.http_io import header, send_json
 from services.gateway.mailbox import ClientGone
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
-from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute
+from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute, StoredChatRoute
 from services.gateway.settings import GatewaySettings
 from services.gateway.validation import check_request_id
 from services.gateway.websocket import StreamSocket
@@ -44,6 +44,7 @@ class GatewayApp:
         self._router = Router(
             routes=[
                 Route(CHAT, chat, methods=["POST"]),
+                Route(CHAT + "/{generation}", StoredChatRoute(backend), methods=["GET"]),
                 Route(COMPLETIONS, completions, methods=["POST"]),
                 Route(MODELS, ModelsRoute(backend), methods=["GET"]),
                 Route(MODELS + "/{model:path}", ModelRoute(backend), methods=["GET"]),
@@ -172,6 +173,8 @@ def _route(path: str) -> str:
     """The route of `path`, for metrics: one of few."""
     if path in (CHAT, COMPLETIONS, MODELS):
         return path
+    if path.startswith(CHAT + "/"):
+        return CHAT + "/{id}"
     if path.startswith(GENERATIONS + "/"):
         return GENERATIONS + ("/{id}/stream" if path.endswith("/stream") else "/{id}")
     return MODELS + "/{model}" if path.startswith(MODELS + "/") else "other"

@@ -4,8 +4,9 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+import structlog
 
-from services.gateway import sampling, validation
+from services.gateway import extra_fields, sampling, validation
 from services.gateway.answer import Answer, requests_of
 from services.gateway.answers import Answers
 from services.gateway.errors import InvalidParameter
@@ -19,6 +20,8 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.tokenization import Tokenizer
 from shared.messages import GenerationRequest, Lane, ModelCard
 from shared.records import GenerationRecord
+
+log = structlog.get_logger(__name__)
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -59,8 +62,10 @@ class Build:
         tokenizer: Tokenizer,
         context: Context,
         session: str,
+        extras: extra_fields.Extras = extra_fields.Extras(),  # noqa: B008  # frozen
     ) -> None:
         """Raises `InvalidParameter`."""
+        self._extras = extras
         self._parts = parts
         self._request = request
         self._card = card
@@ -77,7 +82,7 @@ class Build:
     def run(self, prompts: Sequence[list[int]]) -> Run:
         """Raises `InvalidParameter`, `ContextLengthExceeded`."""
         parts, request, options = self._parts, self._request, self._request.stream_options
-        count = request.n or 1
+        count = extra_fields.candidates(request)
         record = GenerationRecord(
             identity=self._identity,
             endpoint="chat.completions" if self._chat else "completions",
@@ -92,6 +97,9 @@ class Build:
             background=self._context.background,
             idempotency=self._context.idempotency,
         )
+        record = extra_fields.noted(record, request, self._card)
+        if record.user:
+            log.info("generation_for", generation_id=self._identity, user=record.user)
         settings = parts.settings
         limits = Limits(settings.recovery_attempts, settings.token_timeout, settings.stall_timeout)
         generations = [
@@ -112,9 +120,10 @@ class Build:
                 param=param,
                 reason="empty_prompt",
             )
+        prompt = extra_fields.truncated(self._request, self._card, prompt)
         limit = sampling.max_tokens(self._request, self._card, len(prompt), settings.default_max_tokens)
         validation.check_min_tokens(self._request, limit)
-        return GenerationRequest(
+        wire = GenerationRequest(
             generation_id=f"{self._identity}-{index}",
             request_id=self._context.request_id,
             model=self._card.model,
@@ -127,3 +136,4 @@ class Build:
             lane=self._context.lane,
             deadline=self._started_at + settings.token_timeout,
         )
+        return extra_fields.applied(wire, self._request, self._card, self._extras)

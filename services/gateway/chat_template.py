@@ -11,9 +11,11 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 
 from services.gateway.errors import InvalidParameter
 
@@ -28,6 +30,17 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class TemplateOptions(msgspec.Struct, frozen=True):
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the header of the assistant's next message."""
+    continue_final: bool = False
+    """Whether it ends within the last message, which the answer goes on with."""
+    variables: dict[str, Any] = {}
+    """Further variables of the template."""
+
+
 class ChatTemplate:
     """A compiled template with the model's special tokens."""
 
@@ -40,17 +53,23 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         self._template = environment.from_string(source)
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        """What the template asks for."""
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], options: TemplateOptions | None = None) -> str:
         """The prompt for the assistant's next message. Raises `InvalidParameter` when the template refuses."""
+        options = options or TemplateOptions()
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
+            text = self._template.render(
+                **{
+                    "messages": [dict(message) for message in messages],
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": options.add_generation_prompt,
+                    **self._special_tokens,
+                    **options.variables,
+                }
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidParameter(
@@ -58,6 +77,22 @@ class ChatTemplate:
                 param="messages",
                 reason="invalid_messages",
             ) from None
+        return _cut_behind(messages[-1]["content"], text) if options.continue_final else text
+
+
+def _cut_behind(last: str, text: str) -> str:
+    """`text` up to the end of the conversation's `last` message, as transformers cuts it: a template may strip the
+    message. Raises `InvalidParameter`."""
+    start = text.rfind(last.strip())
+    if start < 0 or not last.strip():
+        raise InvalidParameter(
+            "Invalid value for 'continue_final_message': the chat template of the model does not show the last message "
+            "as it is; leave it out.",
+            param="continue_final_message",
+            reason="invalid_messages",
+        )
+    whole = last.lstrip()
+    return text[: start + len(whole if text.startswith(whole, start) else last.strip())]
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

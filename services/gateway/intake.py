@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from services.gateway import validation
+from services.gateway import extra_fields, validation
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
 from services.gateway.errors import RouteError
@@ -111,21 +111,26 @@ class Intake:
 
     async def _prepare_chat(self, request: ChatCompletionRequest, context: Context) -> Run:
         validation.check_chat(request)
+        extra_fields.check(request)
         card = self._catalog.card(request.model)
         tokenizer = await self._tokenizers.get(card)
         messages = chat_messages(request)
-        prompt = await tokenizer.encode_chat(messages)
+        prompt = await tokenizer.encode_chat(messages, extra_fields.template_options(request, tokenizer))
+        extras = await extra_fields.extras_of(request, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key) or conversation_key(messages)
-        return Build(self._parts, request, card, tokenizer, context, session).run([prompt])
+        return Build(self._parts, request, card, tokenizer, context, session, extras).run([prompt])
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
+        extra_fields.check(request)
         card = self._catalog.card(request.model)
         given = validation.prompts_of(request)
         tokenizer = await self._tokenizers.get(card)
-        prompts = [await _prompt_ids(prompt, tokenizer, card) for prompt in given]
+        special = request.add_special_tokens is not False
+        prompts = [await _prompt_ids(prompt, tokenizer, card, special) for prompt in given]
+        extras = await extra_fields.extras_of(request, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key)
-        return Build(self._parts, request, card, tokenizer, context, session).run(prompts)
+        return Build(self._parts, request, card, tokenizer, context, session, extras).run(prompts)
 
 
 def _streamed(request: FieldsT) -> FieldsT:
@@ -134,9 +139,11 @@ def _streamed(request: FieldsT) -> FieldsT:
     return msgspec.structs.replace(request, stream=True)
 
 
-async def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, card: ModelCard) -> list[int]:
+async def _prompt_ids(
+    prompt: str | list[int], tokenizer: Tokenizer, card: ModelCard, special: bool
+) -> list[int]:
     if isinstance(prompt, str):
-        return await tokenizer.encode(prompt)
+        return await tokenizer.encode(prompt, special=special)
     validation.check_token_ids("prompt", prompt, card.vocab_size)
     return prompt
 

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from services.gateway.answer import Answer
-from services.gateway.formats import ChatFormat, CompletionFormat
+from services.gateway.formats import ChatFormat, CompletionFormat, Format
 from services.gateway.metrics import ModelMetrics
 from services.gateway.run import Run
+from services.gateway.shown import Shown
 from services.gateway.text_output import TextOutput
 from services.gateway.tokenization import Tokenizer
 from shared.messages import GenerationRequest
+from shared.records import GenerationRecord
 
 if TYPE_CHECKING:
     from services.gateway.answers import Answers
@@ -26,13 +28,17 @@ def new_run(
     """`metrics`: where its tokens are counted, None for what was counted before. `after`: the client's
     positions; None: it has seen nothing."""
     record = answer.record
-    shape = (ChatFormat if record.endpoint == "chat.completions" else CompletionFormat)(
+    shape: Format = (ChatFormat if record.endpoint == "chat.completions" else CompletionFormat)(
         record.identity,
         record.requests[0].model,
         int(record.created),
         tokenizer,
         include_usage=record.include_usage,
+        fingerprint=record.fingerprint,
+        service_tier=record.service_tier,
     )
+    if record.best or record.echo:
+        shape = _shown(shape, record, tokenizer)
     outputs = [_output(answer, generation.request, tokenizer) for generation in answer.generations]
     return Run(answer, outputs, shape, answers, metrics, after=after)
 
@@ -41,8 +47,24 @@ def _output(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) ->
     record = answer.record
     chat = record.endpoint == "chat.completions"
     detokenizer = tokenizer.detokenizer(
-        [] if chat else request.prompt,  # a chat's answer begins a text, a completion goes on
+        [] if chat and not record.continues else request.prompt,  # a chat's answer begins a text
         skip_special_tokens=record.skip_special_tokens,
     )
     logprobs = request.sampling.logprobs >= 0
-    return TextOutput(detokenizer, record.stop, request.stop_token_ids, logprobs=logprobs)
+    return TextOutput(
+        detokenizer,
+        record.stop,
+        request.stop_token_ids,
+        logprobs=logprobs,
+        include_stop=record.include_stop,
+        min_tokens=request.sampling.min_tokens,
+    )
+
+
+def _shown(shape: Format, record: GenerationRecord, tokenizer: Tokenizer) -> Shown:
+    prompts = [request.prompt for request in record.requests]
+
+    def text(prompt: int) -> str:
+        return tokenizer.decode(prompts[prompt], skip_special_tokens=True)
+
+    return Shown(shape, record.choices, record.best, record.hide_logprobs, text if record.echo else None)

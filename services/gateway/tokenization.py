@@ -10,7 +10,7 @@ import msgspec
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from services.gateway.chat_template import ChatTemplate, special_tokens, template_source
+from services.gateway.chat_template import ChatTemplate, TemplateOptions, special_tokens, template_source
 from services.gateway.errors import InvalidParameter
 from shared.errors import InternalError
 
@@ -35,12 +35,23 @@ class Detokenizer(Protocol):
 class Tokenizer(Protocol):
     """What the endpoints need of a model's tokenizer."""
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What the model's chat template asks for."""
+        ...
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], options: TemplateOptions | None = None
+    ) -> list[int]:
         """The conversation as a prompt. Raises `InvalidParameter`."""
         ...
 
-    async def encode(self, text: str) -> list[int]:
-        """A plain text as a prompt, with the special tokens that the model wants around it."""
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """A plain text as a prompt, with the special tokens that the model wants around it where `special`."""
+        ...
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of `tokens`, all at once."""
         ...
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
@@ -73,17 +84,26 @@ class ModelTokenizer:
         decoder = msgspec.json.decode(files["tokenizer.json"], type=dict[str, Any]).get("decoder")
         self._bytes = _TokenBytes(self._tokenizer, byte_level="ByteLevel" in str(decoder))
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    @property
+    def template_variables(self) -> frozenset[str]:
+        return self._template.variables if self._template else frozenset()
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], options: TemplateOptions | None = None
+    ) -> list[int]:
         if self._template is None:
             raise InvalidParameter(
                 "This model has no chat template; send a plain prompt to /v1/completions instead.",
                 param="messages",
                 reason="no_chat_template",
             )
-        return await self._encode(self._template.render(messages), False)
+        return await self._encode(self._template.render(messages, options), False)
 
-    async def encode(self, text: str) -> list[int]:
-        return await self._encode(text, True)
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return await self._encode(text, special)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < LONG_TEXT:
@@ -182,11 +202,22 @@ def _byte_level_alphabet() -> dict[str, int]:
 class StubTokenizer:
     """For the stub engine: a token is a byte, text is Latin-1, a conversation its contents line by line."""
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return await self.encode("".join(f"{message['content']}\n" for message in messages))
+    template_variables = frozenset({"reasoning_effort", "verbosity"})
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], options: TemplateOptions | None = None
+    ) -> list[int]:
+        """Variables stand before the conversation, one a line."""
+        options = options or TemplateOptions()
+        lines = [f"{name}={value}" for name, value in options.variables.items()]
+        text = "".join(f"{line}\n" for line in [*lines, *(message["content"] for message in messages)])
+        return await self.encode(text[:-1] if options.continue_final else text)
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode("latin-1", errors="replace"))
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(token & 0xFF for token in tokens).decode("latin-1")
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         return _StubDetokenizer()

@@ -66,7 +66,9 @@ class Sequence:
         self.tokens: array[int] = array("i", request.prompt)
         self.tokens.extend(request.generated)
         self.chain = BlockChain(self.tokens, block_size, root)
-        self.sampling = SamplingState(request.sampling, request.prompt, request.generated)
+        self.sampling = SamplingState(
+            request.sampling, request.prompt, request.generated, request.stop_token_ids
+        )
         self.state = SequenceState.WAITING
         self.ending = Ending.NONE
         self.in_flight = False

@@ -2,14 +2,17 @@
 
 Its text is a pure function, so that every token of a stream can be checked from outside: the token
 at output position p of a generation is `stub_token(seed, p, vocab_size)`, whatever the prompt, the
-batch, the ring or the attempt. Tokens are bytes of lower-case English letters and spaces.
+batch, the ring or the attempt; where that may not be drawn, the next letter that may. Tokens are bytes of
+lower-case English letters and spaces.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import msgspec
 
+from services.executor.engine.barring import Bars
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
 from services.executor.engine.sampling_state import SamplingState, random_bits
@@ -34,6 +37,18 @@ def stub_token(seed: int, position: int, vocab_size: int = 256) -> int:
             f"The stub engine's vocabulary is {vocab_size} and must be at least {_LARGEST + 1}."
         )
     return _ALPHABET[random_bits(seed, position) % len(_ALPHABET)]
+
+
+def _next_drawable(token: int, bars: Bars, settings: "StubSettings") -> int:
+    """`token`, or the next of the alphabet that may be drawn, or else of the vocabulary."""
+    barred: set[int] = set(bars.barred.tolist())
+    allowed: set[int] | None = None if bars.allowed is None else set(bars.allowed.tolist())
+    letters: list[int] = sorted({letter + settings.first_token for letter in _ALPHABET})
+    at = letters.index(token)
+    for choice in chain(letters[at:], letters[:at], range(settings.vocab_size)):
+        if choice not in barred and (allowed is None or choice in allowed):
+            return choice
+    return token
 
 
 class StubSettings(msgspec.Struct, frozen=True):
@@ -98,6 +113,8 @@ class StubEngine:
     def _sample(self, state: SamplingState) -> SampledToken:
         settings = self._settings
         token = stub_token(state.params.seed, state.position, settings.vocab_size) + settings.first_token
+        if state.bars is not None:
+            token = _next_drawable(token, state.bars, settings)
         wanted = state.params.logprobs
         # The stub is sure of its token: probability 1.
         logprobs = TokenLogprobs(0.0, [(token, 0.0)] if wanted else []) if wanted >= 0 else None
