@@ -18,7 +18,7 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     identity: str
     """What the client knows, behind a prefix of its endpoint."""
-    endpoint: Literal["chat.completions", "completions"]
+    endpoint: Literal["chat.completions", "completions", "embeddings"]
     created: float
     """Unix seconds by the clock of the gateway that took it."""
     requests: list[GenerationRequest]
@@ -56,6 +56,10 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tier that served it, where the client asked for one."""
     store: bool = False
     metadata: dict[str, str] = {}
+    dimensions: int = 0
+    """Numbers of a vector that are shown; 0: all."""
+    base64: bool = False
+    """Whether vectors are shown in base64, and not as numbers."""
     user: str = ""
     """Whom the client does this for: its own word for an end user."""
 

@@ -9,24 +9,23 @@ from shared.messages import ModelCard
 _SAMPLE = 1 << 16
 """Bytes of the end of each weights file that are looked at, beside its name and size."""
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-_SETTINGS = ("engine", "dtype", "device", "tp", "kv_dtype", "block_size", "collectives")
+_SETTINGS = ("engine", "dtype", "device", "tp", "kv_dtype", "kv_dtype_layers", "block_size", "collectives")
 
 
-def fingerprint(settings: ExecutorSettings, card: ModelCard, directory: Path | None) -> str:
-    """`fp_` and ten hexadecimal digits; the same for rings that draw the same tokens of the same seed.
+def fingerprint(settings: ExecutorSettings, card: ModelCard) -> str:
+    """`fp_` and ten hexadecimal digits; the same for rings that draw the same tokens of the same seed."""
+    parts = [card.tokenizer, card.fingerprint, str(card.vocab_size)]
+    parts += [f"{name}={getattr(settings, name)}" for name in _SETTINGS]
+    return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:10]}"
 
-    `directory`: of the model's files; None: a model without any.
-    """
+
+def files_digest(directory: Path) -> str:
+    """Of the weights in `directory`: names, sizes and a sample, since to read all would take as long as to load."""
     digest = hashlib.sha256()
-    parts = [card.tokenizer, str(card.vocab_size)]
-    parts += [f"{name}={getattr(settings, name, '')}" for name in _SETTINGS]
-    for part in parts:
-        digest.update(f"{len(part)}:{part}".encode())
-    if directory is not None and directory.is_dir():
-        for path in sorted(directory.iterdir()):
-            if path.suffix in _WEIGHTS and path.is_file():
-                digest.update(f"{path.name}:{path.stat().st_size}:".encode() + _end_of(path))
-    return f"fp_{digest.hexdigest()[:10]}"
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _WEIGHTS and path.is_file():
+            digest.update(f"{path.name}:{path.stat().st_size}:".encode() + _end_of(path))
+    return digest.hexdigest()
 
 
 def _end_of(path: Path) -> bytes:

@@ -85,4 +85,5 @@ def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
         then.error_code,
         then.error,
         then.retryable,
+        then.vector,
     )

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -126,7 +125,7 @@ class Leader:
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
-        card = msgspec.structs.replace(card, fingerprint=await asyncio.to_thread(self._fingerprint, card))
+        card = msgspec.structs.replace(card, fingerprint=fingerprint(self._settings, card))
         await self._check_name(card)
         if bundle:
             store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)
@@ -141,10 +140,6 @@ class Leader:
         self._board.set_state(RingState.READY)
         self._orchestrator.send(Ready(self._model))
         log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.total_blocks)
-
-    def _fingerprint(self, card: ModelCard) -> str:
-        directory = Path(self._settings.model).expanduser() if self._settings.model else None
-        return fingerprint(self._settings, card, directory)
 
     async def _check_name(self, card: ModelCard) -> None:
         """Two models under one name would be decoded with one tokenizer: the second is refused."""
@@ -305,7 +300,8 @@ class Leader:
         except RestoreFailed as error:
             log.warning("restore_failed", error=str(error))
             return self._batcher.fail_restores(error.slots)
-        return self._batcher.update(sampled, time.perf_counter() - began)
+        pooled = self._engine.pooled() if plan.pools else None
+        return self._batcher.update(sampled, time.perf_counter() - began, pooled)
 
     async def _tell_when_due(self) -> None:
         """Publishes what is gathered: at once when the last frame is some time ago, else as soon as it is."""

@@ -24,7 +24,7 @@ from shared.telemetry import OpsApp, Receive, Scope, Send
 log = structlog.get_logger(__name__)
 
 CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
-GENERATIONS = "/v1/generations"
+EMBEDDINGS, GENERATIONS = "/v1/embeddings", "/v1/generations"
 CLIENT_GONE = 499
 """nginx's status for a request that its client gave up; in logs and metrics alone."""
 
@@ -39,6 +39,7 @@ class GatewayApp:
         self._socket = StreamSocket(backend, settings)
         chat = CompletionsRoute("chat.completions", backend, settings)
         completions = CompletionsRoute("completions", backend, settings)
+        embeddings = CompletionsRoute("embeddings", backend, settings)
         self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): completions}
         """The way of nearly every request, past the router's search."""
         self._router = Router(
@@ -46,6 +47,7 @@ class GatewayApp:
                 Route(CHAT, chat, methods=["POST"]),
                 Route(CHAT + "/{generation}", StoredChatRoute(backend), methods=["GET"]),
                 Route(COMPLETIONS, completions, methods=["POST"]),
+                Route(EMBEDDINGS, embeddings, methods=["POST"]),
                 Route(MODELS, ModelsRoute(backend), methods=["GET"]),
                 Route(MODELS + "/{model:path}", ModelRoute(backend), methods=["GET"]),
                 Route(GENERATIONS + "/{generation}", GenerationRoute(backend), methods=["GET", "DELETE"]),
@@ -171,7 +173,7 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 def _route(path: str) -> str:
     """The route of `path`, for metrics: one of few."""
-    if path in (CHAT, COMPLETIONS, MODELS):
+    if path in (CHAT, COMPLETIONS, EMBEDDINGS, MODELS):
         return path
     if path.startswith(CHAT + "/"):
         return CHAT + "/{id}"

@@ -14,8 +14,8 @@ import re
 import secrets
 from typing import NamedTuple
 
-PREFIXES = {"chat.completions": "chatcmpl-", "completions": "cmpl-"}
-_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
+PREFIXES = {"chat.completions": "chatcmpl-", "completions": "cmpl-", "embeddings": "embd-"}
+_ID = re.compile(r"(?:chatcmpl-|cmpl-|embd-)?([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
 
 
 class Place(NamedTuple):

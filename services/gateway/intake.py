@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from services.gateway import extra_fields, validation
+from services.gateway import embeddings, extra_fields, validation
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
 from services.gateway.errors import RouteError
@@ -23,7 +23,7 @@ from shared.records import Idempotency
 from shared.stores import Entry
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
-Endpoint = Literal["chat.completions", "completions"]
+Endpoint = Literal["chat.completions", "completions", "embeddings"]
 
 
 class Intake:
@@ -44,6 +44,7 @@ class Intake:
         self._tokenizers = tokenizers
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
+        self._embedding = msgspec.json.Decoder(embeddings.EmbeddingRequest)
 
     async def prepare(
         self,
@@ -101,6 +102,8 @@ class Intake:
     async def _prepare(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:
+        if endpoint == "embeddings":
+            return await self._prepare_embedding(body, context, always_streamed)
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
             return await self._prepare_chat(_streamed(chat) if always_streamed else chat, context)
@@ -119,6 +122,23 @@ class Intake:
         extras = await extra_fields.extras_of(request, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key) or conversation_key(messages)
         return Build(self._parts, request, card, tokenizer, context, session, extras).run([prompt])
+
+    async def _prepare_embedding(
+        self, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
+    ) -> Run:
+        if always_streamed:
+            raise RouteError(
+                "Embeddings are not streamed; POST them to /v1/embeddings.",
+                status=400,
+                reason="unsupported_parameter",
+            )
+        request = validation.decode(body, self._embedding)
+        given = embeddings.inputs_of(request)
+        card = self._catalog.card(request.model)
+        embeddings.check(request, card)
+        tokenizer = await self._tokenizers.get(card)
+        prompts = await embeddings.prompts_of(request, given, tokenizer, card)
+        return embeddings.embedding_run(self._parts, request, card, tokenizer, context, prompts)
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)

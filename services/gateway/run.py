@@ -15,9 +15,9 @@ from services.gateway.generation import Deliver
 from services.gateway.mailbox import Event, Mailbox
 from services.gateway.metrics import ModelMetrics
 from services.gateway.shown import padded, predicted, with_usage
-from services.gateway.text_output import Piece, ScoredToken, TextOutput
+from services.gateway.text_output import Piece, ScoredToken
 from shared.errors import RyzansteinError
-from shared.messages import TokenEntry
+from shared.messages import FinishReason, TokenEntry
 
 AT_ONCE = 32
 """News that are turned into text before others get their turn."""
@@ -49,13 +49,29 @@ class Owner(Protocol):
         ...
 
 
+class Output(Protocol):
+    """What entries of one choice become: `TextOutput`, or what shows something else of them."""
+
+    finish: FinishReason
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def mean_logprob(self) -> float: ...
+
+    def feed(self, entry: TokenEntry) -> None: ...
+
+    def take(self) -> Piece: ...
+
+
 class Run:
     """Read once, by `chunks` or `collect`; `close` at the end, whatever happened."""
 
     def __init__(
         self,
         answer: Answer,
-        outputs: Sequence[TextOutput],
+        outputs: Sequence[Output],
         shape: Format,
         owner: Owner,
         metrics: ModelMetrics | None,
@@ -258,7 +274,7 @@ class Run:
 
     def _feed(self, choice: int, entry: TokenEntry) -> None:
         output = self._outputs[choice]
-        if entry.tokens and self._metrics is not None:
+        if (entry.tokens or entry.vector) and self._metrics is not None:
             self._observe(choice, self._metrics)
         if output.tokens < self._after[choice]:
             entry = self._feed_in_silence(output, entry, self._after[choice] - output.tokens)
@@ -267,7 +283,7 @@ class Run:
             self._open -= 1
             self._owner.end_choice(self.answer, choice)
 
-    def _feed_in_silence(self, output: TextOutput, entry: TokenEntry, known: int) -> TokenEntry:
+    def _feed_in_silence(self, output: Output, entry: TokenEntry, known: int) -> TokenEntry:
         """Feeds the `known` positions that the client has, without their text; returns the rest of `entry`."""
         if known > len(entry.tokens):
             silent, rest = entry, msgspec.structs.replace(entry, tokens=[], logprobs=None, finish="")

@@ -10,6 +10,7 @@ from services.gateway.run import Run
 from services.gateway.shown import Shown
 from services.gateway.text_output import TextOutput
 from services.gateway.tokenization import Tokenizer
+from services.gateway.vectors import VectorFormat, VectorOutput
 from shared.messages import GenerationRequest
 from shared.records import GenerationRecord
 
@@ -28,6 +29,10 @@ def new_run(
     """`metrics`: where its tokens are counted, None for what was counted before. `after`: the client's
     positions; None: it has seen nothing."""
     record = answer.record
+    if record.endpoint == "embeddings":
+        vectors = VectorFormat(record.requests[0].model, as_base64=record.base64)
+        inputs = [VectorOutput(record.dimensions) for _ in answer.generations]
+        return Run(answer, inputs, vectors, answers, metrics, after=after)
     shape: Format = (ChatFormat if record.endpoint == "chat.completions" else CompletionFormat)(
         record.identity,
         record.requests[0].model,

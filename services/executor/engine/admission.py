@@ -62,6 +62,8 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
                 f"The request's {name} has a token outside the model's vocabulary of {spec.vocab_size}; "
                 "use the model's own tokenizer."
             )
+    if request.embed and not spec.pooling:
+        return InvalidRequest("This model gives no vectors; choose one whose pooling is mean, last or cls.")
     problem = problem_with(request.sampling, spec.vocab_size) or problem_with_bars(
         request.sampling, request.stop_token_ids, spec.vocab_size
     )
@@ -81,7 +83,7 @@ def finished_before(request: GenerationRequest, spec: EngineSpec) -> TokenEntry 
 def too_long(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:
     """Whether not even one more token fits the context or the KV cache."""
     tokens = len(request.prompt) + len(request.generated)
-    if tokens >= spec.context_length:
+    if tokens >= spec.context_length + request.embed:  # a vector needs no room behind its prompt
         return ContextLengthExceeded(
             f"The prompt has {tokens} tokens and the model's context is {spec.context_length}, answer "
             "included; send a shorter prompt."

@@ -8,14 +8,17 @@ lower-case English letters and spaces.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import chain
 
 import msgspec
+import numpy as np
 
 from services.executor.engine.barring import Bars
-from services.executor.engine.plan import StepPlan
+from services.executor.engine.plan import StepPlan, as_int32
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
 from services.executor.engine.sampling_state import SamplingState, random_bits
+from services.executor.engine.vectors import Floats
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import TokenLogprobs
 
@@ -23,6 +26,7 @@ _ALPHABET = b"abcdefghijklmnopqrstuvwxyz      "
 """32 tokens, six of them spaces: words of about five letters."""
 _LARGEST = max(_ALPHABET)
 
+STUB_EMBEDDING_SIZE = 32
 STUB_EOS_TOKEN = 0
 """The stub's end-of-sequence token. It never produces it."""
 
@@ -37,6 +41,26 @@ def stub_token(seed: int, position: int, vocab_size: int = 256) -> int:
             f"The stub engine's vocabulary is {vocab_size} and must be at least {_LARGEST + 1}."
         )
     return _ALPHABET[random_bits(seed, position) % len(_ALPHABET)]
+
+
+@lru_cache(maxsize=65536)
+def stub_state(token: int) -> Floats:
+    """The stub's hidden state of `token`, wherever it stands: numbers in [-1, 1), `STUB_EMBEDDING_SIZE` of them.
+
+    Number i is `random_bits(token, i) / 2**63 - 1`; a text's vector is the mean of its tokens', of length 1.
+    """
+    bits = [random_bits(token, index) for index in range(STUB_EMBEDDING_SIZE)]
+    return np.array([value * 2.0**-63 - 1 for value in bits], np.float32)
+
+
+def _sums(plan: StepPlan | None) -> Floats:
+    pools = as_int32(plan.pools).reshape(-1, 2).tolist() if plan is not None else []
+    sums = np.zeros((len(pools), STUB_EMBEDDING_SIZE), np.float32)
+    if plan is not None and pools:
+        tokens = as_int32(plan.token_ids).tolist()
+        for at, (first, end) in enumerate(pools):
+            sums[at] = np.sum([stub_state(token) for token in tokens[first:end]], axis=0)
+    return sums
 
 
 def _next_drawable(token: int, bars: Bars, settings: "StubSettings") -> int:
@@ -85,6 +109,7 @@ class StubEngine:
         self._settings = settings
         self._sleep = sleep
         self._loaded = False
+        self._pooled = _sums(None)
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         """At once: there are no weights."""
@@ -92,7 +117,12 @@ class StubEngine:
         self._loaded = True
         settings = self._settings
         return EngineSpec(
-            settings.block_size, settings.num_blocks, settings.context_length, settings.vocab_size
+            settings.block_size,
+            settings.num_blocks,
+            settings.context_length,
+            settings.vocab_size,
+            pooling="mean",
+            embedding_size=STUB_EMBEDDING_SIZE,
         )
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
@@ -103,9 +133,13 @@ class StubEngine:
             raise InternalError(
                 f"Step {plan.step} samples {len(plan.sample_rows) // 4} rows for {len(samples)} sequences."
             )
+        self._pooled = _sums(plan)
         tokens = len(plan.token_ids) // 4
         self._sleep(self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6)
         return [self._sample(state) for state in samples]
+
+    def pooled(self) -> Floats:
+        return self._pooled
 
     def close(self) -> None:
         self._loaded = False
