@@ -16,6 +16,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
 from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute, StoredChatRoute
 from services.gateway.settings import GatewaySettings
+from services.gateway.tokenizing import DETOKENIZE, TOKENIZE, TokenizerRoute
 from services.gateway.validation import check_request_id
 from services.gateway.websocket import StreamSocket
 from shared.errors import InvalidRequest
@@ -40,6 +41,8 @@ class GatewayApp:
         chat = CompletionsRoute("chat.completions", backend, settings)
         completions = CompletionsRoute("completions", backend, settings)
         embeddings = CompletionsRoute("embeddings", backend, settings)
+        tokenize = TokenizerRoute(backend, settings, back=False)
+        detokenize = TokenizerRoute(backend, settings, back=True)
         self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): completions}
         """The way of nearly every request, past the router's search."""
         self._router = Router(
@@ -48,6 +51,8 @@ class GatewayApp:
                 Route(CHAT + "/{generation}", StoredChatRoute(backend), methods=["GET"]),
                 Route(COMPLETIONS, completions, methods=["POST"]),
                 Route(EMBEDDINGS, embeddings, methods=["POST"]),
+                *(Route(prefix + TOKENIZE, tokenize, methods=["POST"]) for prefix in ("", "/v1")),
+                *(Route(prefix + DETOKENIZE, detokenize, methods=["POST"]) for prefix in ("", "/v1")),
                 Route(MODELS, ModelsRoute(backend), methods=["GET"]),
                 Route(MODELS + "/{model:path}", ModelRoute(backend), methods=["GET"]),
                 Route(GENERATIONS + "/{generation}", GenerationRoute(backend), methods=["GET", "DELETE"]),
@@ -173,7 +178,7 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 def _route(path: str) -> str:
     """The route of `path`, for metrics: one of few."""
-    if path in (CHAT, COMPLETIONS, EMBEDDINGS, MODELS):
+    if path in (CHAT, COMPLETIONS, EMBEDDINGS, MODELS) or path.removeprefix("/v1") in (TOKENIZE, DETOKENIZE):
         return path
     if path.startswith(CHAT + "/"):
         return CHAT + "/{id}"

@@ -10,7 +10,7 @@ import msgspec
 from services.gateway import embeddings, extra_fields, validation
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
-from services.gateway.errors import RouteError
+from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.reading import Reading
 from services.gateway.run import Run
@@ -61,6 +61,21 @@ class Intake:
         if context.key:
             return await self._repeatable(endpoint, body, context, always_streamed)
         return await self._prepare(endpoint, body, context, always_streamed)
+
+    async def speaker(self, model: str | None) -> tuple[ModelCard, Tokenizer]:
+        """A model's card and tokenizer; None: of the one that is served. Raises `UnknownModel`, `InvalidParameter`
+        where there are several, `Unavailable`."""
+        if model is None:
+            listed = self._catalog.listed()
+            if len(listed) != 1:
+                raise InvalidParameter(
+                    f"Missing required parameter: 'model'; {len(listed)} models are served.",
+                    param="model",
+                    reason="missing_required_parameter",
+                )
+            model = listed[0].model
+        card = self._catalog.card(model)
+        return card, await self._tokenizers.get(card)
 
     async def _repeatable(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool

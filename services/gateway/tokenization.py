@@ -54,6 +54,10 @@ class Tokenizer(Protocol):
         """The text of `tokens`, all at once."""
         ...
 
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each of `tokens`; empty for one that it does not have."""
+        ...
+
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """For an output that follows `prompt` (empty: that begins a new text)."""
         ...
@@ -112,6 +116,9 @@ class ModelTokenizer:
             self._tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
         return encoding.ids
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         context = list(prompt[-CONTEXT_TOKENS:])
@@ -218,6 +225,9 @@ class StubTokenizer:
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(token & 0xFF for token in tokens).decode("latin-1")
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        return [chr(token & 0xFF) for token in tokens]
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         return _StubDetokenizer()
