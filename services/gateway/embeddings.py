@@ -72,6 +72,10 @@ def check(request: EmbeddingRequest, card: ModelCard) -> None:
         check_range("dimensions", request.dimensions, 1, card.embedding_size)
     if request.truncate_prompt_tokens is not None:
         check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, card.context_length)
+        if not request.truncate_prompt_tokens:
+            raise _wrong(
+                "truncate_prompt_tokens", "0 leaves nothing; send 1 or more, or -1", "integer_below_min_value"
+            )
 
 
 async def prompts_of(

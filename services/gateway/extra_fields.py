@@ -35,9 +35,12 @@ from shared.records import GenerationRecord
 
 TIERS = {"auto": "", "default": "", "priority": "", "fast": "", "flex": "batch"}
 """Service tiers of OpenAI's API that there are here, with the lane of those that do not keep their caller's."""
-RETENTIONS = ("in_memory", "in-memory", "24h")
+RETENTIONS = ("in_memory", "in-memory")
+"""Not 24h: nothing here keeps a prompt's blocks for longer because it is asked to, or lets them go after a day."""
 VERBOSITIES = ("low", "medium", "high")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_OPENAIS = ("service_tier", "prompt_cache_retention")
+"""Fields of which OpenAI's API knows more values than there are here."""
 MAX_BAD_WORDS = 128
 MAX_ALLOWED = 4096
 _METADATA = (16, 64, 512)
@@ -160,7 +163,7 @@ def _check_choice(name: str, value: str | None, known: tuple[str, ...]) -> None:
     raise InvalidParameter(
         f"Invalid value: '{value[:64]}'. Supported values of '{name}' are: {supported}.",
         param=name,
-        reason="unsupported_parameter" if name == "service_tier" else "invalid_value",
+        reason="unsupported_parameter" if name in _OPENAIS else "invalid_value",
     )
 
 

@@ -118,6 +118,7 @@ async def test_many_inputs_of_one_request(client: openai.AsyncOpenAI, embedder: 
         ({"input": [[1], "a"]}, "invalid_type", "input"),
         ({"input": [[1], [256]]}, "invalid_token_id", "input[1]"),
         ({"input": ["a"] * 2049}, "array_above_max_length", "input"),
+        ({"truncate_prompt_tokens": 0}, "integer_below_min_value", "truncate_prompt_tokens"),
         ({"dimensions": 0}, "integer_below_min_value", "dimensions"),
         ({"dimensions": 5}, "integer_above_max_value", "dimensions"),
         ({"encoding_format": "hex"}, "invalid_value", "encoding_format"),
