@@ -17,6 +17,7 @@ _NOT_ENABLED = (None, 10039, 10076)
 _NO_ROOM = (10002, 10023, 10028, 10047, 10077)
 _TOO_FEW_SERVERS = (10005, 10074)
 _NO_LEADER = (10008, 10009)
+_NAME_IN_USE = 10058
 
 
 def lacks_jetstream(error: Exception) -> bool:
@@ -38,6 +39,11 @@ def lacks_leader(error: Exception) -> bool:
     """Whether a cluster is choosing a leader: what was asked was not done, and can be in some seconds."""
     unheard = isinstance(error, NoStreamResponseError)
     return unheard or (isinstance(error, APIError) and error.err_code in _NO_LEADER)
+
+
+def exists_otherwise(error: Exception) -> bool:
+    """Whether there is a stream of that name with other settings."""
+    return isinstance(error, APIError) and error.err_code == _NAME_IN_USE
 
 
 def broker_error(doing: str, error: Exception) -> RyzansteinError:

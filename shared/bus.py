@@ -6,6 +6,8 @@ can read the journal.
 """
 
 import asyncio
+import logging
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -30,8 +32,10 @@ from shared.broker_errors import (
 )
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, NobodyThere, PayloadTooLarge
+from shared.permissions import inbox_of
 from shared.stored import StoredPublisher
 from shared.streams import LEADER_PAUSE, ensure_stream
+from shared.tls import PlainServer, TlsClient, client_context
 
 T = TypeVar("T")
 Reply = bytes | msgspec.Struct | None
@@ -55,6 +59,25 @@ def encode(message: object) -> bytes:
     return _encoder.encode(message)
 
 
+def _tls_of(settings: CommonSettings, urls: list[str]) -> ssl.SSLContext | None:
+    """How to speak TLS, where settings or addresses want it. Raises `ConfigurationError`."""
+    wanted = settings.nats_ca or settings.nats_certificate or any(url.startswith("tls://") for url in urls)
+    if not wanted:
+        return None
+    return client_context(settings.nats_ca, settings.nats_certificate, settings.nats_key)
+
+
+def _refusal(error: Exception, text: str) -> str | None:
+    """Why there is no use in trying again; None: there may be."""
+    if "authorization" in text.lower():
+        return "refused the user name or password; set RYZANSTEIN_NATS_USER and RYZANSTEIN_NATS_PASSWORD."
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"has a certificate that is not trusted ({error.verify_message}); set RYZANSTEIN_NATS_CA."
+    if isinstance(error, PlainServer):
+        return "offers no TLS, so nothing was sent to it; unset RYZANSTEIN_NATS_CA, or configure tls in NATS."
+    return None
+
+
 class Bus:
     """One connection to NATS. Built by `connect`, closed by `close`."""
 
@@ -67,6 +90,7 @@ class Bus:
         """Its address, as it may be shown."""
         self._last_error = ""
         self._refused = asyncio.Event()
+        self._refusal = ""
         self._repeats: dict[tuple[str, str], int] = {}
         self._stored: StoredPublisher | None = None
 
@@ -77,10 +101,11 @@ class Bus:
         Raises `BrokerUnavailable`, and `ConfigurationError` for what is not an address.
         """
         urls = server_urls(settings.nats_url)
-        bus = cls(Client(), settings)
+        tls = _tls_of(settings, urls)
+        bus = cls(TlsClient() if tls else Client(), settings)
         try:
             async with asyncio.timeout(settings.nats_connect_timeout):
-                await bus._connect(urls, name)
+                await bus._connect(urls, name, tls)
                 bus._stored = await StoredPublisher.open(bus._client)
         except TimeoutError:
             reason = f" ({bus._last_error})" if bus._last_error else ""
@@ -97,12 +122,14 @@ class Bus:
             await bus._client.subscribe(f"{_ELECTIONS}.*", cb=bus._on_election)
         return bus
 
-    async def _connect(self, urls: list[str], name: str) -> None:
-        """nats-py tries again for ever, a wrong password included: watch for that one beside it."""
+    async def _connect(self, urls: list[str], name: str, tls: ssl.SSLContext | None) -> None:
+        """nats-py tries again for ever, a wrong password or certificate included: watch for these beside it."""
         connecting = asyncio.create_task(
             self._client.connect(
                 servers=urls,
                 name=name,
+                tls=tls,
+                inbox_prefix=inbox_of(self._settings.nats_user),
                 user=self._settings.nats_user or None,
                 password=self._settings.nats_password.get_secret_value() or None,
                 error_cb=self._on_error,
@@ -119,10 +146,7 @@ class Bus:
         try:
             await asyncio.wait({connecting, refused}, return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
-                raise BrokerUnavailable(
-                    f"NATS at {self.where} refused the user name or password; "
-                    "set RYZANSTEIN_NATS_USER and RYZANSTEIN_NATS_PASSWORD."
-                )
+                raise BrokerUnavailable(f"NATS at {self.where} {self._refusal}")
             await connecting
         finally:
             refused.cancel()
@@ -169,8 +193,9 @@ class Bus:
 
     # --- streams ---------------------------------------------------------------------------------
 
-    async def ensure_streams(self) -> None:
-        """Creates intake and journal where they do not exist yet. Any service may do so, at any time.
+    async def ensure_streams(self, *, change: bool = True) -> None:
+        """Creates intake and journal where they do not exist yet. Any service may do so, at any time; where they
+        are there with other limits, they get those of the settings if `change` says so.
 
         Raises `BrokerUnavailable`, and `ConfigurationError` for a server that has no JetStream or has
         other streams under these names.
@@ -183,6 +208,7 @@ class Bus:
                 retention=RetentionPolicy.WORK_QUEUE,
                 storage=StorageType.FILE,
             ),
+            change=change,
         )
         await ensure_stream(
             self,
@@ -194,6 +220,7 @@ class Bus:
                 max_age=self._settings.journal_max_age,
                 max_bytes=self._settings.journal_max_bytes,
             ),
+            change=change,
         )
 
     # --- publish, request, subscribe -------------------------------------------------------------
@@ -317,17 +344,20 @@ class Bus:
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
-        if "authorization" in self._last_error.lower():
+        if (refusal := _refusal(error, self._last_error)) is not None:
+            self._refusal = refusal
             self._refused.set()
         if isinstance(error, nats.errors.SlowConsumerError):
             self._warn("slow_consumer", error.subject)
             for subscription, callback in list(self._gap_callbacks):
                 if subscription is not None and subscription is error.sub:
                     callback()
+        elif "permissions violation" in self._last_error.lower():
+            self._warn("nats_refused", self._last_error, logging.ERROR)
         elif self._client.is_connected:
             self._warn("nats_error", self._last_error)
 
-    def _warn(self, event: str, about: str) -> None:
+    def _warn(self, event: str, about: str, level: int = logging.WARNING) -> None:
         """Logs at once, and what repeats once per interval with its number: a line for each message that
         is dropped would make a slow consumer slower still."""
         key = (event, about)
@@ -335,7 +365,7 @@ class Bus:
             self._repeats[key] += 1
             return
         self._repeats[key] = 0
-        log.warning(event, about=about)
+        log.log(level, event, about=about)
         asyncio.get_running_loop().call_later(REPEAT_INTERVAL, self._warn_again, key)
 
     def _warn_again(self, key: tuple[str, str]) -> None:

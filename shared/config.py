@@ -37,6 +37,11 @@ class CommonSettings(BaseSettings):
     """NATS server, or several with commas."""
     nats_user: str = ""
     nats_password: CliSuppress[SecretStr] = SecretStr("")
+    nats_ca: str = ""
+    """File (PEM) of the authorities that NATS' certificate must be of; with it, nothing is said without TLS."""
+    nats_certificate: str = ""
+    """File of this service's certificate, where NATS asks for one; with `nats_key`."""
+    nats_key: str = ""
     nats_connect_timeout: float = Field(default=30.0, gt=0)
     """Seconds to wait for NATS at start before giving up."""
     nats_replicas: int = Field(default=0, ge=0, le=5)

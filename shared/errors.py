@@ -4,6 +4,7 @@
     ├── InvalidRequest            the client must change the request
     │   ├── UnknownModel
     │   ├── ContextLengthExceeded
+    │   ├── InvalidGrammar
     │   └── PayloadTooLarge
     ├── Unavailable               the same request may succeed later (retryable)
     │   ├── QueueFull
@@ -49,6 +50,17 @@ class UnknownModel(InvalidRequest):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class InvalidGrammar(InvalidRequest):
+    """What the output's text must match does not compile, or can be followed no further."""
+
+    code = "invalid_grammar"
+
+    def __init__(
+        self, message: str, *, param: str | None = "response_format", retry_after: float | None = None
+    ):
+        super().__init__(message, param=param, retry_after=retry_after)
 
 
 class PayloadTooLarge(InvalidRequest):

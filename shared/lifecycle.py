@@ -44,6 +44,8 @@ class Service(abc.ABC):
     """
 
     name: ClassVar[ServiceName]
+    changes_streams: ClassVar[bool] = False
+    """Whether it gives the streams the limits of its settings: one service decides, and may."""
 
     def __init__(self, settings: CommonSettings) -> None:
         self.settings = settings
@@ -144,7 +146,7 @@ class Service(abc.ABC):
 
     async def _start_up(self) -> None:
         self._bus = await Bus.connect(self.settings, subjects.connection(self.name, self.instance))
-        await self._bus.ensure_streams()
+        await self._bus.ensure_streams(change=self.changes_streams)
         self.spawn(self._beat(), "heartbeat")
         await self.start()
 

@@ -334,6 +334,10 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unix seconds."""
     defaults: dict[str, Any] = {}
     """Sampling defaults from the model's generation_config.json."""
+    tool_parser: str = "auto"
+    """How the model writes tool calls, as its executor's settings say; `auto`: as its chat template shows."""
+    reasoning_parser: str = "auto"
+    """The same for its reasoning."""
     fingerprint: str = ""
     """Of the model and all of the engine's settings that a seed's text depends on; empty: not known."""
     embedding_size: int = 0

@@ -7,7 +7,41 @@ from typing import Literal
 
 import msgspec
 
-from shared.messages import GenerationRequest
+from shared.messages import FinishReason, GenerationRequest, TokenLogprobs
+
+
+class ResponseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a response of `/v1/responses` needs beside its tokens to be shown, kept and continued."""
+
+    shown: bytes
+    """JSON object: the fields of the request that the response shows again."""
+    items: bytes
+    """JSON array: the items of the request's own input."""
+    previous: str = ""
+    """Identity of the response that it continues; empty: none."""
+    store: bool = True
+    """Whether it is kept when its tokens have left the journal."""
+    background: bool = False
+    """Whether the request is answered before the response has ended."""
+
+
+class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a chat's text is taken apart into reasoning, content and tool calls."""
+
+    tools: str = ""
+    """The parser of tool calls; empty: they are not looked for."""
+    types: dict[str, dict[str, str]] = {}
+    """The tools that may be called, by name: JSON types of their parameters, joined by `|`; "" if not known."""
+    single: bool = False
+    """Only the first call counts (parallel_tool_calls false)."""
+    named: bool = False
+    """One function was demanded by its name: the answer ends with `stop`, not with `tool_calls`."""
+    legacy: bool = False
+    """Asked for with `functions`: shown as `function_call`."""
+    reasoning: str = ""
+    """The parser of reasoning; empty: it is not looked for."""
+    opened: bool = False
+    """The prompt ends within the reasoning."""
 
 
 class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -18,7 +52,7 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     identity: str
     """What the client knows, behind a prefix of its endpoint."""
-    endpoint: Literal["chat.completions", "completions", "embeddings"]
+    endpoint: Literal["chat.completions", "completions", "responses", "embeddings"]
     created: float
     """Unix seconds by the clock of the gateway that took it."""
     requests: list[GenerationRequest]
@@ -37,6 +71,11 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds for which it goes on while nobody listens; 0: for the short grace of its gateway."""
     idempotency: str = ""
     """Key in the bucket `idempotency`, where there is one: freed when the generation fails."""
+    tenant: str = ""
+    """Whose it is: to others it is not there."""
+    parsing: Parsing | None = None
+    response: ResponseRecord | None = None
+    """Of the endpoint `responses` alone."""
     best: int = 0
     """Choices of each prompt that are shown, those with the highest mean log probability first; 0: all, in order."""
     hide_logprobs: bool = False
@@ -107,6 +146,32 @@ class Idempotency(msgspec.Struct, frozen=True):
     """Unix seconds."""
 
 
+class ResponsePart(msgspec.Struct, frozen=True):
+    """A kept response, or a part of a large one, in the KV bucket `responses`."""
+
+    data: bytes
+    """Of a `StoredResponse`: MessagePack, deflated."""
+    parts: int
+    """In all, this one counted; 0: the response has been deleted."""
+    kept_at: float
+    """Unix seconds."""
+
+
+class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A response that has ended: its record, and the log that the journal forgets sooner."""
+
+    record: GenerationRecord
+    """Its prompts have their length alone."""
+    tokens: list[int]
+    response: bytes
+    """The response as JSON."""
+    finish: FinishReason = ""
+    scores: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    error_code: str = ""
+    error: str = ""
+
+
 class Listen(msgspec.Struct, frozen=True, tag="listen"):
     """Somebody at `listener` reads these generations of yours. Repeated while it is so."""
 
@@ -119,3 +184,19 @@ class Listened(msgspec.Struct, frozen=True):
 
     held: list[str]
     """Those that the gateway looks after. The others have ended, or belong to nobody it knows."""
+
+
+class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was granted of a limit lately, in the KV bucket `limits`; changed by compare-and-set."""
+
+    newest: int = 0
+    """Unix second of the last slot."""
+    slots: list[int] = []
+    """What was granted in each second, the oldest first."""
+
+
+class InUse(msgspec.Struct, frozen=True):
+    """How many generations each key and tenant has at one gateway; told to all when it changes, and every second."""
+
+    gateway: str
+    counts: dict[str, int]

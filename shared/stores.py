@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 import structlog
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig, ObjectStoreConfig
+from nats.js.api import DiscardPolicy, KeyValueConfig, ObjectStoreConfig, StorageType, StreamConfig
 from nats.js.errors import (
     APIError,
     BadRequestError,
@@ -23,6 +23,7 @@ from nats.js.object_store import ObjectStore as NatsObjectStore
 
 from shared.broker_errors import BROKER_ERRORS, lacks_servers, reason_of, translated
 from shared.bus import Bus, encode
+from shared.streams import ensure_stream
 from shared.subjects import escape, unescape
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -67,6 +68,31 @@ class Bucket(Generic[T]):
             except BucketNotFoundError:
                 store = await _create(bus, name, ttl)
         return cls(bus, name, store, value_type)
+
+    @classmethod
+    async def open_bounded(
+        cls, bus: Bus, name: str, value_type: type[T], *, ttl: float, max_bytes: int
+    ) -> "Bucket[T]":
+        """As `open`, for what may be dropped: the oldest values make room once there are `max_bytes`.
+
+        An existing bucket gets these limits.
+        """
+        config = StreamConfig(
+            name=f"KV_{name}",
+            subjects=[f"$KV.{name}.>"],
+            storage=StorageType.FILE,
+            discard=DiscardPolicy.OLD,
+            max_age=ttl,
+            max_bytes=max_bytes,
+            max_msgs_per_subject=1,
+            allow_direct=True,
+            allow_rollup_hdrs=True,
+            deny_delete=True,
+            duplicate_window=min(ttl, 120.0),
+        )
+        await ensure_stream(bus, config)
+        with translated(f"open the bucket {name}"):
+            return cls(bus, name, await bus.jetstream().key_value(name), value_type)
 
     async def get(self, key: str) -> Entry[T] | None:
         with translated(f"read from the bucket {self._name}"):

@@ -10,6 +10,7 @@ from nats.js.errors import APIError, BadRequestError, NotFoundError
 from shared.broker_errors import (
     BROKER_ERRORS,
     broker_error,
+    exists_otherwise,
     lacks_jetstream,
     lacks_leader,
     lacks_room,
@@ -24,10 +25,11 @@ LEADER_PAUSE = 0.1
 """Seconds between two questions to a cluster that has no leader."""
 
 
-async def ensure_stream(bus: "Bus", config: StreamConfig) -> None:
-    """Creates the stream, or gives it these limits. Raises `BrokerUnavailable`, `ConfigurationError`."""
+async def ensure_stream(bus: "Bus", config: StreamConfig, *, change: bool = True) -> None:
+    """Creates the stream, or gives it these limits if `change` says so. Raises `BrokerUnavailable`,
+    `ConfigurationError`."""
     try:
-        await _when_led(bus, lambda: _add_or_update(bus, config))
+        await _when_led(bus, lambda: _add_or_update(bus, config, change))
     except BROKER_ERRORS as error:
         if lacks_jetstream(error):
             raise ConfigurationError(
@@ -51,7 +53,7 @@ async def _when_led(bus: "Bus", work: Callable[[], Awaitable[None]]) -> None:
         await asyncio.sleep(LEADER_PAUSE)
 
 
-async def _add_or_update(bus: "Bus", config: StreamConfig) -> None:
+async def _add_or_update(bus: "Bus", config: StreamConfig, change: bool) -> None:
     jetstream = bus.jetstream()
     refusal: APIError | None = None
     for replicas in bus.replica_choices():
@@ -65,8 +67,8 @@ async def _add_or_update(bus: "Bus", config: StreamConfig) -> None:
                 continue
             if not isinstance(error, BadRequestError):
                 raise
-            if replicas < bus.replicas:
-                return  # it exists, and is kept by more servers than are up
+            if replicas < bus.replicas or (not change and exists_otherwise(error)):
+                return  # it exists, and is kept by more servers than are up; or is for others to change
             break  # it exists with other limits: ours are the newer ones
     assert refusal is not None, "the loop ends with an answer"
     if lacks_servers(refusal):

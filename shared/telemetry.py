@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from structlog.typing import Processor
 
+from shared.keys import redact
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -28,12 +30,17 @@ def configure_logging(service: str, instance: str, *, level: str, fmt: str) -> N
     if not console:
         processors.append(structlog.processors.format_exc_info)
     structlog.configure(
-        processors=[*processors, renderer],
+        processors=[*processors, renderer, _without_keys],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service, instance=instance)
+
+
+def _without_keys(logger: object, name: str, line: Any) -> Any:
+    """No API key gets into a log, whatever a client wrote it into: a path, a model's name, an id."""
+    return redact(line) if isinstance(line, str) else line
 
 
 def new_registry() -> CollectorRegistry:

@@ -1,11 +1,14 @@
 """A conversation with the gateway, streamed to the terminal."""
 
+import ssl
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import msgspec
 
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
+from shared.tls import client_context, pinned_context
 
 Message = dict[str, str]
 
@@ -41,15 +44,30 @@ class _Failure(msgspec.Struct, frozen=True):
     error: _ErrorBody
 
 
+class KeyNeeded(ConfigurationError):
+    """The gateway asks for an API key, or for another one."""
+
+
 class ChatClient:
     """Speaks to one gateway; keeps the conversation's messages and its session id.
 
     Raises `ConfigurationError` when `url` is no address of one.
     """
 
-    def __init__(self, url: str, *, model: str = "", session: str = "", timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "",
+        session: str = "",
+        timeout: float = 600.0,
+        api_key: str = "",
+        trust: ssl.SSLContext | bool = True,
+    ) -> None:
         self.url = _checked(url)
-        self._client = httpx.Client(timeout=_timeout(timeout), trust_env=False)
+        self._client = httpx.Client(
+            timeout=_timeout(timeout), trust_env=False, headers=_bearer(api_key), verify=trust
+        )
         self._headers = {"x-session-id": session} if session else {}
         self.model = model
         self.messages: list[Message] = []
@@ -86,7 +104,7 @@ class ChatClient:
             ) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise RyzansteinError(_error_text(response))
+                    raise _refusal(response)
                 for line in response.iter_lines():
                     text = _text_of(self.url, line)
                     if text is None:
@@ -98,17 +116,21 @@ class ChatClient:
         raise _broken_off()
 
 
-async def answer_once(url: str, prompt: str, *, max_tokens: int) -> AsyncIterator[str]:
+async def answer_once(
+    url: str, prompt: str, *, max_tokens: int, api_key: str = "", trust: ssl.SSLContext | bool = True
+) -> AsyncIterator[str]:
     """The greedy answer to a single question, as it comes; leaving it early ends it at the gateway too."""
     url = _checked(url)
-    async with httpx.AsyncClient(timeout=_timeout(600), trust_env=False) as client:
+    options: dict[str, Any] = {"timeout": _timeout(600), "trust_env": False, "headers": _bearer(api_key)}
+    options["verify"] = trust
+    async with httpx.AsyncClient(**options) as client:
         try:
             model = _first_model(url, await client.get(f"{url}/v1/models"))
             body = _body(model, [{"role": "user", "content": prompt}], max_tokens, 0.0)
             async with client.stream("POST", _completions(url), json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
-                    raise RyzansteinError(_error_text(response))
+                    raise _refusal(response)
                 async for line in response.aiter_lines():
                     text = _text_of(url, line)
                     if text is None:
@@ -151,7 +173,7 @@ def _body(
 
 def _first_model(url: str, response: httpx.Response) -> str:
     if response.status_code != 200:
-        raise RyzansteinError(_error_text(response))
+        raise _refusal(response)
     try:
         models = msgspec.json.decode(response.content, type=_Models).data
     except msgspec.DecodeError:
@@ -175,6 +197,24 @@ def _text_of(url: str, line: str) -> str | None:
     if event.error is not None:
         raise RyzansteinError(event.error.message)
     return "".join(choice.delta.content or "" for choice in event.choices)
+
+
+def trust_of(certificate: str, ca: str = "") -> ssl.SSLContext | bool:
+    """Whom to trust: the authorities in the file `ca`, the one certificate of a gateway on this machine, or
+    those that everybody trusts."""
+    if ca:
+        return client_context(ca)
+    return pinned_context(certificate) if certificate else True
+
+
+def _bearer(api_key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def _refusal(response: httpx.Response) -> RyzansteinError:
+    if response.status_code == 401:
+        return KeyNeeded(f"{_error_text(response)} Here: set RYZANSTEIN_API_KEY.")
+    return RyzansteinError(_error_text(response))
 
 
 def _error_text(response: httpx.Response) -> str:

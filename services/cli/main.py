@@ -12,19 +12,24 @@ from rich.console import Console
 
 from services.cli import models as model_store
 from services.cli.bars import model_bars
-from services.cli.chat import ChatClient
+from services.cli.chat import ChatClient, trust_of
 from services.cli.drain import drain_group, left_of, print_groups, undrain_group
-from services.cli.nats_address import existing_nats
+from services.cli.keys import keys_app
+from services.cli.nats_config_command import nats_config
 from services.cli.prepare import prepare_model
-from services.cli.run_file import RunFile, read_run_file
 from services.cli.serve import MODULES
 from services.cli.serve import serve as serve_service
 from services.cli.settings import LocalSettings, StackSettings
 from services.cli.status import print_status, read_status
 from services.cli.terminal import AnswerPrinter, console, print_columns
 from services.cli.up import Up, UpOptions
-from shared.config import CommonSettings, load_settings
+from services.cli.where import DataDir, NatsUrl
+from services.cli.where import find_stack as _find_stack
+from services.cli.where import nats_of_stack as _nats_of_stack
+from services.cli.where import no_stack as _no_stack
+from shared.config import load_settings
 from shared.errors import ConfigurationError, DeadlineExceeded, RyzansteinError
+from shared.parsers import REASONING_PARSERS, TOOL_PARSERS
 from shared.telemetry import configure_logging
 
 app = typer.Typer(
@@ -37,18 +42,8 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
-
-DataDir = Annotated[
-    Path | None,
-    typer.Option(help="Where the stack keeps its NATS store, logs and run file. [env: RYZANSTEIN_DATA_DIR]"),
-]
-NatsUrl = Annotated[
-    str,
-    typer.Option(
-        help="An existing NATS server (nats://[user:password@]host:port), or several with commas. "
-        "[env: RYZANSTEIN_NATS_URL]"
-    ),
-]
+app.add_typer(keys_app, name="keys")
+app.command("nats-config")(nats_config)
 
 
 @app.command()
@@ -79,6 +74,33 @@ def up(
     engine: Annotated[
         str, typer.Option(help="torch, or stub: tokens at a set speed, for tests of the control plane.")
     ] = "torch",
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificate chain (PEM): the API is at https:// then. With --tls-key.", dir_okay=False
+        ),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).", dir_okay=False)] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(help="Authorities of which clients must bring a certificate (PEM).", dir_okay=False),
+    ] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls; none: tools are refused.",
+            metavar="auto|none|hermes|llama3_json|...",
+            show_default="auto",
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model marks its reasoning; none: it is part of the answer.",
+            metavar="|".join(REASONING_PARSERS),
+            show_default="auto",
+        ),
+    ] = None,
     proof: Annotated[bool, typer.Option(help="Stream one answer once everything is ready.")] = True,
 ) -> None:
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
@@ -86,7 +108,13 @@ def up(
     _check_choice("--engine", engine, ("torch", "stub"))
     if kv_dtype is not None:
         _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
-    settings = load_settings(StackSettings, data_dir=data_dir)
+    tls = {"tls_certificate": tls_certificate, "tls_key": tls_key, "tls_client_ca": tls_client_ca}
+    files = {name: str(path.resolve()) for name, path in tls.items() if path is not None}
+    if tool_parser is not None:
+        _check_choice("--tool-parser", tool_parser, TOOL_PARSERS)
+    if reasoning_parser is not None:
+        _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
+    settings = load_settings(StackSettings, data_dir=data_dir, **files)
     options = UpOptions(
         model=model,
         data_dir=settings.data_dir.expanduser().resolve(),
@@ -100,6 +128,8 @@ def up(
         engine=engine,
         nats_url=nats_url,
         proof=proof,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
 
     async def run() -> int:
@@ -189,17 +219,38 @@ def chat(
     prompt: Annotated[str, typer.Argument(help="A single question; without it, a conversation.")] = "",
     model: Annotated[str, typer.Option(help="Default: the first model that is served.")] = "",
     url: Annotated[str, typer.Option(help="The gateway. Default: the local stack's.")] = "",
+    ca: Annotated[
+        str,
+        typer.Option(
+            envvar="RYZANSTEIN_CA", help="File of the authorities to trust (PEM), for an https:// gateway."
+        ),
+    ] = "",
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", min=0, max=2)] = None,
     data_dir: DataDir = None,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            envvar="RYZANSTEIN_API_KEY",
+            help="Where the gateway asks for one. Other users of this machine can see options: the variable is safer.",
+        ),
+    ] = "",
 ) -> None:
     """Talk to a model, streamed."""
+    certificate = ""
     if not url:
         stack = _find_stack(data_dir)
         if stack is None and data_dir is not None:
             raise _no_stack(data_dir, "name its gateway with --url")
         url = stack.gateway_url if stack else "http://127.0.0.1:8000"
-    client = ChatClient(url, model=model, session=f"chat-{os.getpid()}-{os.urandom(4).hex()}")
+        certificate = stack.certificate if stack else ""
+    client = ChatClient(
+        url,
+        model=model,
+        session=f"chat-{os.getpid()}-{os.urandom(4).hex()}",
+        api_key=api_key,
+        trust=trust_of(certificate, ca),
+    )
     screen = console()
     try:
         if prompt:
@@ -269,37 +320,6 @@ def _answer(
             printer.write(text)
     finally:
         printer.end()
-
-
-def _find_stack(data_dir: Path | None) -> RunFile | None:
-    settings = load_settings(LocalSettings, data_dir=data_dir)
-    return read_run_file(settings.data_dir.expanduser())
-
-
-def _nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
-    """The NATS that was named, else the local stack's, else what the environment says."""
-    environment = load_settings(CommonSettings, nats_connect_timeout=5.0)
-    if nats_url:
-        return existing_nats(environment, nats_url)
-    stack = _find_stack(data_dir)
-    if stack is not None:
-        return load_settings(
-            CommonSettings,
-            nats_url=stack.nats_url,
-            nats_user=stack.nats_user,
-            nats_password=stack.nats_password,
-            nats_connect_timeout=5.0,
-        )
-    if "nats_url" in environment.model_fields_set:
-        return existing_nats(environment, environment.nats_url)
-    directory = load_settings(LocalSettings, data_dir=data_dir).data_dir
-    raise _no_stack(directory, "name its NATS with --nats-url")
-
-
-def _no_stack(directory: Path, instead: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"No stack runs on the data directory {directory}; start one with `ryzanstein up`, or {instead}."
-    )
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

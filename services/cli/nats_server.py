@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shared import subjects
+from services.cli.nats_config import MAX_PAYLOAD, accounts, one_user, quoted, service_users
 from shared.errors import ConfigurationError
+from shared.permissions import USERS
 
 START_TIMEOUT = 20.0
-MAX_PAYLOAD = 8 << 20
-ACCOUNT = "RYZANSTEIN"
 
 
 def find_binary() -> Path:
@@ -29,32 +28,6 @@ def find_binary() -> Path:
     return Path(found)
 
 
-def accounts(user: str, password: str) -> str:
-    """The part of a configuration that has one user, and tells its account whose connections open and close.
-
-    Nobody can log in to the system account: of all that it hears, these two subjects are passed on, about our
-    own account alone.
-    """
-    events = [(subjects.CONNECTION_OPENED, "CONNECT"), (subjects.CONNECTION_CLOSED, "DISCONNECT")]
-    source = f"$SYS.ACCOUNT.{ACCOUNT}"
-    exports = ", ".join(f'{{ stream: "{source}.{event}", accounts: [{ACCOUNT}] }}' for _, event in events)
-    imports = ", ".join(
-        f'{{ stream: {{ account: SYS, subject: "{source}.{event}" }}, to: "{subject}" }}'
-        for subject, event in events
-    )
-    return (
-        "accounts {\n"
-        f"  SYS {{ exports: [{exports}] }}\n"
-        f"  {ACCOUNT} {{\n"
-        "    jetstream: enabled\n"
-        f'    users: [{{ user: "{user}", password: "{password}" }}]\n'
-        f"    imports: [{imports}]\n"
-        "  }\n"
-        "}\n"
-        "system_account: SYS\n"
-    )
-
-
 class LocalNats:
     """Starts and stops one server. The store lies in `directory`; the credentials are this object's.
 
@@ -62,13 +35,19 @@ class LocalNats:
     User and password stand in a file that only its owner can read, never in the process's arguments.
     """
 
-    def __init__(self, directory: Path, *, port: int = -1, more: str = "") -> None:
-        """`more`: lines that are added to the server's configuration."""
+    def __init__(
+        self, directory: Path, *, port: int = -1, more: str = "", least_rights: bool = False
+    ) -> None:
+        """`more`: lines that are added to the server's configuration. `least_rights`: a user for each service,
+        with its own password; `user` is the operator's then, else one that may do everything."""
         self._directory = directory
         self._more = more
         self._port = port
-        self.user = "ryzanstein"
-        self.password = secrets.token_urlsafe(24)
+        self._least_rights = least_rights
+        self.user = "operator" if least_rights else "ryzanstein"
+        self.passwords = {name: secrets.token_urlsafe(24) for name in (*USERS, self.user)}
+        """Of each user."""
+        self.password = self.passwords[self.user]
         self.url = ""
         self.log = directory / "nats.log"
         self._process: asyncio.subprocess.Process | None = None
@@ -120,10 +99,15 @@ class LocalNats:
             f"ports_file_dir: {quoted['ports']}\n"
             f"max_payload: {MAX_PAYLOAD}\n"
             f"jetstream {{ store_dir: {quoted['store']} }}\n"
-            f"{accounts(self.user, self.password)}"
+            f"{accounts(self._users())}"
             f"{self._more}"
         )
         return config
+
+    def _users(self) -> str:
+        if not self._least_rights:
+            return one_user(self.user, self.password)
+        return service_users({user: quoted(self.passwords[user]) for user in USERS})
 
     def _paths(self) -> dict[str, Path]:
         return {"ports": self._directory, "store": self._directory / "store"}

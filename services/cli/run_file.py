@@ -21,6 +21,8 @@ class RunFile(msgspec.Struct, frozen=True):
     nats_url: str
     nats_user: str
     nats_password: str
+    certificate: str = ""
+    """File of the gateway's certificate, where it has one: what clients on this machine trust."""
 
 
 def write_run_file(data_dir: Path, content: RunFile) -> None:

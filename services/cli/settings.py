@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Literal
 
 from platformdirs import user_cache_path, user_data_path
-from pydantic import Field
+from pydantic import Field, SecretStr
+from pydantic_settings import CliSuppress
 
 from shared.config import CommonSettings
 
@@ -16,6 +17,8 @@ class LocalSettings(CommonSettings):
     """The local stack's NATS store, logs and run file."""
     model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
     """Models that were pulled or converted."""
+    api_key: CliSuppress[SecretStr] = SecretStr("")
+    """For gateways that ask for one."""
 
 
 class StackSettings(LocalSettings):
@@ -27,6 +30,10 @@ class StackSettings(LocalSettings):
     """CPU threads of each rank; 0: the cores shared out among all ranks of the stack."""
     replicas_on_host: int = Field(default=0, ge=0)
     """Executor groups that share this host's memory; 0: those of the stack."""
+    tls_certificate: str = ""
+    """Certificate chain and key of the API, which is at https:// then; and whose certificates clients must have."""
+    tls_key: str = ""
+    tls_client_ca: str = ""
     drain_grace: float = Field(default=10.0, ge=0)
     """Seconds that an executor takes to finish what runs; only then may it be killed."""
     drain_delay: float = Field(default=0.0, ge=0)

@@ -54,6 +54,10 @@ class StackPlan(msgspec.Struct, frozen=True):
     """CUDA_VISIBLE_DEVICES of each group; empty: as it stands."""
     nats: CommonSettings | None = None
     """An existing NATS to use; None: start one."""
+    tool_parser: str | None = None
+    """How the model writes tool calls; None: as the executors' own settings say."""
+    reasoning_parser: str | None = None
+    """The same for its reasoning."""
 
 
 class LocalStack:
@@ -77,7 +81,7 @@ class LocalStack:
         """Where clients on this machine reach the API."""
         beat = next((beat for beat in self.beats.values() if beat.service == "gateway"), None)
         address = beat.address if beat else f"{bracketed(self._plan.host)}:{self._port}"
-        return f"http://{reachable(address)}"
+        return f"{'https' if self._settings.tls_certificate else 'http'}://{reachable(address)}"
 
     @property
     def logs(self) -> Path:
@@ -93,7 +97,7 @@ class LocalStack:
         self.logs.mkdir(parents=True, exist_ok=True)
         set_aside(self.logs)
         if self._plan.nats is None:
-            self._nats = LocalNats(self._plan.data_dir / "nats")
+            self._nats = LocalNats(self._plan.data_dir / "nats", least_rights=True)
             set_aside(self._plan.data_dir / "nats")
             await self._nats.start(die_with_parent())
             self.nats_settings = CommonSettings(
@@ -106,7 +110,7 @@ class LocalStack:
         await self._bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
         self.children = self._make_children()
         for child in self.children:
-            await child.start(self._environment())
+            await self._start(child)
 
     async def wait_ready(self, report: Callable[[dict[str, Heartbeat]], None]) -> None:
         """Returns when every service is ready and every group serves; calls `report` as it goes.
@@ -160,7 +164,11 @@ class LocalStack:
         return children
 
     def _gateway_arguments(self) -> list[str]:
-        return ["--host", self._plan.host, "--port", str(self._port)]
+        arguments = ["--host", self._plan.host, "--port", str(self._port)]
+        for name in ("tls_certificate", "tls_key", "tls_client_ca"):
+            if path := getattr(self._settings, name):
+                arguments += [f"--{name.replace('_', '-')}", path]
+        return arguments
 
     def _executor_arguments(self, replica: int) -> list[str]:
         plan, settings = self._plan, self._settings
@@ -168,6 +176,10 @@ class LocalStack:
         arguments += ["--engine", plan.engine, "--served-model-name", plan.served_model_name]
         if plan.kv_dtype is not None:
             arguments += ["--kv-dtype", plan.kv_dtype]
+        if plan.tool_parser is not None:
+            arguments += ["--tool-parser", plan.tool_parser]
+        if plan.reasoning_parser is not None:
+            arguments += ["--reasoning-parser", plan.reasoning_parser]
         if plan.model:
             arguments += ["--model", plan.model]
         if not settings.threads:
@@ -183,13 +195,20 @@ class LocalStack:
         log = self.logs / f"{service}-{number}.log"
         return Child(service, f"{service}-{self._mark}{number}", arguments, log, environment)
 
-    def _environment(self) -> dict[str, str]:
+    async def _start(self, child: Child) -> None:
+        await child.start(self._environment(child.service))
+
+    def _environment(self, service: str) -> dict[str, str]:
+        """On a NATS of our own each service is a user of its own, with that user's rights."""
         settings = self.nats_settings
+        user, password = settings.nats_user, settings.nats_password.get_secret_value()
+        if self._nats is not None:
+            user, password = service, self._nats.passwords[service]
         return {
             **os.environ,
             "RYZANSTEIN_NATS_URL": settings.nats_url,
-            "RYZANSTEIN_NATS_USER": settings.nats_user,
-            "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
+            "RYZANSTEIN_NATS_USER": user,
+            "RYZANSTEIN_NATS_PASSWORD": password,
         }
 
     def _grace(self, service: str) -> float:
@@ -236,7 +255,7 @@ class LocalStack:
             on_event(f"{child.instance} ended ({child.last_error()}); it is started again.")
             if child.service == "gateway":
                 child.arguments = self._gateway_arguments()
-            await self._again(lambda: child.start(self._environment()), child.instance, pauses, on_event)
+            await self._again(lambda: self._start(child), child.instance, pauses, on_event)
 
     async def _keep_nats_up(self, nats: LocalNats, on_event: Tell) -> None:
         """The same port, store and credentials: the services find their way back by themselves."""

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from services.cli.bars import LoadBars, model_bars
-from services.cli.chat import answer_once
+from services.cli.chat import KeyNeeded, answer_once, trust_of
 from services.cli.gpus import find_gpus, share_out
 from services.cli.nats_address import existing_nats, without_credentials
 from services.cli.prepare import prepare_model
@@ -48,6 +48,8 @@ class UpOptions(msgspec.Struct, frozen=True):
     engine: str
     nats_url: str
     proof: bool
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class Up:
@@ -92,6 +94,8 @@ class Up:
             engine=options.engine,
             gpus=gpus,
             nats=nats,
+            tool_parser=options.tool_parser,
+            reasoning_parser=options.reasoning_parser,
         )
 
     def _existing_nats(self) -> CommonSettings | None:
@@ -143,6 +147,7 @@ class Up:
             nats_url=settings.nats_url,
             nats_user=settings.nats_user,
             nats_password=settings.nats_password.get_secret_value(),
+            certificate=self._settings.tls_certificate,
         )
         write_run_file(self._options.data_dir, note)
         self._print_where(stack)
@@ -152,7 +157,8 @@ class Up:
         rows = [("what", "pid", "where"), ("nats", str(stack.nats_pid or "-"), nats)]
         for child in stack.children:
             beat = stack.beats[child.instance]
-            rows.append((child.instance, str(child.pid), f"http://{beat.address}"))
+            secure = child.service == "gateway" and self._settings.tls_certificate
+            rows.append((child.instance, str(child.pid), f"{'https' if secure else 'http'}://{beat.address}"))
             if beat.group is not None:
                 ranks = " ".join(str(rank.pid) for rank in beat.group.ranks)
                 rows.append((f"  {beat.group.group}", "", f"{beat.group.model}, ranks {ranks}"))
@@ -163,12 +169,21 @@ class Up:
 
     async def _prove(self, url: str) -> None:
         """One answer, streamed: the whole way works."""
+        if self._settings.tls_client_ca:
+            self._say("(no answer is asked for as proof: clients need a certificate)")
+            return
         self._say(f"\n> {PROOF_PROMPT}", "bold")
         printer = AnswerPrinter(self._console)
+        key, trust = self._settings.api_key.get_secret_value(), trust_of(self._settings.tls_certificate)
         try:
-            async for text in answer_once(url, PROOF_PROMPT, max_tokens=PROOF_TOKENS):
+            async for text in answer_once(
+                url, PROOF_PROMPT, max_tokens=PROOF_TOKENS, api_key=key, trust=trust
+            ):
                 printer.write(text)
             printer.end()
+        except KeyNeeded:
+            printer.end()
+            self._say("(not asked: the stack has API keys; set RYZANSTEIN_API_KEY to one of them for that)")
         except RyzansteinError as error:
             printer.end()
             raise ConfigurationError(

@@ -10,7 +10,7 @@ Time (seconds, monotonic) comes in as an argument.
 """
 
 from services.executor.engine.batching import Entries
-from shared.messages import TokenEntry
+from shared.messages import GenerationRequest, TokenEntry
 
 FRAME_INTERVAL = 0.002
 """Seconds between two frames, at least: the longest that a token may wait here."""
@@ -87,3 +87,20 @@ def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
         then.retryable,
         then.vector,
     )
+
+
+def output_tokens(entries: Entries) -> int:
+    """New tokens in the entries of a step."""
+    return sum(len(entry.tokens) for of_consumer in entries.values() for entry in of_consumer)
+
+
+def acknowledgements(requests: list[GenerationRequest], accepted: set[str]) -> Entries:
+    """Empty entries that tell each consumer which group has its generation, before there is a token:
+    should the ring be lost now, it knows at once that the request must be handed in again."""
+    entries: Entries = {}
+    for request in requests:
+        if request.generation_id in accepted:
+            position = len(request.generated)
+            entry = TokenEntry(request.generation_id, request.attempt, position, tokens=[])
+            entries.setdefault(request.consumer, []).append(entry)
+    return entries

@@ -21,11 +21,21 @@ from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Row, prompt_tokens
-from services.executor.engine.protocol import BadLogits, Engine, EngineSpec, RestoreFailed, SampledToken
+from services.executor.engine.protocol import (
+    BadLogits,
+    Engine,
+    EngineSpec,
+    GrammarFailed,
+    RestoreFailed,
+    SampledToken,
+)
 from services.executor.fingerprint import fingerprint
-from services.executor.gathering import Gathering
+from services.executor.gathering import Gathering, acknowledgements, output_tokens
+from services.executor.grammar.state import GrammarState
+from services.executor.grammar.work import GrammarWork
 from services.executor.naming import served_name
 from services.executor.pace import Pace
+from services.executor.parsers import with_parsers
 from services.executor.recent_frames import RecentFrames
 from services.executor.ring import Drained, RankSpec, Ready
 from services.executor.settings import ExecutorSettings
@@ -85,6 +95,7 @@ class Leader:
         self._pace = Pace()
         self._recent = RecentFrames()
         self._gathering = Gathering()
+        self._grammars = GrammarWork()
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.Task[None] | None = None
         self._republishing: asyncio.Task[None] | None = None
@@ -120,13 +131,16 @@ class Leader:
         finally:
             beating.cancel()
             await self._bus.close()
+            self._grammars.close()
             self._engine.close()
 
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
         card = msgspec.structs.replace(card, fingerprint=fingerprint(self._settings, card))
+        card = with_parsers(card, self._settings)
         await self._check_name(card)
+        await asyncio.to_thread(self._grammars.load, card, bundle)
         if bundle:
             store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)
             if await store.get(card.tokenizer) is None:
@@ -176,6 +190,8 @@ class Leader:
             refusal = self._refuse_draining(request) if self._draining else self._batcher.add(request)
             if refusal is None:
                 accepted.append(request.generation_id)
+                if request.grammar is not None:
+                    self._grammars.compile(request, self._on_compiled)
             else:
                 refused.append(refusal)
             log.info(
@@ -186,10 +202,14 @@ class Leader:
                 prompt_tokens=len(request.prompt),
                 reason=refusal.code if refusal else "",
             )
-        self._gathering.add(_acknowledgements(batch.requests, set(accepted)))
+        self._gathering.add(acknowledgements(batch.requests, set(accepted)))
         await self._tell()
         self._wake.set()
         return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, self._report_load())
+
+    def _on_compiled(self, request: GenerationRequest, grammar: GrammarState | RyzansteinError) -> None:
+        self._batcher.release(request, grammar)
+        self._wake.set()
 
     async def _on_control(self, command: ControlCommand) -> ControlReply:
         if isinstance(command, Cancel):
@@ -290,12 +310,16 @@ class Leader:
         samples = [row.sampling for row in rows]
         loop = asyncio.get_running_loop()
         began = time.perf_counter()
+        self._grammars.begin_masks(samples)
         computing = loop.run_in_executor(self._thread, self._engine.execute, plan, samples)
         await self._tell_when_due()
         try:
             sampled: list[SampledToken] = await computing
         except BadLogits as error:
             log.error("bad_logits", error=str(error))
+            return self._batcher.fail_step(error, error.rows)
+        except GrammarFailed as error:
+            log.warning("grammar_failed", error=str(error))
             return self._batcher.fail_step(error, error.rows)
         except RestoreFailed as error:
             log.warning("restore_failed", error=str(error))
@@ -373,20 +397,3 @@ class Leader:
                 if self._batcher.expire(time.time()):
                     self._wake.set()
                 await asyncio.sleep(LOOP_BEAT_INTERVAL)
-
-
-def output_tokens(entries: Entries) -> int:
-    """New tokens in the entries of a step."""
-    return sum(len(entry.tokens) for of_consumer in entries.values() for entry in of_consumer)
-
-
-def _acknowledgements(requests: list[GenerationRequest], accepted: set[str]) -> Entries:
-    """Empty entries that tell each consumer which group has its generation, before there is a token:
-    should the ring be lost now, it knows at once that the request must be handed in again."""
-    entries: Entries = {}
-    for request in requests:
-        if request.generation_id in accepted:
-            position = len(request.generated)
-            entry = TokenEntry(request.generation_id, request.attempt, position, tokens=[])
-            entries.setdefault(request.consumer, []).append(entry)
-    return entries

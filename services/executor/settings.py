@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from services.executor.engine.draft_limit import most_drafts
 from services.executor.kv_cache.dtypes import KvDType, parse_layers
 from shared.config import CommonSettings
+from shared.parsers import ReasoningParser, ToolParser
 
 DType = Literal["auto", "bf16", "fp32"]
 
@@ -80,6 +81,11 @@ class ExecutorSettings(CommonSettings):
     """Seconds that a ring may take to load."""
     drain_grace: float = Field(default=10.0, ge=0)
     """Seconds that running generations get to finish at shutdown; the rest continue elsewhere."""
+    tool_parser: ToolParser = "auto"
+    """How the model writes tool calls: `auto` (as its chat template shows), `none` (tools are refused), or a parser."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model marks its reasoning: `auto` (as its chat template shows), `none` (it is part of the answer), or a
+    parser."""
     stub_step_ms: float = Field(default=0.0, ge=0)
     """Stub engine: milliseconds per step."""
     stub_us_per_token: float = Field(default=0.0, ge=0)

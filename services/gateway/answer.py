@@ -8,6 +8,7 @@ Its owner decides about it. Times are seconds of a monotonic clock.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -21,13 +22,27 @@ KEPT = 2.0
 """Seconds that a generation which nobody reads here stays at hand, when it need not."""
 
 
+class Reservation(Protocol):
+    """What an answer takes of its owner's limits."""
+
+    async def begin(self, tokens: int) -> None:
+        """Raises `RateLimited`."""
+        ...
+
+    def end(self, tokens: int) -> None:
+        """It has come to so many tokens."""
+        ...
+
+
 class Answer:
     """What clients know under one id. Readers are counted by those who attach them."""
 
     __slots__ = (
+        "admission",
         "consumers",
         "generations",
         "listened_until",
+        "may_cost",
         "owned",
         "owner",
         "quiet_since",
@@ -62,6 +77,10 @@ class Answer:
         """How often its owner has not answered in a row."""
         self.watched = False
         """Whether it is read here for its stop strings' sake, by no client."""
+        self.admission: Reservation | None = None
+        """What it has taken of its owner's limits, where it began here."""
+        self.may_cost = 0
+        """Tokens that it may come to."""
 
     @property
     def identity(self) -> str:
@@ -104,6 +123,12 @@ class Answer:
             return False
         return self.ended or not self.owned
 
+    @property
+    def cost(self) -> int:
+        """Tokens that it has come to: each prompt once, however many choices share it."""
+        prompts = {id(item.request.prompt): len(item.request.prompt) for item in self.generations}
+        return sum(prompts.values()) + sum(len(item.tokens) for item in self.generations)
+
     def limits(self) -> list[int]:
         """Output tokens of each choice at most."""
         return [generation.request.max_tokens for generation in self.generations]
@@ -144,7 +169,9 @@ def followed_answer(
     generations = []
     for index, request in enumerate(requests_of(record)):
         generation = Generation(request, index, limits, now=now, started_at=record.created, followed=True)
-        generation.attempt_at = now - max(0.0, now_unix - record.created)
+        age = max(0.0, now_unix - record.created)
+        generation.attempt_at = now - age
+        generation.ends_at -= age
         generations.append(generation)
     return Answer(record, generations, owner=owner, owned=False, now=now)
 

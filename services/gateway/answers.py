@@ -10,13 +10,13 @@ import structlog
 
 from services.gateway.answer import Answer, followed_answer
 from services.gateway.errors import RouteError
-from services.gateway.generation import Deliver, Limits
+from services.gateway.generation import Deliver
 from services.gateway.generations import CLOCK_MARGIN, SWEEP_INTERVAL, Generations
 from services.gateway.identity import writer_of
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.ownership import Owners
 from services.gateway.records import RecordReader, RecordWriter
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings, limits_of
 from shared.bus import Bus
 from shared.errors import QueueFull, RyzansteinError, Unavailable
 from shared.records import GenerationRecord, Ownership
@@ -65,6 +65,8 @@ class Answers:
         """Reads an answer that nobody listens to, up to its stop string."""
         self.free_key: Callable[[GenerationRecord], Awaitable[None]] | None = None
         """Called with the record of a generation that failed and has an idempotency key."""
+        self.keep: Callable[[Answer], Awaitable[None]] | None = None
+        """Called with a response that has ended, when nobody reads it here any more."""
 
     def all(self) -> list[Answer]:
         return list(self._by_identity.values())
@@ -86,6 +88,8 @@ class Answers:
         for answer in self.all():
             if answer.owned and not answer.ended and not answer.resumable:
                 self.cancel(answer)
+        for answer in self.all():
+            self._keep(answer)
         if self._tasks:
             _, endless = await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT)
             for task in endless:
@@ -104,14 +108,18 @@ class Answers:
     async def submit(self, answer: Answer) -> "asyncio.Future[None]":
         """Hands it in; what is returned is done when its record is durable.
 
-        Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
+        Raises `RateLimited`, `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
         """
-        self._by_identity[answer.identity] = answer
         try:
+            if answer.admission is not None:
+                await answer.admission.begin(answer.may_cost)
+            self._by_identity[answer.identity] = answer
             stored = self._writer.write(answer.record)
             await self._generations.submit(answer.generations)
         except RyzansteinError:
             self._by_identity.pop(answer.identity, None)
+            if answer.admission is not None:
+                answer.admission.end(0)
             if answer.record.idempotency and self.free_key is not None:
                 self.spawn(self.free_key(answer.record))
             raise
@@ -211,9 +219,7 @@ class Answers:
     ) -> Answer:
         """Reads the log of a generation that is not at hand, and goes on reading it."""
         now = time.monotonic()
-        limits = Limits(
-            self._settings.recovery_attempts, self._settings.token_timeout, self._settings.stall_timeout
-        )
+        limits = limits_of(self._settings)
         owner = ownership.owner if ownership else record.requests[0].consumer
         answer = followed_answer(record, limits, owner=owner, now=now, now_unix=time.time())
         answer.quiet_since = now + keep
@@ -253,6 +259,8 @@ class Answers:
         """Forgets it; whoever asks for it later is answered from the journal."""
         if self._by_identity.pop(answer.identity, None) is None:
             return
+        if answer.admission is not None:
+            answer.admission.end(answer.cost)
         self._generations.forget(answer.generations)
         if answer.watched and not answer.ended:  # another gateway's by now
             for generation in answer.generations:
@@ -263,6 +271,12 @@ class Answers:
             generation.sources = ()
         if answer.owned and answer.record.idempotency and answer.failed and self.free_key is not None:
             self.spawn(self.free_key(answer.record))
+        self._keep(answer)
+
+    def _keep(self, answer: Answer) -> None:
+        """What outlives the journal is written by its owner."""
+        if answer.owned and answer.ended and answer.record.response is not None and self.keep is not None:
+            self.spawn(self.keep(answer))
 
     def _sweep(self, now: float) -> None:
         for answer in self.all():

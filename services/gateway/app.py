@@ -8,11 +8,13 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router, WebSocketRoute
 
+from services.gateway.auth.headers import PUBLIC_PATHS, token_of
 from services.gateway.backend import Backend
 from services.gateway.errors import RouteError, describe, headers_of, status_of
 from services.gateway.http_io import header, send_json
 from services.gateway.mailbox import ClientGone
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.responses.routes import response_route_name, response_routes
 from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
 from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute, StoredChatRoute
 from services.gateway.settings import GatewaySettings
@@ -26,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
 EMBEDDINGS, GENERATIONS = "/v1/embeddings", "/v1/generations"
+METRICS = "/metrics"
+RESPONSES = "/v1/responses"
 CLIENT_GONE = 499
 """nginx's status for a request that its client gave up; in logs and metrics alone."""
 
@@ -37,6 +41,8 @@ class GatewayApp:
         self, backend: Backend, ops: OpsApp, settings: GatewaySettings, metrics: GatewayMetrics
     ) -> None:
         self._metrics = metrics
+        self._metrics_need_key = settings.metrics_need_key
+        self._authenticator = backend.authenticator
         self._socket = StreamSocket(backend, settings)
         chat = CompletionsRoute("chat.completions", backend, settings)
         completions = CompletionsRoute("completions", backend, settings)
@@ -57,6 +63,7 @@ class GatewayApp:
                 Route(MODELS + "/{model:path}", ModelRoute(backend), methods=["GET"]),
                 Route(GENERATIONS + "/{generation}", GenerationRoute(backend), methods=["GET", "DELETE"]),
                 Route(GENERATIONS + "/{generation}/stream", GenerationStreamRoute(backend), methods=["GET"]),
+                *response_routes(RESPONSES, backend, settings),
                 WebSocketRoute(STREAM, self._socket),
                 *(Route(path, ops) for path in OpsApp.paths),
             ],
@@ -68,12 +75,13 @@ class GatewayApp:
         if scope["type"] not in ("http", "websocket"):
             return
         scope["app"] = self  # lets the router raise where it would else answer in plain text
-        if scope["path"] in OpsApp.paths:
+        if scope["path"] in PUBLIC_PATHS and not (self._metrics_need_key and scope["path"] == METRICS):
             await self._router(scope, receive, send)
             return
         exchange = _Exchange(scope, send)
         try:
             exchange.take_request_id()
+            scope["state"]["principal"] = self._authenticator.authenticate(token_of(scope))
             app = self._direct.get((scope.get("method", ""), scope["path"]), self._router)
             await app(scope, receive, exchange.send)
         except Exception as error:
@@ -117,7 +125,9 @@ class _Exchange:
             self._remember()
 
     def _remember(self) -> None:
-        self._scope.setdefault("state", {})["request_id"] = self.request_id
+        state = self._scope.setdefault("state", {})
+        state["request_id"] = self.request_id
+        self._more_headers = state.setdefault("answer_headers", {})
         structlog.contextvars.bind_contextvars(request_id=self.request_id)
 
     async def send(self, message: Any) -> None:
@@ -125,6 +135,7 @@ class _Exchange:
             self.status = message.get("status", 101)
             message["headers"] = [
                 *message.get("headers", ()),
+                *((name.encode(), value.encode()) for name, value in self._more_headers.items()),
                 (b"x-request-id", self.request_id.encode()),
             ]
         await self._send(message)
@@ -184,4 +195,6 @@ def _route(path: str) -> str:
         return CHAT + "/{id}"
     if path.startswith(GENERATIONS + "/"):
         return GENERATIONS + ("/{id}/stream" if path.endswith("/stream") else "/{id}")
+    if path == RESPONSES or path.startswith(RESPONSES + "/"):
+        return response_route_name(RESPONSES, path)
     return MODELS + "/{model}" if path.startswith(MODELS + "/") else "other"

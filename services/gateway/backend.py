@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+from services.gateway.auth.authenticator import Authenticator
 from services.gateway.catalog import Catalog
 from services.gateway.intake import Intake
 from services.gateway.reading import Reading
+from services.gateway.responses.lookup import ResponseLookup
 from shared.errors import Unavailable
 
 
@@ -22,18 +24,21 @@ def shutting_down() -> Unavailable:
 class Backend:
     """Opened by the service, asked by the routes, which are built before NATS is connected."""
 
-    def __init__(self) -> None:
+    def __init__(self, authenticator: Authenticator) -> None:
+        self.authenticator = authenticator
         self._intake: Intake | None = None
         self._reading: Reading | None = None
         self._catalog: Catalog | None = None
+        self._responses: ResponseLookup | None = None
         self._draining = False
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self, intake: Intake, reading: Reading, catalog: Catalog) -> None:
+    def open(self, intake: Intake, reading: Reading, catalog: Catalog, responses: ResponseLookup) -> None:
         """From now on requests are taken."""
         self._intake, self._reading, self._catalog = intake, reading, catalog
+        self._responses = responses
 
     def drain(self) -> None:
         """From now on new requests are refused."""
@@ -56,6 +61,15 @@ class Backend:
         if self._reading is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
         return self._reading
+
+    @property
+    def responses(self) -> ResponseLookup:
+        """For a response that exists. Raises `Unavailable`."""
+        if self._draining:
+            raise shutting_down()
+        if self._responses is None:
+            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
+        return self._responses
 
     @property
     def catalog(self) -> Catalog:

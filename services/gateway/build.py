@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import structlog
@@ -9,17 +10,24 @@ import structlog
 from services.gateway import extra_fields, sampling, validation
 from services.gateway.answer import Answer, requests_of
 from services.gateway.answers import Answers
+from services.gateway.auth.principal import ANONYMOUS, Principal
 from services.gateway.errors import InvalidParameter
-from services.gateway.generation import Generation, Limits
+from services.gateway.generation import Generation
 from services.gateway.identity import new_identity
+from services.gateway.limits.limiter import Admission
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.responses.making import MakeResponse
 from services.gateway.run import Run
 from services.gateway.runs import new_run
 from services.gateway.schemas import ChatCompletionRequest, GenerationFields
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.tokenization import Tokenizer
-from shared.messages import GenerationRequest, Lane, ModelCard
-from shared.records import GenerationRecord
+from shared.errors import ContextLengthExceeded
+from shared.messages import GenerationRequest, Grammar, Lane, ModelCard
+from shared.records import GenerationRecord, Parsing
+
+UNNAMED_OUTPUT = 512
+"""Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
 
 log = structlog.get_logger(__name__)
 
@@ -35,12 +43,17 @@ class Context(msgspec.Struct, frozen=True):
     key: str = ""
     """The Idempotency-Key header."""
     tenant: str = ""
-    """Whose keys these are: what stands in the Authorization header."""
+    """Whose request and idempotency keys these are: the principal's."""
     after: Sequence[int] | None = None
     """The Last-Event-ID header: where the client stands in what its key stands for."""
     idempotency: str = ""
     """The key's entry in the bucket `idempotency`."""
     lane: Lane = "interactive"
+    principal: Principal = ANONYMOUS
+    answer_headers: dict[str, str] = {}
+    """Gets what the answer's head should say of limits, by the time that the answer begins."""
+    admission: Admission | None = None
+    """Set by the intake, where something is limited."""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -62,9 +75,13 @@ class Build:
         tokenizer: Tokenizer,
         context: Context,
         session: str,
+        grammar: Grammar | None = None,
+        parsing: Parsing | None = None,
+        response: MakeResponse | None = None,
         extras: extra_fields.Extras = extra_fields.Extras(),  # noqa: B008  # frozen
     ) -> None:
-        """Raises `InvalidParameter`."""
+        """`parsing`: how a chat's text is taken apart; `response`: what the chat is inside of, if it is a
+        response. Raises `InvalidParameter`."""
         self._extras = extras
         self._parts = parts
         self._request = request
@@ -72,12 +89,17 @@ class Build:
         self._tokenizer = tokenizer
         self._context = context
         self._session = session
+        self._grammar = grammar
+        self._parsing = parsing
         self._chat = isinstance(request, ChatCompletionRequest)
         self._sampling = sampling.sampling_params(request, card)
         self._stop_ids = sampling.stop_token_ids(request, card)
         self._stops = validation.stop_strings(request)
         self._now, self._started_at = time.monotonic(), time.time()
-        self._identity = new_identity(parts.answers.writer, self._started_at)
+        self._response = response
+        self._identity = (
+            response.identity if response else new_identity(parts.answers.writer, self._started_at)
+        )
 
     def run(self, prompts: Sequence[list[int]]) -> Run:
         """Raises `InvalidParameter`, `ContextLengthExceeded`."""
@@ -85,7 +107,7 @@ class Build:
         count = extra_fields.candidates(request)
         record = GenerationRecord(
             identity=self._identity,
-            endpoint="chat.completions" if self._chat else "completions",
+            endpoint=self._endpoint(),
             created=self._started_at,
             requests=[self._wire(index * count, prompt) for index, prompt in enumerate(prompts)],
             choices=count,
@@ -96,19 +118,36 @@ class Build:
             include_usage=bool(options and options.include_usage),
             background=self._context.background,
             idempotency=self._context.idempotency,
+            tenant=self._context.tenant,
+            parsing=self._parsing,
+            response=self._response.record(self._sampling) if self._response else None,
         )
         record = extra_fields.noted(record, request, self._card)
         if record.user:
             log.info("generation_for", generation_id=self._identity, user=record.user)
         settings = parts.settings
-        limits = Limits(settings.recovery_attempts, settings.token_timeout, settings.stall_timeout)
+        limits = limits_of(settings)
         generations = [
             Generation(wire, index, limits, now=self._now, started_at=self._started_at)
             for index, wire in enumerate(requests_of(record))
         ]
         answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=self._now)
+        answer.admission, answer.may_cost = self._context.admission, self._may_cost(record)
         metrics = parts.metrics.of_model(self._card.model)
         return new_run(answer, self._tokenizer, parts.answers, metrics=metrics)
+
+    def _may_cost(self, record: GenerationRecord) -> int:
+        """Tokens that it may come to; where the client names no limit, what answers usually are."""
+        request = self._request
+        named = request.max_tokens or getattr(request, "max_completion_tokens", None)
+        most = record.requests[0].max_tokens if named else UNNAMED_OUTPUT
+        outputs = (min(most, item.max_tokens) * record.choices for item in record.requests)
+        return sum(len(item.prompt) for item in record.requests) + sum(outputs)
+
+    def _endpoint(self) -> Literal["chat.completions", "completions", "responses"]:
+        if self._response is not None:
+            return "responses"
+        return "chat.completions" if self._chat else "completions"
 
     def _wire(self, index: int, prompt: list[int]) -> GenerationRequest:
         """The request of choice 0 of a prompt."""
@@ -121,6 +160,12 @@ class Build:
                 reason="empty_prompt",
             )
         prompt = extra_fields.truncated(self._request, self._card, prompt)
+        if settings.prompt_limit and len(prompt) > settings.prompt_limit:
+            raise ContextLengthExceeded(
+                f"This server takes prompts of at most {settings.prompt_limit} tokens, and yours has {len(prompt)}; "
+                "shorten it.",
+                param="messages" if self._chat else "prompt",
+            )
         limit = sampling.max_tokens(self._request, self._card, len(prompt), settings.default_max_tokens)
         validation.check_min_tokens(self._request, limit)
         wire = GenerationRequest(
@@ -134,6 +179,8 @@ class Build:
             stop_token_ids=self._stop_ids,
             session=self._session,
             lane=self._context.lane,
+            tenant=self._context.tenant,
             deadline=self._started_at + settings.token_timeout,
+            grammar=self._grammar,
         )
         return extra_fields.applied(wire, self._request, self._card, self._extras)

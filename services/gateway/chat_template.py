@@ -19,6 +19,18 @@ import msgspec
 
 from services.gateway.errors import InvalidParameter
 
+_OURS = frozenset(("messages", "tools", "add_generation_prompt"))
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template can raise: it is a program of others, given values of the client's."""
+
 
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks the answer for training; here it is only its content."""
@@ -53,38 +65,66 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         self._template = environment.from_string(source)
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-        """What the template asks for."""
         self._special_tokens = dict(special_tokens)
+        self.source = source
+        undeclared = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self.variables = frozenset(
+            undeclared - environment.globals.keys() - self._special_tokens.keys() - _OURS
+        )
+        """What it can be told beyond the conversation and its tools."""
 
-    def render(self, messages: Sequence[Mapping[str, str]], options: TemplateOptions | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> str:
         """The prompt for the assistant's next message. Raises `InvalidParameter` when the template refuses."""
         options = options or TemplateOptions()
         try:
-            text = self._template.render(
-                **{
-                    "messages": [dict(message) for message in messages],
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": options.add_generation_prompt,
-                    **self._special_tokens,
-                    **options.variables,
-                }
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            text = self._render(messages, tools, {**(variables or {}), **options.variables}, options)
+        except _REFUSALS as error:
             raise InvalidParameter(
                 f"The chat template of the model does not take these messages: {error}.",
                 param="messages",
                 reason="invalid_messages",
             ) from None
-        return _cut_behind(messages[-1]["content"], text) if options.continue_final else text
+        return _cut_behind(messages[-1].get("content"), text) if options.continue_final else text
+
+    def tries(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> str | None:
+        """As `render`, and None when the template refuses."""
+        try:
+            return self._render(messages, tools, {}, TemplateOptions())
+        except _REFUSALS:
+            return None
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        options: TemplateOptions,
+    ) -> str:
+        return self._template.render(
+            {
+                **self._special_tokens,
+                "documents": None,
+                **variables,
+                "messages": [dict(message) for message in messages],
+                "tools": None if tools is None else list(tools),
+                "add_generation_prompt": options.add_generation_prompt,
+            }
+        )
 
 
-def _cut_behind(last: str, text: str) -> str:
+def _cut_behind(last: object, text: str) -> str:
     """`text` up to the end of the conversation's `last` message, as transformers cuts it: a template may strip the
     message. Raises `InvalidParameter`."""
-    start = text.rfind(last.strip())
-    if start < 0 or not last.strip():
+    start = text.rfind(last.strip()) if isinstance(last, str) else -1
+    if not isinstance(last, str) or start < 0 or not last.strip():
         raise InvalidParameter(
             "Invalid value for 'continue_final_message': the chat template of the model does not show the last message "
             "as it is; leave it out.",
@@ -105,13 +145,19 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    """The template among a model's files, or None: chat_template.jinja, else in tokenizer_config.json."""
-    if "chat_template.jinja" in files:
+def template_source(
+    files: Mapping[str, bytes], config: Mapping[str, Any], name: str = "default"
+) -> str | None:
+    """The template among a model's files, or None: chat_template.jinja, else in tokenizer_config.json.
+
+    Where there are several by `name`, the one for conversations with tools is `tool_use`."""
+    if name == "default" and "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
     source = config.get("chat_template")
-    if isinstance(source, list):  # several by name; the default one is for plain conversations
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get(name)
+    elif name != "default":
+        source = None
     return source if isinstance(source, str) else None
 
 

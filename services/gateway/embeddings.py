@@ -16,10 +16,11 @@ import msgspec
 from services.gateway.answer import Answer
 from services.gateway.build import Context, Parts
 from services.gateway.errors import InvalidParameter
-from services.gateway.generation import Generation, Limits
+from services.gateway.generation import Generation
 from services.gateway.identity import new_identity
 from services.gateway.run import Run
 from services.gateway.runs import new_run
+from services.gateway.settings import limits_of
 from services.gateway.tokenization import Tokenizer
 from services.gateway.validation import check_range, check_token_ids
 from shared.errors import ContextLengthExceeded
@@ -79,9 +80,15 @@ def check(request: EmbeddingRequest, card: ModelCard) -> None:
 
 
 async def prompts_of(
-    request: EmbeddingRequest, given: Sequence[str | list[int]], tokenizer: Tokenizer, card: ModelCard
+    request: EmbeddingRequest,
+    given: Sequence[str | list[int]],
+    tokenizer: Tokenizer,
+    card: ModelCard,
+    prompt_limit: int = 0,
 ) -> list[list[int]]:
-    """The tokens of each input. Raises `InvalidParameter`, `ContextLengthExceeded`, both with the input's index."""
+    """The tokens of each input, `prompt_limit` at most (0: what the context has).
+
+    Raises `InvalidParameter`, `ContextLengthExceeded`, both with the input's index."""
     several = not isinstance(request.input, str)
     prompts = []
     for index, one in enumerate(given):
@@ -96,6 +103,12 @@ async def prompts_of(
             tokens = tokens[-(count if count > 0 else card.context_length) :]
         if not tokens:
             raise _wrong(name, "it resulted in no token; send at least one character", "empty_prompt")
+        if prompt_limit and len(tokens) > prompt_limit:
+            raise ContextLengthExceeded(
+                f"This server takes prompts of at most {prompt_limit} tokens, and '{name}' has {len(tokens)}; "
+                "shorten it.",
+                param=name,
+            )
         if len(tokens) > card.context_length:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {card.context_length} tokens, and '{name}' has "
@@ -132,6 +145,7 @@ def embedding_run(
             max_tokens=1,
             session=context.session,
             lane=context.lane,
+            tenant=context.tenant,
             deadline=started_at + settings.token_timeout,
             embed=True,
         )
@@ -145,13 +159,15 @@ def embedding_run(
         prompts=len(wires),
         background=context.background,
         idempotency=context.idempotency,
+        tenant=context.tenant,
         dimensions=request.dimensions or 0,
         base64=request.encoding_format == "base64",
         user=request.user or "",
     )
-    limits = Limits(settings.recovery_attempts, settings.token_timeout, settings.stall_timeout)
+    limits = limits_of(settings)
     generations = [
         Generation(wire, index, limits, now=now, started_at=started_at) for index, wire in enumerate(wires)
     ]
     answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=now)
+    answer.admission, answer.may_cost = context.admission, sum(map(len, prompts))
     return new_run(answer, tokenizer, parts.answers, metrics=parts.metrics.of_model(card.model))

@@ -1,5 +1,6 @@
 """Errors as the HTTP and WebSocket edge shows them: a status, and a body in OpenAI's shape."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
+from shared.keys import redact
 
 
 class RequestTimeout(InvalidRequest):
@@ -30,12 +32,34 @@ class KeyReused(InvalidRequest):
     code = "idempotency_key_reused"
 
 
+class AuthenticationFailed(InvalidRequest):
+    """There is no API key, or not one that is good."""
+
+    code = "invalid_api_key"
+    headers = {"www-authenticate": 'Bearer realm="ryzanstein"'}
+
+
+class RateLimited(Unavailable):
+    """A key or a tenant has done as much as it may within this minute, or has as much under way."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, kind: str, wait: float = 0.0) -> None:
+        """`kind`: requests or tokens, OpenAI's type of the error; `wait`: seconds to the next try, 0: none will do."""
+        super().__init__(message, retry_after=math.ceil(wait) or None)
+        self.kind = kind
+        self.wait = wait
+        self.headers = {"retry-after-ms": str(math.ceil(wait * 1000))} if wait else {}
+
+
 _STATUS: list[tuple[type[RyzansteinError], int]] = [
+    (AuthenticationFailed, 401),
     (UnknownModel, 404),
     (ContextLengthExceeded, 400),
     (PayloadTooLarge, 413),
     (RequestTimeout, 408),
     (KeyReused, 422),
+    (RateLimited, 429),
     (QueueFull, 429),
     (NoGroupAvailable, 503),
     (DeadlineExceeded, 504),
@@ -95,9 +119,10 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
             "The server failed on this request by a fault of its own; "
             f"report it with the request id {request_id}."
         )
-        return ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
+        return ErrorBody(ErrorDetail(redact(message), "server_error", None, "internal_error"))
     code = getattr(error, "reason", None) or error.code
-    return ErrorBody(ErrorDetail(error.message, _type(status), error.param, code))
+    kind = getattr(error, "kind", None) or _type(status)
+    return ErrorBody(ErrorDetail(redact(error.message), kind, error.param, code))
 
 
 def _type(status: int) -> str:
@@ -107,10 +132,12 @@ def _type(status: int) -> str:
 
 
 def headers_of(error: BaseException) -> dict[str, str]:
-    """Headers that belong to `error`: Retry-After (whole seconds, at least 1), Allow, and Connection where
-    what is left of the request must not be taken for the next one."""
-    headers: dict[str, str] = {}
-    seconds: Any = getattr(error, "retry_after", None) or _RETRY_AFTER.get(status_of(error))
+    """Headers that belong to `error`: its own, Retry-After (whole seconds, at least 1), Allow, and Connection
+    where what is left of the request must not be taken for the next one."""
+    headers: dict[str, str] = dict(getattr(error, "headers", {}))
+    seconds: Any = getattr(error, "retry_after", None)
+    if seconds is None and not isinstance(error, RateLimited):
+        seconds = _RETRY_AFTER.get(status_of(error))
     if seconds is not None:
         headers["retry-after"] = str(max(1, round(seconds)))
     if isinstance(error, RequestTimeout):

@@ -7,7 +7,7 @@
 | service_tier | the lane |
 | prediction | drafts in the ring |
 | min_tokens, allowed_token_ids, bad_words | what the ring's sampler may draw |
-| verbosity, reasoning_effort, chat_template_kwargs, add_generation_prompt, continue_final_message | the chat template |
+| verbosity, add_generation_prompt, continue_final_message | the chat template |
 | store, metadata, user, safety_identifier | the record |
 
 `suffix` is refused: no open model says how it was taught to fill in the middle.
@@ -22,6 +22,7 @@ from services.gateway.chat_template import TemplateOptions
 from services.gateway.errors import InvalidParameter
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, ContentPart, GenerationFields
 from services.gateway.tokenization import Tokenizer
+from services.gateway.tools.traits import Traits
 from services.gateway.validation import (
     MAX_CHOICES,
     _unsupported,
@@ -38,15 +39,12 @@ TIERS = {"auto": "", "default": "", "priority": "", "fast": "", "flex": "batch"}
 RETENTIONS = ("in_memory", "in-memory")
 """Not 24h: nothing here keeps a prompt's blocks for longer because it is asked to, or lets them go after a day."""
 VERBOSITIES = ("low", "medium", "high")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _OPENAIS = ("service_tier", "prompt_cache_retention")
 """Fields of which OpenAI's API knows more values than there are here."""
 MAX_BAD_WORDS = 128
 MAX_ALLOWED = 4096
 _METADATA = (16, 64, 512)
 """Entries, characters of a key, characters of a value: OpenAI's limits."""
-_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-"""Variables of a chat template that fields of their own are for."""
 
 
 class Extras(msgspec.Struct, frozen=True):
@@ -80,13 +78,6 @@ def check(request: GenerationFields) -> None:
 def _check_chat(request: ChatCompletionRequest) -> None:
     _check_choice("prompt_cache_retention", request.prompt_cache_retention, RETENTIONS)
     _check_choice("verbosity", request.verbosity, VERBOSITIES)
-    _check_choice("reasoning_effort", request.reasoning_effort, EFFORTS)
-    for name in sorted(_OURS.intersection(request.chat_template_kwargs or ())):
-        raise InvalidParameter(
-            f"Invalid value for 'chat_template_kwargs': '{name}' is not to be set here; there is a field of its own.",
-            param=f"chat_template_kwargs.{name}",
-            reason="invalid_value",
-        )
     if request.continue_final_message and request.add_generation_prompt:
         raise InvalidParameter(
             "Invalid value for 'continue_final_message': an answer either goes on with the last message or begins one "
@@ -191,20 +182,14 @@ def _metadata_error(what: str) -> InvalidParameter:
 # --- what the tokenizer says of them -------------------------------------------------------------
 
 
-def template_options(request: ChatCompletionRequest, tokenizer: Tokenizer) -> TemplateOptions:
-    """How the conversation is rendered. Raises `InvalidParameter` for what the model's template does not know."""
-    known, variables = tokenizer.template_variables, dict(request.chat_template_kwargs or {})
-    if request.verbosity is not None and "verbosity" in known:
+def template_options(request: ChatCompletionRequest, traits: Traits) -> TemplateOptions:
+    """How the conversation is rendered, beside what `tools/plan.py` says. Raises `InvalidParameter` for what the
+    model's template does not know."""
+    variables: dict[str, Any] = {}
+    if request.verbosity is not None and "verbosity" in traits.variables:
         variables["verbosity"] = request.verbosity
     elif request.verbosity not in (None, "medium"):
         raise _unsupported("verbosity", "this model's chat template has none; leave it out")
-    effort = request.reasoning_effort
-    if effort is not None and "reasoning_effort" in known:
-        variables["reasoning_effort"] = effort
-    elif effort is not None and "enable_thinking" in known:
-        variables["enable_thinking"] = effort != "none"
-    elif effort not in (None, "none"):
-        raise _unsupported("reasoning_effort", "this model's chat template has none; leave it out")
     continues = bool(request.continue_final_message)
     asked = request.add_generation_prompt
     return TemplateOptions(
@@ -304,6 +289,7 @@ def applied(
     wire: GenerationRequest, request: GenerationFields, card: ModelCard, extras: Extras
 ) -> GenerationRequest:
     """`wire` with what `request` says of how its tokens are chosen. Raises `InvalidParameter`."""
+    _check_beside_grammar(wire, request)
     allowed = request.allowed_token_ids or []
     check_token_ids("allowed_token_ids", allowed, card.vocab_size)
     min_tokens = request.min_tokens or 0
@@ -323,3 +309,12 @@ def applied(
     return msgspec.structs.replace(
         wire, sampling=sampling, lane=lane_of(request, wire.lane), prediction=extras.prediction
     )
+
+
+def _check_beside_grammar(wire: GenerationRequest, request: GenerationFields) -> None:
+    """What a grammar demands and what may not be drawn could leave nothing, so they do not go together."""
+    if wire.grammar is None:
+        return
+    for name in ("min_tokens", "allowed_token_ids", "bad_words"):
+        if getattr(request, name):
+            raise _unsupported(name, "it does not go with an output that follows a grammar; leave one out")

@@ -10,6 +10,9 @@ import msgspec
 
 from services.gateway.text_output import Piece, ScoredToken
 from services.gateway.tokenization import Tokenizer
+from services.gateway.tools import presented
+from services.gateway.tools.calls import CallDelta
+from shared.records import Parsing
 
 _json = msgspec.json.Encoder()
 
@@ -44,6 +47,8 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     """None while it goes on."""
     scored: Sequence[ScoredToken]
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
     mean_logprob: float = 0.0
     """Of its tokens, where they have log probabilities."""
 
@@ -97,6 +102,7 @@ class ChatFormat:
         include_usage: bool = False,
         fingerprint: str = "",
         service_tier: str = "",
+        parsing: Parsing | None = None,
     ) -> None:
         head: dict[str, Any] = {
             "id": f"chatcmpl-{identity}",
@@ -109,17 +115,23 @@ class ChatFormat:
             head["service_tier"] = service_tier
         self._frame = _Frame(head, include_usage=include_usage)
         self._tokenizer = tokenizer
+        self._parsing = parsing
+        self._tools = parsing is not None and bool(parsing.tools)
 
     def first(self, index: int) -> bytes | None:
         return self._frame.chunk(
-            b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},'
-            b'"logprobs":null,"finish_reason":null}' % index
+            b'{"index":%d,"delta":{"role":"assistant","content":%b,"refusal":null},'
+            b'"logprobs":null,"finish_reason":null}' % (index, b"null" if self._tools else b'""')
         )
 
     def delta(self, index: int, piece: Piece) -> bytes:
+        if self._parsing is not None:
+            delta = _json.encode(presented.delta(piece.text, piece.reasoning, piece.calls, self._parsing))
+        else:
+            delta = b'{"content":%b}' % _json.encode(piece.text)
         return self._frame.chunk(
-            b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
-            % (index, _json.encode(piece.text), self._logprobs(piece.scored))
+            b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null}'
+            % (index, delta, self._logprobs(piece.scored))
         )
 
     def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
@@ -135,7 +147,7 @@ class ChatFormat:
         shown = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": presented.message(choice.text, choice.reasoning, choice.calls, self._parsing),
                 "logprobs": msgspec.Raw(self._logprobs(choice.scored)),
                 "finish_reason": choice.finish_reason,
             }

@@ -54,6 +54,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Seconds without a new token after which the generation has failed."""
     stall: float
     """Seconds without anything new from the ring after which the journal is read; doubles each time."""
+    whole: float = 0.0
+    """Seconds that it may take in all; 0: any time. The batch lane has a clock of its own."""
 
 
 class Generation:
@@ -69,6 +71,7 @@ class Generation:
         "_stall",
         "attempt_at",
         "cached_tokens",
+        "ends_at",
         "epoch",
         "error",
         "finish",
@@ -131,6 +134,8 @@ class Generation:
         self.attempt_at = now
         """When the current attempt was handed in."""
         self.last_progress = now
+        self.ends_at = now + limits.whole if limits.whole and request.lane != "batch" else float("inf")
+        """By when it has to be over."""
         self._stall = limits.stall
         self._gap_replays = 0
         self._behind = False
@@ -250,9 +255,13 @@ class Generation:
         """To be asked now and then. A request that waits in the queue has nothing in the journal."""
         if self.ended:
             return Decision.NOTHING
-        if now - self.last_progress >= self._limits.token_timeout:
+        if now - self.last_progress >= self._limits.token_timeout or self.overdue(now):
             return Decision.EXPIRE
         return Decision.REPLAY if self._stalled(now) else Decision.NOTHING
+
+    def overdue(self, now: float) -> bool:
+        """Whether it has taken longer than it may; its owner decides."""
+        return now >= self.ends_at and not self.followed
 
     # --- what is done to it ----------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ the records of an hour.
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -42,7 +43,7 @@ LOOK_BACK = LIST_INTERVAL + LISTED_AFTER + 2 * CLOCK_MARGIN
 """Seconds before a list, or before the loss, in which records may be of generations that no list has."""
 LIST_BYTES = 512 << 10
 SLICE = 256
-"""Generations that are taken over at a time."""
+"""Generations that are taken over, or kept, at a time."""
 KEEP = 30.0
 """Seconds that it may take to take one of them over."""
 TRIES = 5
@@ -62,6 +63,8 @@ class Heirs:
         self._unfinished: Bucket[Unfinished] | None = None
         self._inheritances: Bucket[Inheritance] | None = None
         self._services: Bucket[ServiceRecord] | None = None
+        self.keep_of_lost: Callable[[GenerationRecord], Awaitable[None]] | None = None
+        """Called with each record of a lost gateway's response that has ended."""
         self._listed = False
         self._began = time.time()
         self._stopping = False
@@ -129,14 +132,29 @@ class Heirs:
     async def _inherit(self, lost: str, lost_at: float) -> None:
         if lost != self._consumer and not await self._claim(lost, lost_at):
             return
-        records = await self._going(lost, list((await self._left_by(lost, lost_at)).values()))
+        left = await self._left_by(lost, lost_at)
+        records = await self._going(lost, list(left.values()))
         for begin in range(0, len(records), SLICE):
             await self._take(records[begin : begin + SLICE])
         if records:
             log.info("inherited", of=lost, generations=len(records))
+        await self._keep_ended(left, records)
         await self._settle(lost, lost_at)
         for heirless in await self._unsettled(lost):
             await self._inherit(*heirless)
+
+    async def _keep_ended(self, left: dict[str, GenerationRecord], going: Sequence[GenerationRecord]) -> None:
+        """Responses that had ended, and that their gateway may not have kept any more."""
+        if self.keep_of_lost is None:
+            return
+        unfinished = {record.identity for record in going}
+        ended = [
+            record
+            for identity, record in left.items()
+            if record.response is not None and record.response.store and identity not in unfinished
+        ]
+        for begin in range(0, len(ended), SLICE):
+            await asyncio.gather(*map(self.keep_of_lost, ended[begin : begin + SLICE]))
 
     async def _claim(self, lost: str, lost_at: float) -> bool:
         """Whether this gateway is the heir: of a life of `lost`, one is."""

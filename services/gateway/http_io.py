@@ -96,13 +96,15 @@ class EventStream:
         self._send = send
         self.started = False
 
-    async def write(self, events: Sequence[tuple[bytes, bytes]], *, end: bool = False) -> None:
-        """Events of (data, id), in one write; an empty id is left out."""
+    async def write(self, events: Sequence[tuple[bytes, ...]], *, end: bool = False) -> None:
+        """Events of (data, id) or (data, id, type), in one write; an empty id or type is left out."""
         body = b""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
             body = b"retry: %d\n" % RETRY
-        for data, identity in events:
+        for data, identity, *kind in events:
+            if kind and kind[0]:
+                body += b"event: %b\n" % kind[0]
             body += b"data: %b\nid: %b\n\n" % (data, identity) if identity else b"data: %b\n\n" % data
         await self._send({"type": "http.response.body", "body": body, "more_body": not end})

@@ -8,22 +8,31 @@ from typing import Literal, TypeVar
 import msgspec
 
 from services.gateway import embeddings, extra_fields, validation
+from services.gateway.auth.authenticator import Authenticator
+from services.gateway.auth.principal import Principal
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
 from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
+from services.gateway.limits.limiter import Limiter
 from services.gateway.reading import Reading
+from services.gateway.responses.intake import ResponseIntake
+from services.gateway.responses.making import MakeResponse
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.sessions import cache_key, conversation_key
+from services.gateway.structured import Grammars, Wanted, wanted_by
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_store import TokenizerStore
-from shared.messages import ModelCard
+from services.gateway.tools.demand import demanded, schemas_of
+from services.gateway.tools.families import markers_of
+from services.gateway.tools.plan import ChatPlan, plan_of
+from shared.messages import Grammar, ModelCard
 from shared.records import Idempotency
 from shared.stores import Entry
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
-Endpoint = Literal["chat.completions", "completions", "embeddings"]
+Endpoint = Literal["chat.completions", "completions", "responses", "embeddings"]
 
 
 class Intake:
@@ -36,8 +45,14 @@ class Intake:
         tokenizers: TokenizerStore,
         keys: IdempotencyKeys,
         reading: Reading,
+        grammars: Grammars,
+        authenticator: Authenticator,
+        limiter: Limiter,
     ) -> None:
+        self._authenticator = authenticator
+        self._limiter = limiter
         self._keys = keys
+        self._grammars = grammars
         self._reading = reading
         self._parts = parts
         self._catalog = catalog
@@ -45,6 +60,8 @@ class Intake:
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._embedding = msgspec.json.Decoder(embeddings.EmbeddingRequest)
+        self.responses: ResponseIntake | None = None
+        """Set before the first request: it comes back here with the chat that a response is inside."""
 
     async def prepare(
         self,
@@ -58,6 +75,7 @@ class Intake:
 
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
+        self._authenticator.check(context.principal)
         if context.key:
             return await self._repeatable(endpoint, body, context, always_streamed)
         return await self._prepare(endpoint, body, context, always_streamed)
@@ -77,6 +95,12 @@ class Intake:
         card = self._catalog.card(model)
         return card, await self._tokenizers.get(card)
 
+    async def count(self, principal: Principal, headers: dict[str, str]) -> None:
+        """Counts a request that generates nothing. `headers` gets what the answer should say. Raises `RateLimited`."""
+        admission = self._limiter.admission(principal, "interactive", headers)
+        if admission is not None:
+            await admission.request()
+
     async def _repeatable(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:
@@ -85,8 +109,10 @@ class Intake:
         context = msgspec.structs.replace(context, idempotency=name)
         while True:
             known = await self._keys.get(name, print_)
-            if known is not None and (run := await self._repeat(known, context.after)) is not None:
-                return run
+            if known is not None:
+                run = await self._repeat(known, context.after, context.tenant)
+                if run is not None:
+                    return run
             if context.after is not None:
                 raise RouteError(
                     "No generation is known under this Idempotency-Key (any more), so there is nothing to go on "
@@ -98,12 +124,16 @@ class Intake:
             if await self._keys.take(name, run.answer.identity, print_, known):
                 return run
 
-    async def _repeat(self, known: Entry[Idempotency], after: Sequence[int] | None) -> Run | None:
+    async def _repeat(
+        self, known: Entry[Idempotency], after: Sequence[int] | None, tenant: str
+    ) -> Run | None:
         """None when the key stands for nothing (any more)."""
         give_up = time.monotonic() + ABANDONED
         while True:
             try:
-                run = await self._reading.attach(known.value.identity, after, how="idempotency")
+                run = await self._reading.attach(
+                    known.value.identity, after, how="idempotency", tenant=tenant
+                )
             except RouteError:
                 if time.monotonic() >= give_up:
                     return None
@@ -117,26 +147,69 @@ class Intake:
     async def _prepare(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:
+        admission = self._limiter.admission(context.principal, context.lane, context.answer_headers)
+        if admission is not None:
+            await admission.request()
+            context = msgspec.structs.replace(context, admission=admission)
+        if endpoint == "responses":
+            assert self.responses is not None, "it is set before the first request"
+            return await self.responses.prepare(body, context, always_streamed=always_streamed)
         if endpoint == "embeddings":
             return await self._prepare_embedding(body, context, always_streamed)
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
-            return await self._prepare_chat(_streamed(chat) if always_streamed else chat, context)
+            return await self.chat_run(_streamed(chat) if always_streamed else chat, context)
         completion = validation.decode(body, self._completion)
         return await self._prepare_completion(
             _streamed(completion) if always_streamed else completion, context
         )
 
-    async def _prepare_chat(self, request: ChatCompletionRequest, context: Context) -> Run:
+    async def chat_run(
+        self, request: ChatCompletionRequest, context: Context, response: MakeResponse | None = None
+    ) -> Run:
+        """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
+        validation.check_chat(request)
+        extra_fields.check(request)
+        card = self._catalog.card(request.model)
+        answer = wanted_by(request)
+        tokenizer = await self._tokenizers.get(card)
+        plan = plan_of(request, card, tokenizer.traits)
+        options = extra_fields.template_options(request, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables, options)
+        parsing = plan.parsing(text)
+        grammar = await self._grammar(
+            plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
+        )
+        prompt = await tokenizer.encode_rendered(text)
+        session = context.session or cache_key(request.prompt_cache_key)
+        session = session or conversation_key(chat_messages(request))
+        extras = await extra_fields.extras_of(request, tokenizer)
+        build = Build(
+            self._parts, request, card, tokenizer, context, session, grammar, parsing, response, extras
+        )
+        return build.run([prompt])
+
+    async def chat_tokens(self, request: ChatCompletionRequest) -> int:
+        """Tokens of the prompt, however many the context has. Raises as `prepare`."""
         validation.check_chat(request)
         extra_fields.check(request)
         card = self._catalog.card(request.model)
         tokenizer = await self._tokenizers.get(card)
-        messages = chat_messages(request)
-        prompt = await tokenizer.encode_chat(messages, extra_fields.template_options(request, tokenizer))
-        extras = await extra_fields.extras_of(request, tokenizer)
-        session = context.session or cache_key(request.prompt_cache_key) or conversation_key(messages)
-        return Build(self._parts, request, card, tokenizer, context, session, extras).run([prompt])
+        plan = plan_of(request, card, tokenizer.traits)
+        options = extra_fields.template_options(request, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables, options)
+        return len(await tokenizer.encode_rendered(text))
+
+    async def _grammar(self, plan: ChatPlan, wanted: Wanted | None) -> Grammar | None:
+        """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`."""
+        if wanted is None:
+            return None
+        try:
+            return await self._grammars.checked(wanted)
+        except InvalidParameter:
+            for schema in schemas_of(plan) if plan.family else ():
+                await self._grammars.checked(schema)
+            raise
 
     async def _prepare_embedding(
         self, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
@@ -152,7 +225,8 @@ class Intake:
         card = self._catalog.card(request.model)
         embeddings.check(request, card)
         tokenizer = await self._tokenizers.get(card)
-        prompts = await embeddings.prompts_of(request, given, tokenizer, card)
+        limit = self._parts.settings.prompt_limit
+        prompts = await embeddings.prompts_of(request, given, tokenizer, card, limit)
         return embeddings.embedding_run(self._parts, request, card, tokenizer, context, prompts)
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
@@ -160,12 +234,14 @@ class Intake:
         extra_fields.check(request)
         card = self._catalog.card(request.model)
         given = validation.prompts_of(request)
+        grammar = await self._grammars.of(request)
         tokenizer = await self._tokenizers.get(card)
         special = request.add_special_tokens is not False
         prompts = [await _prompt_ids(prompt, tokenizer, card, special) for prompt in given]
         extras = await extra_fields.extras_of(request, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key)
-        return Build(self._parts, request, card, tokenizer, context, session, extras).run(prompts)
+        build = Build(self._parts, request, card, tokenizer, context, session, grammar, extras=extras)
+        return build.run(prompts)
 
 
 def _streamed(request: FieldsT) -> FieldsT:
@@ -184,13 +260,11 @@ async def _prompt_ids(
 
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:
-    """The conversation for a chat template. `developer` is OpenAI's new name of `system`."""
-    messages = []
-    for message in request.messages:
-        role = "system" if message.role == "developer" else message.role
-        shown = {"role": role, "content": validation.text_of(message)}
-        for name in ("name", "tool_call_id"):
-            if (value := getattr(message, name)) is not None:
-                shown[name] = value
-        messages.append(shown)
-    return messages
+    """Roles and texts alone, by which a conversation is known. `developer` is OpenAI's new name of `system`."""
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": validation.text_of(message),
+        }
+        for message in request.messages
+    ]

@@ -1,6 +1,6 @@
 """Generations by their id, whoever took them in: read, looked at, cancelled."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -14,6 +14,9 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.run import Run
 from services.gateway.runs import new_run
 from services.gateway.tokenizer_store import TokenizerStore
+from shared.records import GenerationRecord
+
+MAX_EVENTS = 2**31
 
 
 class GenerationState(msgspec.Struct, frozen=True):
@@ -43,14 +46,18 @@ class Reading:
         self._catalog = catalog
         self._tokenizers = tokenizers
         self._metrics = metrics
+        self.is_deleted: Callable[[GenerationRecord], Awaitable[bool]] | None = None
+        """Whether a generation that the journal still has is gone for clients."""
 
-    async def attach(self, public_id: str, after: Sequence[int] | None, *, how: str = "id") -> Run:
+    async def attach(
+        self, public_id: str, after: Sequence[int] | None, *, how: str = "id", tenant: str = ""
+    ) -> Run:
         """A reading that has begun, behind the positions `after`; None: from the beginning.
 
         `how` it was found is for the metrics: `id`, `idempotency` or `websocket`. Raises `RouteError`
-        for an unknown id, `InvalidParameter` for positions that do not fit, `Unavailable`.
+        for an unknown id or one of another tenant, `InvalidParameter` for positions that do not fit, `Unavailable`.
         """
-        answer = await self._find(public_id)
+        answer = await self._find(public_id, tenant)
         if after is not None:
             cursor.check(after, _ends(answer))
         run = await self._run(answer, after)
@@ -58,9 +65,9 @@ class Reading:
         self._metrics.attached.labels(how if after is None else f"{how}_resumed").inc()
         return run
 
-    async def state(self, public_id: str, request_id: str) -> GenerationState:
+    async def state(self, public_id: str, request_id: str, tenant: str = "") -> GenerationState:
         """Raises as `attach`."""
-        answer = await self._find(public_id)
+        answer = await self._find(public_id, tenant)
         run = await self._run(answer, None)
         run.join()
         try:
@@ -82,10 +89,10 @@ class Reading:
             response=msgspec.Raw(response),
         )
 
-    async def stored(self, public_id: str) -> bytes:
+    async def stored(self, public_id: str, tenant: str = "") -> bytes:
         """The chat completion that was asked to be stored. Raises as `attach`, also where it was not asked to be,
         or has not ended."""
-        answer = await self._find(public_id)
+        answer = await self._find(public_id, tenant)
         record = answer.record
         run = await self._run(answer, None)
         run.join()
@@ -98,9 +105,9 @@ class Reading:
         whole = msgspec.json.decode(response, type=dict[str, msgspec.Raw])
         return msgspec.json.encode(whole | {"metadata": record.metadata})
 
-    async def cancel(self, public_id: str) -> tuple[Answer, bool]:
+    async def cancel(self, public_id: str, tenant: str = "") -> tuple[Answer, bool]:
         """Ends the generation, for everybody; False when it had ended before. Raises as `attach`."""
-        answer = await self._find(public_id)
+        answer = await self._find(public_id, tenant)
         going = not answer.ended
         self._answers.cancel(answer)
         return answer, going
@@ -117,16 +124,31 @@ class Reading:
         finally:
             run.close()
 
+    async def shown(self, answer: Answer) -> bytes:
+        """The endpoint's response as far as it has come."""
+        run = await self._run(answer, None)
+        run.join()
+        try:
+            return run.snapshot()
+        finally:
+            run.close()
+
     async def watch(self, answer: Answer) -> None:
         """Reads an answer that nobody listens to, so that a stop string ends it."""
         run = await self._run(answer, None)
         await run.watch()
 
-    async def _find(self, public_id: str) -> Answer:
+    async def _find(self, public_id: str, tenant: str) -> Answer:
+        """Another tenant's is answered as if it were not there."""
         identity = parse(public_id)
         if identity is None:
             raise unknown_generation(public_id)
-        return await self._answers.find(public_id, identity)
+        answer = await self._answers.find(public_id, identity)
+        if answer.record.tenant != tenant:
+            raise unknown_generation(public_id)
+        if answer.record.response is not None and self.is_deleted and await self.is_deleted(answer.record):
+            raise unknown_generation(public_id)
+        return answer
 
     async def _run(self, answer: Answer, after: Sequence[int] | None) -> Run:
         card = self._catalog.card(answer.record.requests[0].model)
@@ -136,6 +158,10 @@ class Reading:
 
 def _ends(answer: Answer) -> list[int]:
     """Tokens of each choice: those it has, or may have at most while it goes on."""
+    if answer.record.endpoint == "responses":
+        return [
+            MAX_EVENTS
+        ]  # its positions are numbers of events, which the reader compares with what there are
     return [len(item.tokens) if item.ended else item.request.max_tokens for item in answer.generations]
 
 

@@ -71,8 +71,10 @@ def context_of(scope: Scope, settings: GatewaySettings) -> Context:
         check_session_id(header(scope, b"x-session-id")),
         background=check_background(header(scope, b"x-ryzanstein-background"), settings.background_limit),
         key=key,
-        tenant=header(scope, b"authorization") or "",
+        tenant=scope["state"]["principal"].tenant,
         after=after,
+        principal=scope["state"]["principal"],
+        answer_headers=scope["state"]["answer_headers"],
     )
 
 
@@ -89,7 +91,7 @@ async def stream(run: Run, send: Send, request_id: str) -> None:
         async with contextlib.aclosing(run.chunks()) as chunks:
             async for batch in chunks:
                 await events.write(batch)
-        await events.write([(DONE, b"")], end=True)
+        await events.write([(DONE, b"")] if run.ends_with_done else [], end=True)
     except ClientGone:
         raise
     except Exception as error:

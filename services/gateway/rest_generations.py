@@ -27,16 +27,16 @@ class GenerationRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._backend.active():
-            public_id = scope["path_params"]["generation"]
+            public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
             if scope["method"] == "DELETE":
-                await send_json(send, 200, await self._cancel(public_id))
+                await send_json(send, 200, await self._cancel(public_id, tenant))
                 return
-            state = await self._backend.reading.state(public_id, scope["state"]["request_id"])
+            state = await self._backend.reading.state(public_id, scope["state"]["request_id"], tenant)
             scope["state"]["model"] = state.model
             await send_json(send, 200, state)
 
-    async def _cancel(self, public_id: str) -> Cancelled:
-        answer, going = await self._backend.reading.cancel(public_id)
+    async def _cancel(self, public_id: str, tenant: str) -> Cancelled:
+        answer, going = await self._backend.reading.cancel(public_id, tenant)
         return Cancelled(answer.public_id, "generation", going)
 
 
@@ -48,7 +48,8 @@ class StoredChatRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._backend.active():
-            await send_json(send, 200, await self._backend.reading.stored(scope["path_params"]["generation"]))
+            public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
+            await send_json(send, 200, await self._backend.reading.stored(public_id, tenant))
 
 
 class GenerationStreamRoute:
@@ -59,7 +60,8 @@ class GenerationStreamRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._backend.active():
-            run = await self._backend.reading.attach(scope["path_params"]["generation"], positions_of(scope))
+            public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
+            run = await self._backend.reading.attach(public_id, positions_of(scope), tenant=tenant)
             scope["state"]["model"] = run.model
             watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox))
             try:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
@@ -15,9 +15,9 @@ from services.gateway.generation import Deliver
 from services.gateway.mailbox import Event, Mailbox
 from services.gateway.metrics import ModelMetrics
 from services.gateway.shown import padded, predicted, with_usage
-from services.gateway.text_output import Piece, ScoredToken
+from services.gateway.text_output import Output, Piece, ScoredToken
 from shared.errors import RyzansteinError
-from shared.messages import FinishReason, TokenEntry
+from shared.messages import TokenEntry
 
 AT_ONCE = 32
 """News that are turned into text before others get their turn."""
@@ -29,6 +29,8 @@ class Chunk(NamedTuple):
     data: bytes
     position: bytes
     """Where in the log a reader of everything up to this chunk stands: a number per choice, with commas."""
+    event: bytes = b""
+    """The type of the server-sent event, where it has one."""
 
 
 class Owner(Protocol):
@@ -49,24 +51,11 @@ class Owner(Protocol):
         ...
 
 
-class Output(Protocol):
-    """What entries of one choice become: `TextOutput`, or what shows something else of them."""
-
-    finish: FinishReason
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def mean_logprob(self) -> float: ...
-
-    def feed(self, entry: TokenEntry) -> None: ...
-
-    def take(self) -> Piece: ...
-
-
 class Run:
     """Read once, by `chunks` or `collect`; `close` at the end, whatever happened."""
+
+    ends_with_done: ClassVar[bool] = True
+    """Whether a stream of server-sent events ends with `[DONE]`."""
 
     def __init__(
         self,
@@ -192,7 +181,7 @@ class Run:
             if (first := self._shape.first(index)) is not None:
                 batch.append(self._chunk(first))
         position = output.tokens
-        if piece.text:
+        if piece.visible or (piece.scored and not output.finish):
             self._shown[index] = position + END_OF_TEXT if output.finish else position
             batch.append(self._chunk(self._shape.delta(index, piece)))
             piece = Piece("", ())
@@ -239,7 +228,8 @@ class Run:
         for output in self._outputs:
             piece = output.take()
             scored = list[ScoredToken](piece.scored)
-            choices.append(Choice(piece.text, output.finish or None, scored, output.mean_logprob))
+            shown = Choice(piece.text, output.finish or None, scored, piece.reasoning, piece.calls)
+            choices.append(msgspec.structs.replace(shown, mean_logprob=output.mean_logprob))
         return self._shape.whole(choices, self._usage())
 
     async def _advance(self) -> list[int]:

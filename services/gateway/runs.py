@@ -1,27 +1,26 @@
 """From an answer to a `Run` that reads it: from its beginning, or from where a client stands."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from services.gateway.answer import Answer
 from services.gateway.formats import ChatFormat, CompletionFormat, Format
 from services.gateway.metrics import ModelMetrics
-from services.gateway.run import Run
+from services.gateway.responses.run import ResponseRun
+from services.gateway.run import Owner, Run
 from services.gateway.shown import Shown
-from services.gateway.text_output import TextOutput
+from services.gateway.text_output import Output, TextOutput
 from services.gateway.tokenization import Tokenizer
+from services.gateway.tools.families import markers_of
+from services.gateway.tools.output import ParsedOutput
 from services.gateway.vectors import VectorFormat, VectorOutput
 from shared.messages import GenerationRequest
 from shared.records import GenerationRecord
-
-if TYPE_CHECKING:
-    from services.gateway.answers import Answers
 
 
 def new_run(
     answer: Answer,
     tokenizer: Tokenizer,
-    answers: "Answers",
+    answers: Owner,
     *,
     metrics: ModelMetrics | None = None,
     after: Sequence[int] | None = None,
@@ -33,30 +32,24 @@ def new_run(
         vectors = VectorFormat(record.requests[0].model, as_base64=record.base64)
         inputs = [VectorOutput(record.dimensions) for _ in answer.generations]
         return Run(answer, inputs, vectors, answers, metrics, after=after)
-    shape: Format = (ChatFormat if record.endpoint == "chat.completions" else CompletionFormat)(
-        record.identity,
-        record.requests[0].model,
-        int(record.created),
-        tokenizer,
-        include_usage=record.include_usage,
-        fingerprint=record.fingerprint,
-        service_tier=record.service_tier,
-    )
-    if record.best or record.echo:
-        shape = _shown(shape, record, tokenizer)
+    if record.endpoint == "responses":
+        output = _output(answer, record.requests[0], tokenizer)
+        return ResponseRun(answer, output, tokenizer, answers, metrics, after=after)
+    shape = _shape(record, tokenizer)
     outputs = [_output(answer, generation.request, tokenizer) for generation in answer.generations]
     return Run(answer, outputs, shape, answers, metrics, after=after)
 
 
-def _output(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> TextOutput:
+def _output(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
     record = answer.record
-    chat = record.endpoint == "chat.completions"
+    chat = record.endpoint != "completions"
     detokenizer = tokenizer.detokenizer(
         [] if chat and not record.continues else request.prompt,  # a chat's answer begins a text
         skip_special_tokens=record.skip_special_tokens,
+        keep=markers_of(record.parsing),
     )
     logprobs = request.sampling.logprobs >= 0
-    return TextOutput(
+    output = TextOutput(
         detokenizer,
         record.stop,
         request.stop_token_ids,
@@ -64,6 +57,36 @@ def _output(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) ->
         include_stop=record.include_stop,
         min_tokens=request.sampling.min_tokens,
     )
+    if record.parsing is None:
+        return output
+    return ParsedOutput(output, record.parsing, request.generation_id)
+
+
+def _shape(record: GenerationRecord, tokenizer: Tokenizer) -> Format:
+    """How a chat completion's answer, or a completion's, is shown."""
+    identity, model, created = record.identity, record.requests[0].model, int(record.created)
+    usage, fingerprint, tier = record.include_usage, record.fingerprint, record.service_tier
+    if record.endpoint == "chat.completions":
+        return ChatFormat(
+            identity,
+            model,
+            created,
+            tokenizer,
+            include_usage=usage,
+            parsing=record.parsing,
+            fingerprint=fingerprint,
+            service_tier=tier,
+        )
+    shape = CompletionFormat(
+        identity,
+        model,
+        created,
+        tokenizer,
+        include_usage=usage,
+        fingerprint=fingerprint,
+        service_tier=tier,
+    )
+    return _shown(shape, record, tokenizer) if record.best or record.echo else shape
 
 
 def _shown(shape: Format, record: GenerationRecord, tokenizer: Tokenizer) -> Shown:

@@ -9,6 +9,16 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.structured_fields import ResponseFormat, StructuredOutputs
+from services.gateway.tools.schemas import (
+    CalledFunction,
+    FunctionDefinition,
+    FunctionName,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
@@ -40,11 +50,13 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
     refusal: str | None = None
     audio: Any = None
     annotations: Any = None
+    reasoning_content: str | None = None
+    """DeepSeek's and vLLM's extension: what the model thought, for templates that show it."""
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,6 +96,14 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    # OpenAI's, here for completions too
+    response_format: ResponseFormat | None = None
 
     # OpenAI's, see `extra_fields.py`
     metadata: dict[str, str] | None = None
@@ -101,23 +121,23 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     top_logprobs: int | None = None
     prediction: Prediction | None = None
     prompt_cache_retention: str | None = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[FunctionDefinition] | None = None
+    function_call: str | FunctionName | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's extension: variables for the chat template."""
 
     # refused unless neutral
     audio: Any = None
-    function_call: Any = None
-    functions: Any = None
     modalities: Any = None
     moderation: Any = None
-    parallel_tool_calls: Any = None
     prompt_cache_options: Any = None
-    response_format: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     web_search_options: Any = None
 
 
@@ -136,16 +156,10 @@ class CompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=Tru
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
 }
 """Fields of OpenAI's API that are not supported, with the values that ask for nothing (null always)."""

@@ -2,7 +2,15 @@
 
 from pydantic import Field
 
+from services.gateway.generation import Limits
 from shared.config import CommonSettings
+
+
+def limits_of(settings: "GatewaySettings") -> Limits:
+    """The bounds of every generation's life."""
+    return Limits(
+        settings.recovery_attempts, settings.token_timeout, settings.stall_timeout, settings.request_timeout
+    )
 
 
 class GatewaySettings(CommonSettings):
@@ -10,10 +18,22 @@ class GatewaySettings(CommonSettings):
 
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of the API and of /health, /ready and /metrics; 0: the system chooses."""
+    tls_certificate: str = ""
+    """File of the certificate chain (PEM) of the API; with `tls_key`. Both may be replaced while it runs."""
+    tls_key: str = ""
+    """File of its key (PEM, without a password)."""
+    tls_client_ca: str = ""
+    """File of the authorities of which every client must bring a certificate; empty: clients need none."""
+    tls_check_interval: float = Field(default=5.0, gt=0)
+    """Seconds between two looks whether certificate and key were replaced."""
     body_limit: int = Field(default=4 << 20, gt=0)
     """Largest request body or WebSocket message, in bytes."""
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds that a client gets to send a request body."""
+    prompt_limit: int = Field(default=0, ge=0)
+    """Tokens that a prompt may have; 0: what the model's context takes."""
+    request_timeout: float = Field(default=0.0, ge=0)
+    """Seconds after which a generation is ended, however far it has come; 0: never. Batch jobs have their own."""
     token_timeout: float = Field(default=600.0, gt=0)
     """Seconds to wait for the first token, and for each next one."""
     stall_timeout: float = Field(default=10.0, gt=0)
@@ -30,6 +50,10 @@ class GatewaySettings(CommonSettings):
     """Longest time that a request may ask its generation to go on while nobody listens, in seconds."""
     idempotency_ttl: float = Field(default=3600.0, gt=0)
     """Seconds that an idempotency key is known; the journal should keep as long."""
+    response_ttl: float = Field(default=2_592_000.0, gt=0)
+    """Seconds that a response of /v1/responses is kept after it has ended or was continued last."""
+    response_max_bytes: int = Field(default=256 << 20, gt=0)
+    """Bytes of kept responses, deflated; beyond them the oldest make room."""
     default_max_tokens: int = Field(default=0, ge=0)
     """Output tokens of a chat completion that names no limit; 0: what is left of the context."""
     recovery_attempts: int = Field(default=3, ge=0)
@@ -39,5 +63,20 @@ class GatewaySettings(CommonSettings):
     as long as a load balancer takes to notice."""
     drain_timeout: float = Field(default=20.0, ge=0)
     """Seconds that running streams get to end when the gateway stops; then others take them over."""
+    requests_per_minute: int = Field(default=0, ge=0)
+    """Requests that each API key may begin within any minute, at all gateways together; 0: any number. A key
+    may have a limit of its own; without keys it holds for all requests together."""
+    tokens_per_minute: int = Field(default=0, ge=0)
+    """As `requests_per_minute`, for tokens of prompt and output."""
+    concurrent_generations: int = Field(default=0, ge=0)
+    """Requests that each API key may have under way; 0: any number."""
+    tenant_requests_per_minute: int = Field(default=0, ge=0)
+    """As `requests_per_minute`, for all keys of a tenant together."""
+    tenant_tokens_per_minute: int = Field(default=0, ge=0)
+    tenant_concurrent_generations: int = Field(default=0, ge=0)
+    require_key: bool = False
+    """Ask for an API key also before the first one exists; once there is one, it is always asked for."""
+    metrics_need_key: bool = False
+    """Whether /metrics needs an API key as well, once one exists."""
     pending_frames: int = Field(default=65_536, gt=0)
     """Token frames that may wait to be read; when there are more, the journal fills the gap."""

@@ -1,10 +1,11 @@
 """Tokens of one choice to the text that its client sees: detokenization, stop strings, logprobs."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from services.gateway.stop_strings import StopStrings
 from services.gateway.tokenization import Detokenizer
+from services.gateway.tools.calls import CallDelta
 from shared.messages import FinishReason, TokenEntry, TokenLogprobs
 
 
@@ -21,6 +22,36 @@ class Piece(NamedTuple):
 
     text: str
     scored: Sequence[ScoredToken]
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
+
+    @property
+    def visible(self) -> bool:
+        """Whether there is more to show than log probabilities."""
+        return bool(self.text or self.reasoning or self.calls)
+
+
+class Output(Protocol):
+    """One choice's output as a `Run` reads it: `TextOutput`, or what takes its text apart."""
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far."""
+        ...
+
+    @property
+    def finish(self) -> str:
+        """OpenAI's finish reason, "" while it goes on."""
+        ...
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log probability per token, where there are any."""
+        ...
+
+    def feed(self, entry: TokenEntry) -> None: ...
+
+    def take(self) -> Piece: ...
 
 
 class TextOutput:

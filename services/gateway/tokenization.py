@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jinja2
@@ -12,6 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from services.gateway.chat_template import ChatTemplate, TemplateOptions, special_tokens, template_source
 from services.gateway.errors import InvalidParameter
+from services.gateway.tools.traits import Traits, traits_of
 from shared.errors import InternalError
 
 LONG_TEXT = 16_384
@@ -36,13 +37,25 @@ class Tokenizer(Protocol):
     """What the endpoints need of a model's tokenizer."""
 
     @property
-    def template_variables(self) -> frozenset[str]:
-        """What the model's chat template asks for."""
+    def traits(self) -> Traits:
+        """What the chat template can do."""
         ...
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], options: TemplateOptions | None = None
-    ) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> str:
+        """The conversation as the text of a prompt. Raises `InvalidParameter`."""
+        ...
+
+    async def encode_rendered(self, text: str) -> list[int]:
+        """The tokens of a rendered conversation."""
+        ...
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The conversation as a prompt. Raises `InvalidParameter`."""
         ...
 
@@ -58,8 +71,15 @@ class Tokenizer(Protocol):
         """What the vocabulary calls each of `tokens`; empty for one that it does not have."""
         ...
 
-    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """For an output that follows `prompt` (empty: that begins a new text)."""
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()
+    ) -> Detokenizer:
+        """For an output that follows `prompt` (empty: that begins a new text). `keep`: special tokens that are
+        shown in any case."""
+        ...
+
+    def specials(self, texts: Collection[str]) -> dict[str, int]:
+        """Those of `texts` that are special tokens, with their ids."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -77,31 +97,43 @@ class ModelTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             source = template_source(files, config)
             self._template = ChatTemplate(source, special_tokens(config)) if source else None
+            source = template_source(files, config, "tool_use")
+            self._tool_template = ChatTemplate(source, special_tokens(config)) if source else self._template
         except KeyError:
             raise InternalError("The tokenizer bundle of the model lacks tokenizer.json.") from None
         except (jinja2.TemplateError, ValueError) as error:
             raise InternalError(f"The tokenizer files of the model cannot be used: {error}.") from error
         except Exception as error:  # what the library raises for a file that is not one
             raise InternalError(f"The model's tokenizer.json cannot be used: {error}.") from error
+        self.traits = traits_of(self._tool_template) if self._tool_template else Traits()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._special = {entry.content: token for token, entry in added if entry.special}
         decoder = msgspec.json.decode(files["tokenizer.json"], type=dict[str, Any]).get("decoder")
         self._bytes = _TokenBytes(self._tokenizer, byte_level="ByteLevel" in str(decoder))
 
-    @property
-    def template_variables(self) -> frozenset[str]:
-        return self._template.variables if self._template else frozenset()
-
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], options: TemplateOptions | None = None
-    ) -> list[int]:
-        if self._template is None:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> str:
+        template = self._template if tools is None else self._tool_template
+        if template is None:
             raise InvalidParameter(
                 "This model has no chat template; send a plain prompt to /v1/completions instead.",
                 param="messages",
                 reason="no_chat_template",
             )
-        return await self._encode(self._template.render(messages, options), False)
+        return template.render(messages, tools, variables, options)
+
+    async def encode_rendered(self, text: str) -> list[int]:
+        return await self._encode(text, False)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return await self.encode_rendered(self.render_chat(messages))
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         return await self._encode(text, special)
@@ -120,11 +152,19 @@ class ModelTokenizer:
     def token_strings(self, tokens: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
-    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()
+    ) -> Detokenizer:
+        if skip_special_tokens and keep & self._special.keys():
+            hidden = frozenset(token for text, token in self._special.items() if text not in keep)
+            return _FilteredDetokenizer(self.detokenizer([], skip_special_tokens=False), hidden)
         context = list(prompt[-CONTEXT_TOKENS:])
         if self._tokenizer.decode(context, skip_special_tokens=skip_special_tokens).endswith("\ufffd"):
             context = []  # it ends within a character: the decoder could not tell it from the output
         return _StreamDetokenizer(self._tokenizer, context, skip_special_tokens)
+
+    def specials(self, texts: Collection[str]) -> dict[str, int]:
+        return {text: self._special[text] for text in texts if text in self._special}
 
     def token_bytes(self, token: int) -> bytes:
         return self._bytes.of(token)
@@ -174,6 +214,21 @@ class _StreamDetokenizer:
         self._pending = []
 
 
+class _FilteredDetokenizer:
+    """Leaves out some tokens."""
+
+    def __init__(self, detokenizer: Detokenizer, hidden: frozenset[int]) -> None:
+        self._detokenizer = detokenizer
+        self._hidden = hidden
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        shown = [token for token in tokens if token not in self._hidden]
+        return self._detokenizer.feed(shown) if shown else ""
+
+    def flush(self) -> str:
+        return self._detokenizer.flush()
+
+
 class _TokenBytes:
     """Bytes of single tokens, for logprobs."""
 
@@ -209,16 +264,27 @@ def _byte_level_alphabet() -> dict[str, int]:
 class StubTokenizer:
     """For the stub engine: a token is a byte, text is Latin-1, a conversation its contents line by line."""
 
-    template_variables = frozenset({"reasoning_effort", "verbosity"})
+    traits = Traits(variables=frozenset({"reasoning_effort", "verbosity"}))
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], options: TemplateOptions | None = None
-    ) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> str:
         """Variables stand before the conversation, one a line."""
         options = options or TemplateOptions()
-        lines = [f"{name}={value}" for name, value in options.variables.items()]
+        given = {**(variables or {}), **options.variables}
+        lines = [f"{name}={value}" for name, value in given.items()]
         text = "".join(f"{line}\n" for line in [*lines, *(message["content"] for message in messages)])
-        return await self.encode(text[:-1] if options.continue_final else text)
+        return text[:-1] if options.continue_final else text
+
+    async def encode_rendered(self, text: str) -> list[int]:
+        return await self.encode(text)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return await self.encode_rendered(self.render_chat(messages))
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode("latin-1", errors="replace"))
@@ -229,8 +295,13 @@ class StubTokenizer:
     def token_strings(self, tokens: Sequence[int]) -> list[str]:
         return [chr(token & 0xFF) for token in tokens]
 
-    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()
+    ) -> Detokenizer:
         return _StubDetokenizer()
+
+    def specials(self, texts: Collection[str]) -> dict[str, int]:
+        return {}
 
     def token_bytes(self, token: int) -> bytes:
         return chr(token & 0xFF).encode()

@@ -9,10 +9,13 @@ from services.gateway import extra_fields, validation
 from services.gateway.backend import Backend
 from services.gateway.errors import InvalidParameter
 from services.gateway.http_io import read_body, send_json
-from services.gateway.intake import Intake, chat_messages
+from services.gateway.intake import Intake
 from services.gateway.schemas import ChatCompletionRequest, Message
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenization import LONG_TEXT, Tokenizer
+from services.gateway.tools.plan import plan_of
+from services.gateway.tools.schemas import Tool
+from shared.messages import ModelCard
 from shared.telemetry import Receive, Scope, Send
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
@@ -31,6 +34,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
 
 
 class Tokenized(msgspec.Struct, frozen=True):
@@ -61,16 +65,17 @@ async def tokenize(intake: Intake, body: bytes) -> Tokenized:
             "Give either 'prompt' or 'messages'.", param="prompt", reason="missing_required_parameter"
         )
     card, tokenizer = await intake.speaker(request.model)
-    tokens = await _tokens_of(request, card.model, tokenizer)
+    tokens = await _tokens_of(request, card, tokenizer)
     strings = tokenizer.token_strings(tokens) if request.return_token_strs else None
     return Tokenized(len(tokens), card.context_length, tokens, strings)
 
 
-async def _tokens_of(request: TokenizeRequest, model: str, tokenizer: Tokenizer) -> list[int]:
+async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Tokenizer) -> list[int]:
     if request.prompt is not None:
         return await tokenizer.encode(request.prompt, special=request.add_special_tokens is not False)
     chat = ChatCompletionRequest(
-        model=model,
+        model=card.model,
+        tools=request.tools,
         messages=request.messages or [],
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
@@ -78,7 +83,10 @@ async def _tokens_of(request: TokenizeRequest, model: str, tokenizer: Tokenizer)
     )
     validation.check_chat(chat)
     extra_fields.check(chat)
-    return await tokenizer.encode_chat(chat_messages(chat), extra_fields.template_options(chat, tokenizer))
+    plan = plan_of(chat, card, tokenizer.traits)
+    options = extra_fields.template_options(chat, tokenizer.traits)
+    text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables, options)
+    return await tokenizer.encode_rendered(text)
 
 
 async def detokenize(intake: Intake, body: bytes) -> Detokenized:
@@ -102,6 +110,7 @@ class TokenizerRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._backend.active():
-            intake = self._backend.intake
+            intake, state = self._backend.intake, scope["state"]
+            await intake.count(state["principal"], state["answer_headers"])
             body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
             await send_json(send, 200, await self._work(intake, body))

@@ -5,7 +5,7 @@ The words and codes follow OpenAI's, because clients and their users know them.
 
 import re
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -17,10 +17,11 @@ from services.gateway.schemas import (
     GenerationFields,
     Message,
 )
+from services.gateway.tools import checks
 
 T = TypeVar("T")
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_STOPS = 16
 MAX_CHOICES = 128
 OTHER_PARTS = ("image_url", "input_audio", "file", "refusal", "prompt_cache_breakpoint")
@@ -192,7 +193,12 @@ def check_min_tokens(request: GenerationFields, max_tokens: int) -> None:
         check_range("min_tokens", request.min_tokens, 0, max_tokens)
 
 
-def check_streamed(request: GenerationFields) -> None:
+class _Streamable(Protocol):
+    @property
+    def stream(self) -> bool | None: ...
+
+
+def check_streamed(request: _Streamable) -> None:
     """Raises `InvalidParameter` when `request` does not want to be streamed where everything is."""
     if request.stream is False:
         raise InvalidParameter(
@@ -221,6 +227,7 @@ def check_chat(request: ChatCompletionRequest) -> None:
         raise _empty_array("messages")
     for index, message in enumerate(request.messages):
         _check_message(f"messages[{index}]", message)
+    checks.check_conversation(request.messages)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidParameter(
             "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.",
@@ -237,16 +244,16 @@ def _check_message(path: str, message: Message) -> None:
             param=f"{path}.role",
             reason="invalid_value",
         )
-    for name in ("tool_calls", "function_call", "audio", "annotations", "refusal"):
+    for name in ("audio", "annotations", "refusal"):
         if getattr(message, name):
             raise _unsupported(f"{path}.{name}")
-    if message.content is None:
+    if message.content is None and not (message.tool_calls or message.function_call):
         raise InvalidParameter(
             f"Missing required parameter: '{path}.content'; send a string or an array of text parts.",
             param=f"{path}.content",
             reason="missing_required_parameter",
         )
-    if not isinstance(message.content, str):
+    if isinstance(message.content, list):
         _check_parts(f"{path}.content", message)
 
 

@@ -16,10 +16,11 @@ Every message is one JSON object in a text frame (binary frames with the same co
                                      ◀── {"type": "error", "id": "a", "error": {...}}
 
 - `id` is the client's name for a generation, 1 to 64 characters, unique among those that have not ended.
-- `endpoint` is `chat.completions` (the default) or `completions`, and `request` is the body that the
+- `endpoint` is `chat.completions` (the default), `completions` or `responses`, and `request` is the body that the
   REST endpoint of that name takes. It is always streamed: `stream` may be left out, and false is refused.
 - `chunk` is the endpoint's streaming chunk; the `id` in it names the generation to every gateway.
-  `position` is where its reader stands, see `cursor.py`: a number, or an array with one for each choice.
+  `position` is where its reader stands, see `cursor.py`: a number, or an array with one for each choice. Of a
+  response it is the number of the event.
 - `attach` goes on with a generation of any connection or gateway behind `position`; without it, from the
   beginning. `generate` takes `idempotency_key`, `background` (seconds) and, with a key, `position`.
 - Each generation ends with exactly one `done` or `error`; after it its id is free again. `error` is
@@ -85,7 +86,8 @@ class StreamSocket:
         context = Context(
             scope["state"]["request_id"],
             check_session_id(header(scope, b"x-session-id")),
-            tenant=header(scope, b"authorization") or "",
+            tenant=scope["state"]["principal"].tenant,
+            principal=scope["state"]["principal"],
         )
         await socket.accept()
         await _Connection(socket, self._backend, context, self._settings).serve()
@@ -228,7 +230,11 @@ class _Connection:
         if after is not None:
             cursor.parse(",".join(map(str, after)), "position")
         if message.type == "attach":
-            return await self._backend.reading.attach(message.generation, after, how="websocket")
+            self._backend.authenticator.check(self._context.principal)
+            tenant = self._context.tenant
+            return await self._backend.reading.attach(
+                message.generation, after, how="websocket", tenant=tenant
+            )
         context = msgspec.structs.replace(
             self._context,
             background=_background(message, self._settings.background_limit),

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from services.executor.engine.barring import problem_with_bars
+from services.executor.engine.barring import bars_of, problem_with_bars
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sampling_state import problem_with
 from services.executor.engine.sequence import finish_reason
@@ -64,6 +64,8 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
             )
     if request.embed and not spec.pooling:
         return InvalidRequest("This model gives no vectors; choose one whose pooling is mean, last or cls.")
+    if request.grammar is not None and bars_of(request.sampling, request.stop_token_ids, ()) is not None:
+        return InvalidRequest("A grammar does not go with min_tokens, allowed_token_ids or bad_words.")
     problem = problem_with(request.sampling, spec.vocab_size) or problem_with_bars(
         request.sampling, request.stop_token_ids, spec.vocab_size
     )

@@ -6,6 +6,8 @@ calls, `schedule()` and `update()`; requests may be added and cancelled between 
       add ──▶ waiting ──admit──▶ running ──▶ ended          urgency: lane (recovery, interactive,
                  ▲                  │                       batch), then arrival
                  └────preempt───────┘
+    A request with a grammar is held before it waits, until the grammar has been compiled (`release`).
+
     one step:  1. recovery and interactive requests: decodes, then prompts in chunks, running or admitted
                   now; where there is no room, the least urgent running sequence gives up its blocks, and
                   one of the batch lane its place too, and is computed again later (`step_planning.py`)
@@ -33,6 +35,7 @@ from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState
 from services.executor.engine.step_planning import StepPlanner
 from services.executor.engine.vectors import Floats
+from services.executor.grammar.state import GrammarState
 from services.executor.kv_cache.prefix_index import root_digest
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
@@ -61,6 +64,8 @@ class ContinuousBatcher:
         self.drafter = drafter or Drafter(spec, settings)
         self._planner = StepPlanner(spec, settings, self._tables)
         self._live: dict[str, Sequence] = {}
+        self._held: dict[str, Sequence] = {}
+        """Of these, the ones whose grammar is being compiled."""
         self._ended = RecentlyEnded()
         self._owed: Entries = {}
         self._under_way = NO_STEP
@@ -93,8 +98,28 @@ class ContinuousBatcher:
         self._arrivals += 1
         sequence = Sequence(request, self._arrivals, self._spec.block_size, self._root, self._spec.pooling)
         self._live[request.generation_id] = sequence
-        self._planner.wait(sequence)
+        if sequence.state is SequenceState.HELD:
+            self._held[request.generation_id] = sequence
+        else:
+            self._planner.wait(sequence)
         return None
+
+    def release(self, request: GenerationRequest, grammar: GrammarState | RyzansteinError) -> None:
+        """The grammar of `request`, as it was added, has been compiled, or cannot be. Ignored where nobody waits
+        for it any more. Safe while a step is under way."""
+        sequence = self._held.get(request.generation_id)
+        if sequence is None or sequence.request is not request:
+            return
+        if isinstance(grammar, RyzansteinError):
+            self._end(sequence, sequence.error_entry([], grammar))
+            return
+        sequence.sampling.grammar = grammar
+        if grammar.complete:  # an earlier attempt was lost before it said so
+            self._end(sequence, sequence.entry([], "stop"))
+            return
+        del self._held[request.generation_id]
+        sequence.state = SequenceState.WAITING
+        self._planner.wait(sequence)
 
     def cancel(self, generation_ids: Iterable[str], attempt: int = -1) -> None:
         """Ends generations with `finish="cancelled"`; unknown ids are ignored.
@@ -115,7 +140,8 @@ class ContinuousBatcher:
         """Ends what waits for its first token and whose deadline is not after `now` (unix seconds): nobody
         waits for it any more. It is what bounds the starvation of the batch lane. Safe while a step is
         under way. Returns whether there was any."""
-        late = [s for s in self._planner.waiting if s.is_late(now) and not s.in_flight]
+        waiting = (*self._planner.waiting, *self._held.values())
+        late = [s for s in waiting if s.is_late(now) and not s.in_flight]
         for sequence in late:
             error = DeadlineExceeded("No room for the request before its deadline; try again later.")
             entry = sequence.error_entry([], error)
@@ -207,7 +233,7 @@ class ContinuousBatcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` or `take_entries` has something to give."""
+        """Whether `schedule` or `take_entries` has something to give. What is held has not, until it is released."""
         return bool(self._planner.waiting or self._planner.running or self._owed)
 
     @property
@@ -225,8 +251,9 @@ class ContinuousBatcher:
         unfinished = sum(s.remaining for s in self._planner.running if s.remaining > 1)
         return GroupLoad(
             running=len(self._planner.running),
-            waiting=len(self._planner.waiting),
-            waiting_tokens=unfinished + sum(s.remaining for s in self._planner.waiting),
+            waiting=len(self._planner.waiting) + len(self._held),
+            waiting_tokens=unfinished
+            + sum(s.remaining for s in (*self._planner.waiting, *self._held.values())),
             free_blocks=self._tables.free_blocks(self._planner.running),
             total_blocks=self._spec.total_blocks,
         )
@@ -237,16 +264,17 @@ class ContinuousBatcher:
         self._planner.check()
         queued = {
             id(s) for s in (*self._planner.waiting, *self._planner.running) if s.ending is not Ending.REPLACED
-        }
+        } | {id(s) for s in self._held.values()}
         assert queued == {id(s) for s in self._live.values()}, "a sequence is in no queue, or an ended one is"
 
     # --- admission -------------------------------------------------------------------------------
 
     def _queue_full(self, request: GenerationRequest) -> RyzansteinError | None:
         """Whether as many wait before the request as may: the batch lane keeps no other out."""
-        ahead = len(self._planner.waiting)
+        waiting = (*self._planner.waiting, *self._held.values()) if self._held else self._planner.waiting
+        ahead = len(waiting)
         if request.lane != "batch":
-            ahead = sum(1 for sequence in self._planner.waiting if not sequence.is_batch)
+            ahead = sum(1 for sequence in waiting if not sequence.is_batch)
         return admission.queue_full(ahead) if ahead >= self._settings.max_waiting else None
 
     # --- results ---------------------------------------------------------------------------------
@@ -297,6 +325,8 @@ class ContinuousBatcher:
         if sequence.state is SequenceState.RUNNING:
             self._planner.running.remove(sequence)
             self._tables.free(sequence)
+        elif sequence.state is SequenceState.HELD:
+            del self._held[sequence.request.generation_id]
         else:
             self._planner.waiting.remove(sequence)
         sequence.state = SequenceState.ENDED

@@ -13,7 +13,7 @@ import msgspec
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.vectors import Floats
-from shared.errors import InternalError
+from shared.errors import InternalError, InvalidGrammar
 from shared.messages import ModelCard, TokenLogprobs
 
 ProgressCallback = Callable[[int, int], None]
@@ -66,6 +66,14 @@ class BadLogits(InternalError):
         self.rows = rows
 
 
+class GrammarFailed(InvalidGrammar):
+    """Some rows' grammars can be followed no further. `rows` are their indices."""
+
+    def __init__(self, message: str, rows: list[int]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 class RestoreFailed(InternalError):
     """Some spilled blocks cannot be read. No rank has computed the step; its copies are made, except for
     the restores of `slots`."""
@@ -93,7 +101,8 @@ class Engine(Protocol):
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         """Runs one step and samples one token per row of `plan.sample_rows`, in their order.
 
-        Raises `BadLogits` when some rows are not numbers, `RestoreFailed` when a spilled block cannot be
+        Raises `BadLogits` when some rows are not numbers, `GrammarFailed` when no token may follow in some,
+        `RestoreFailed` when a spilled block cannot be
         read, and `shared.errors.RingLost` when a rank is gone; the engine is of no more use then.
         """
         ...

@@ -2,7 +2,8 @@
 
 Per row, in this order; each stage is skipped where its parameter is off:
 
-    logits ─▶ repetition, presence, frequency penalties ─▶ logit bias ─▶ bars ─▶ temperature ─▶ exponentials
+    logits ─▶ grammar: what cannot follow is out
+           ─▶ repetition, presence, frequency penalties ─▶ logit bias ─▶ bars ─▶ temperature ─▶ exponentials
            ─▶ top-k ─▶ top-p (of what top-k left) ─▶ min-p
            ─▶ inverse of the cumulative distribution at uniform(seed, position)
 
@@ -11,11 +12,11 @@ at the threshold are all kept; the draw walks the kept tokens in the order of th
 token is a function of its own logits and parameters, and never of the batch around it, nor of how
 many ranks the logits come from (see `model/candidates.py`).
 
-Log probabilities are those of the model: log-softmax of the logits before any of the above, as in
-OpenAI's API and vLLM.
+Log probabilities are those of the model: log-softmax of the logits before any of the above, the grammar
+included, as in OpenAI's API and vLLM.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from services.executor.engine.filters import keep_min_p, keep_top_k, keep_top_p
 from services.executor.engine.protocol import BadLogits, SampledToken
+from services.executor.engine.sampling_masks import masks_of
 from services.executor.engine.sampling_state import SamplingState
+from services.executor.grammar.state import Mask
 from services.executor.model.candidates import MOST_CANDIDATES, WANT, RowLogits, RowTable, Wants, collect
 from services.executor.model.collectives import SingleRank
 from shared.errors import InternalError
@@ -54,8 +57,9 @@ class Sampler:
         logits (floating, [R, vocabulary], on any device).
 
         Does not change `logits` or `states`: the caller advances a state with the token it accepts.
-        Raises `BadLogits` (an `InternalError`) when a row's largest logit is NaN or infinite, and
-        `InternalError` when rows and states do not agree in number.
+        Raises `BadLogits` (an `InternalError`) when a row's largest logit is NaN or infinite,
+        `GrammarFailed` when no token may follow in a row, and `InternalError` when rows and states do not
+        agree in number.
         """
         rows = logits.shape[0] if isinstance(logits, Tensor) else logits.count
         if rows != len(states):
@@ -69,10 +73,11 @@ class Sampler:
         bad = np.flatnonzero(~np.isfinite(logits.largest)).tolist()
         if bad:
             raise BadLogits(bad)
+        masks = masks_of(states)
         tokens: list[int] = logits.tokens.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
         for table in map(_Table, logits.tables):
-            _sample_table(table, states, tokens)
+            _sample_table(table, states, masks, tokens)
             logprobs |= _logprobs(table, logits.log_sums, tokens, states)
         return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
@@ -102,13 +107,20 @@ class _Table:
         return columns, self.ids[at, columns] == tokens
 
 
-def _sample_table(table: _Table, states: Sequence[SamplingState], tokens: list[int]) -> None:
-    """Puts the tokens of the rows that are drawn, or whose logits are edited, into `tokens`."""
-    special = [at for at, row in enumerate(table.rows) if states[row].edits_logits or not states[row].greedy]
+def _sample_table(
+    table: _Table, states: Sequence[SamplingState], masks: Mapping[int, Mask], tokens: list[int]
+) -> None:
+    """Puts the tokens of the rows that are drawn, or whose logits are edited or masked, into `tokens`."""
+    special = [
+        at
+        for at, row in enumerate(table.rows)
+        if states[row].edits_logits or not states[row].greedy or row in masks
+    ]
     if not special:
         return
     edited = table.take(special)
     of_rows = [states[row] for row in edited.rows]
+    _apply_masks(edited, masks)
     _apply_penalties(edited, of_rows)
     _apply_biases(edited, of_rows)
     _apply_bars(edited, of_rows)
@@ -128,6 +140,17 @@ def _choose(table: _Table, states: list[SamplingState]) -> list[int]:
         for at, column in zip(drawn, draws, strict=True):
             columns[at] = column
     return columns
+
+
+def _apply_masks(table: _Table, masks: Mapping[int, Mask]) -> None:
+    """Minus infinity for tokens that cannot follow: nothing below raises it, or chooses it."""
+    masked = [at for at, row in enumerate(table.rows) if row in masks]
+    if not masked:
+        return
+    assert table.ids is None, "rows with a grammar come whole"
+    for at in masked:
+        out = torch.from_numpy(~masks[table.rows[at]]).to(table.scores.device)
+        table.scores[at].masked_fill_(out, -torch.inf)
 
 
 def _apply_penalties(table: _Table, states: list[SamplingState]) -> None:

@@ -11,13 +11,16 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from copy import copy
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.executor.engine.barring import bars_of
 from shared.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from services.executor.grammar.state import GrammarState
 
 Int64Array = NDArray[np.int64]
 
@@ -120,6 +123,8 @@ class SamplingState:
         self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
         self.counts: TokenCounts | CountsAhead | None = None
         """Tokens that penalties apply to; None without penalties."""
+        self.grammar: GrammarState | None = None
+        """Which tokens may follow at all; None: any."""
         if params.repetition_penalty != 1.0:
             self.counts = TokenCounts(prompt, generated)
         elif params.presence_penalty or params.frequency_penalty:
@@ -138,8 +143,11 @@ class SamplingState:
         Negative where the log-sum-exp of all is needed too.
 
         A token whose logit an edit lowers gives up its place to the next one, so one more is needed for
-        each of them. What raises a logit may lift any token to the top. Without top-k see `margin`.
+        each of them. What raises a logit may lift any token to the top, and so may a grammar. Without top-k see
+        `margin`.
         """
+        if self.grammar is not None:
+            return 0
         params = self.params
         needed = 1 if self.greedy else params.top_k
         lowered = self._lowered()
@@ -156,7 +164,7 @@ class SamplingState:
         from w on hold a share p: the nucleus is among them. Half of either, for what rounding may do.
         """
         params = self.params
-        if self.greedy or self.edits_logits or params.logprobs >= 0:
+        if self.greedy or self.edits_logits or params.logprobs >= 0 or self.grammar is not None:
             return 0.0
         least = max(params.min_p, (1 - params.top_p) / vocab_size)
         return params.temperature * math.log(2 / least) if least > 0 else 0.0
@@ -183,9 +191,11 @@ class SamplingState:
             self.counts.add(token)
         if self.bars is not None:
             self.bars.advance(token)
+        if self.grammar is not None:
+            self.grammar.advance(token)
 
     def ahead(self, tokens: Seq[int]) -> "SamplingState":
-        """The state once `tokens` were put out too, to sample with and not to `advance`."""
+        """The state once `tokens` were put out too, to sample with and not to `advance`. Without a grammar."""
         state = copy(self)
         state.position += len(tokens)
         if isinstance(self.counts, TokenCounts):

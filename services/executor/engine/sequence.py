@@ -25,6 +25,8 @@ Urgency = tuple[int, int]
 
 
 class SequenceState(Enum):
+    HELD = "held"
+    """Its grammar is being compiled."""
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
@@ -77,7 +79,7 @@ class Sequence:
         self.sampling = SamplingState(
             request.sampling, request.prompt, request.generated, request.stop_token_ids
         )
-        self.state = SequenceState.WAITING
+        self.state = SequenceState.WAITING if request.grammar is None else SequenceState.HELD
         self.ending = Ending.NONE
         self.in_flight = False
         """Whether the step under way computes some of its tokens."""
@@ -94,8 +96,8 @@ class Sequence:
         """Whether it has ever been: what it finds in the cache then may be its own."""
         self.guesser: Guesser | None = None
         """Of the next tokens, where drafts are allowed and have been thought of."""
-        self.speculates = True
-        """Whether it may carry drafts."""
+        self.speculates = request.grammar is None
+        """Whether it may carry drafts: what may follow them is known for texts of any form only."""
         self._announced = False
 
     def is_late(self, now: float) -> bool:
@@ -115,6 +117,9 @@ class Sequence:
 
     def finish_reason(self, context_length: int) -> FinishReason:
         """Why the generation is over with the tokens it has; empty while it is not."""
+        grammar = self.sampling.grammar
+        if grammar is not None and grammar.complete:
+            return "stop"
         last = self.tokens[-1] if self.output_tokens else None
         return finish_reason(self.request, self.output_tokens, last, context_length)
 

@@ -3,7 +3,7 @@
 Its text is a pure function, so that every token of a stream can be checked from outside: the token
 at output position p of a generation is `stub_token(seed, p, vocab_size)`, whatever the prompt, the
 batch, the ring or the attempt; where that may not be drawn, the next letter that may. Tokens are bytes of
-lower-case English letters and spaces.
+lower-case English letters and spaces; with a grammar, what `stub_choice` makes of the tokens that may follow.
 """
 
 import time
@@ -13,12 +13,15 @@ from itertools import chain
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from services.executor.engine.barring import Bars
 from services.executor.engine.plan import StepPlan, as_int32
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
+from services.executor.engine.sampling_masks import masks_of
 from services.executor.engine.sampling_state import SamplingState, random_bits
 from services.executor.engine.vectors import Floats
+from services.executor.grammar.state import Mask
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import TokenLogprobs
 
@@ -28,7 +31,10 @@ _LARGEST = max(_ALPHABET)
 
 STUB_EMBEDDING_SIZE = 32
 STUB_EOS_TOKEN = 0
-"""The stub's end-of-sequence token. It never produces it."""
+"""The stub's end-of-sequence token. It produces it only where a grammar lets the text end."""
+_CLOSING = np.array([STUB_EOS_TOKEN, *b'"]}'], np.int64)
+"""Tokens that bring a text nearer to its end: else it might grow for ever."""
+_ASCII = 128
 
 
 def stub_token(seed: int, position: int, vocab_size: int = 256) -> int:
@@ -73,6 +79,23 @@ def _next_drawable(token: int, bars: Bars, settings: "StubSettings") -> int:
         if choice not in barred and (allowed is None or choice in allowed):
             return choice
     return token
+
+
+def stub_choice(seed: int, position: int, allowed: NDArray[np.bool_], first_token: int = 0) -> int:
+    """The stub's token at output `position` where only the tokens of the mask `allowed` may follow.
+
+    With `bits = random_bits(seed, position)`, the candidates are the allowed tokens, of bytes the ASCII ones
+    where there are any; in one case of four (`bits % 4 == 0`) those of them that bring the text to an end, if
+    there are any. The token is candidate number `(bits >> 8) % count`, by ascending id.
+    """
+    bits = random_bits(seed, position)
+    candidates = np.flatnonzero(allowed)
+    if not first_token and candidates[0] < _ASCII:
+        candidates = candidates[candidates < _ASCII]
+        closing = candidates[np.isin(candidates, _CLOSING)]
+        if bits % 4 == 0 and len(closing):
+            candidates = closing
+    return int(candidates[(bits >> 8) % len(candidates)])
 
 
 class StubSettings(msgspec.Struct, frozen=True):
@@ -136,7 +159,8 @@ class StubEngine:
         self._pooled = _sums(plan)
         tokens = len(plan.token_ids) // 4
         self._sleep(self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6)
-        return [self._sample(state) for state in samples]
+        masks = masks_of(samples)
+        return [self._sample(state, masks.get(row)) for row, state in enumerate(samples)]
 
     def pooled(self) -> Floats:
         return self._pooled
@@ -144,11 +168,14 @@ class StubEngine:
     def close(self) -> None:
         self._loaded = False
 
-    def _sample(self, state: SamplingState) -> SampledToken:
+    def _sample(self, state: SamplingState, allowed: Mask | None) -> SampledToken:
         settings = self._settings
-        token = stub_token(state.params.seed, state.position, settings.vocab_size) + settings.first_token
-        if state.bars is not None:
-            token = _next_drawable(token, state.bars, settings)
+        if allowed is not None:
+            token = stub_choice(state.params.seed, state.position, allowed, settings.first_token)
+        else:
+            token = stub_token(state.params.seed, state.position, settings.vocab_size) + settings.first_token
+            if state.bars is not None:
+                token = _next_drawable(token, state.bars, settings)
         wanted = state.params.logprobs
         # The stub is sure of its token: probability 1.
         logprobs = TokenLogprobs(0.0, [(token, 0.0)] if wanted else []) if wanted >= 0 else None

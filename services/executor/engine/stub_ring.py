@@ -10,7 +10,7 @@ from services.executor.board import RingBoard
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
 from services.executor.engine.sampling_state import SamplingState
-from services.executor.engine.stub import StubEngine
+from services.executor.engine.stub import STUB_EOS_TOKEN, StubEngine
 from services.executor.engine.vectors import Floats
 from services.executor.plan_channel import PlanListener, PlanSender
 from services.executor.ring import RankSpec, Rendezvous
@@ -47,13 +47,13 @@ class StubRing:
         return self._engine_spec
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
-        """Without a directory: no tokenizer (a token is a byte), no end of sequence."""
+        """Without a directory: no tokenizer (a token is a byte)."""
         spec = self._engine_spec
         if self._directory is not None:
             from services.executor.model_card import read_card  # with transformers, which takes seconds
 
             return read_card(self._directory, model, spec)
-        card = ModelCard(model, spec.context_length, spec.vocab_size, [], "", int(time.time()))
+        card = ModelCard(model, spec.context_length, spec.vocab_size, [STUB_EOS_TOKEN], "", int(time.time()))
         return msgspec.structs.replace(card, embedding_size=spec.embedding_size), b""
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:

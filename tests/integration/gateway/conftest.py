@@ -73,3 +73,17 @@ async def http(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
 async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
     async with gateway.openai() as made:
         yield made
+
+
+@pytest.fixture
+async def other(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
+    """A second gateway."""
+    async with run_gateway(nats_settings) as running:
+        yield running
+
+
+@pytest.fixture
+async def elsewhere(other: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The second gateway's client."""
+    async with other.openai() as made:
+        yield made

@@ -114,7 +114,7 @@ async def test_a_prompt_is_made_as_asked(http: httpx.AsyncClient, ring: FakeRing
     asked: list[dict[str, Any]] = [
         {"truncate_prompt_tokens": 2},
         {"messages": turns, "continue_final_message": True},
-        {"chat_template_kwargs": {"mood": "gay"}, "verbosity": "low", "reasoning_effort": "high"},
+        {"verbosity": "low", "reasoning_effort": "high"},
         {"truncate_prompt_tokens": -1, "max_tokens": 2046, "messages": [{"role": "user", "content": "abc"}]},
     ]
     for fields in asked:
@@ -124,7 +124,7 @@ async def test_a_prompt_is_made_as_asked(http: httpx.AsyncClient, ring: FakeRing
     assert prompts == [
         "i\n",
         "Hi\nOnce upon",
-        "mood=gay\nverbosity=low\nreasoning_effort=high\nHi\n",
+        "reasoning_effort=high\nverbosity=low\nHi\n",
         "c\n",
     ]
 
@@ -240,8 +240,11 @@ async def test_seeds_can_be_compared_by_the_fingerprint(http: httpx.AsyncClient,
         (CHAT, {"verbosity": "loud"}, "verbosity"),
         (CHAT, {"reasoning_effort": "huge"}, "reasoning_effort"),
         (CHAT, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        (CHAT, {"bad_words": ["x"], "response_format": {"type": "json_object"}}, "bad_words"),
+        (COMPLETIONS, {"min_tokens": 3, "guided_regex": "a|b"}, "min_tokens"),
+        (COMPLETIONS, {"allowed_token_ids": [97], "guided_choice": ["a"]}, "allowed_token_ids"),
         (CHAT, {"modalities": ["audio"]}, "modalities"),
-        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         (
             CHAT,

@@ -51,10 +51,13 @@ class House:
 
     async def begin(self, instance: str, module: str, *arguments: str) -> None:
         self._kinds[instance] = (module, arguments)
-        context = service_process(
-            self._bus, self._settings, module, self._directory, *arguments, instance=instance
-        )
+        settings = self.settings_of(module)
+        context = service_process(self._bus, settings, module, self._directory, *arguments, instance=instance)
         self.processes[instance] = await self._stack.enter_async_context(context)
+
+    def settings_of(self, module: str) -> CommonSettings:
+        """How that service reaches NATS."""
+        return self._settings
 
     async def start_two_of_each(self, executor: Sequence[str] = STUB) -> None:
         for number in range(2):

@@ -131,6 +131,13 @@ def test_executors_are_told_how_to_keep_blocks_where_the_command_says_so(tmp_pat
         assert arguments[arguments.index("--kv-dtype") + 1] == "int8"
 
 
+def test_parsers_are_the_executors_own_unless_they_are_given(tmp_path: Path) -> None:
+    assert not any("--tool-parser" in arguments for arguments in executors_of(make_stack(tmp_path)))
+    arguments = executors_of(make_stack(tmp_path, tool_parser="mistral", reasoning_parser="none"))[0]
+    assert arguments[arguments.index("--tool-parser") + 1] == "mistral"
+    assert arguments[arguments.index("--reasoning-parser") + 1] == "none"
+
+
 def groups_of(stack: LocalStack) -> list[str]:
     return [
         one.arguments[one.arguments.index("--group") + 1]

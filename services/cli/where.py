@@ -1,0 +1,55 @@
+"""Which stack a command is about: its NATS and its gateway."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.nats_address import existing_nats
+from services.cli.run_file import RunFile, read_run_file
+from services.cli.settings import LocalSettings
+from shared.config import CommonSettings, load_settings
+from shared.errors import ConfigurationError
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Where the stack keeps its NATS store, logs and run file. [env: RYZANSTEIN_DATA_DIR]"),
+]
+NatsUrl = Annotated[
+    str,
+    typer.Option(
+        help="An existing NATS server (nats://[user:password@]host:port), or several with commas. "
+        "[env: RYZANSTEIN_NATS_URL]"
+    ),
+]
+
+
+def find_stack(data_dir: Path | None) -> RunFile | None:
+    settings = load_settings(LocalSettings, data_dir=data_dir)
+    return read_run_file(settings.data_dir.expanduser())
+
+
+def nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
+    """The NATS that was named, else the local stack's, else what the environment says."""
+    environment = load_settings(CommonSettings, nats_connect_timeout=5.0)
+    if nats_url:
+        return existing_nats(environment, nats_url)
+    stack = find_stack(data_dir)
+    if stack is not None:
+        return load_settings(
+            CommonSettings,
+            nats_url=stack.nats_url,
+            nats_user=stack.nats_user,
+            nats_password=stack.nats_password,
+            nats_connect_timeout=5.0,
+        )
+    if "nats_url" in environment.model_fields_set:
+        return existing_nats(environment, environment.nats_url)
+    directory = load_settings(LocalSettings, data_dir=data_dir).data_dir
+    raise no_stack(directory, "name its NATS with --nats-url")
+
+
+def no_stack(directory: Path, instead: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"No stack runs on the data directory {directory}; start one with `ryzanstein up`, or {instead}."
+    )

@@ -1,0 +1,1 @@
+"""Structured output: which tokens may follow, so that a text matches its grammar (ADR 0013)."""

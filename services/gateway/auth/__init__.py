@@ -1,0 +1,1 @@
+"""Who asks: API keys, what stands behind them, and the header that carries them."""

@@ -1,0 +1,100 @@
+"""Whether a key is good, decided from the records that `watch.py` brings. No I/O.
+
+    unknown ──records read──▶ open, while there has never been a key ──first key──▶ closed, for good
+       │ everything is refused (503)                                                  keys are asked for
+
+Once closed it never opens again by itself, whatever becomes of the records.
+"""
+
+import hmac
+import time
+from collections.abc import Callable
+
+from services.gateway.auth.principal import ANONYMOUS, Principal
+from services.gateway.errors import AuthenticationFailed
+from shared.errors import Unavailable
+from shared.keys import KeyRecord, digest_of, parse
+
+_NOBODY = KeyRecord(bytes(32), "", 0.0)
+"""Compared with where there is no record: an unknown id takes as long as a wrong secret."""
+_HOW = "in the header Authorization: Bearer YOUR_KEY; `ryzanstein keys create` makes one."
+
+
+class Authenticator:
+    """One per gateway."""
+
+    def __init__(self, *, required: bool = False, clock: Callable[[], float] = time.time) -> None:
+        """`required`: keys are asked for also before the first one exists. `clock` gives unix seconds."""
+        self._records: dict[str, KeyRecord] = {}
+        self._known = False
+        self._closed = required
+        self._clock = clock
+
+    # --- from the bucket -------------------------------------------------------------------------
+
+    def update(self, identity: str, record: KeyRecord | None) -> None:
+        """A key has this record now; None: none any more."""
+        if record is None:
+            self._records.pop(identity, None)
+            return
+        self._records[identity] = record
+        self._closed = True
+
+    def complete(self) -> None:
+        """Everything that was in the bucket has been given to `update`."""
+        self._known = True
+
+    @property
+    def open(self) -> bool:
+        """Whether everybody is let in, since there is no key yet."""
+        return self._known and not self._closed
+
+    # --- from requests ---------------------------------------------------------------------------
+
+    def authenticate(self, token: str | None) -> Principal:
+        """Who brings this key. Raises `AuthenticationFailed`, and `Unavailable` until the keys are known."""
+        self._check_known()
+        if not self._closed:
+            return ANONYMOUS
+        if not token:
+            raise AuthenticationFailed(f"You didn't provide an API key. You need to provide it {_HOW}")
+        identity, secret = parse(token) or ("", "")
+        record = self._records.get(identity, _NOBODY)
+        if not hmac.compare_digest(digest_of(secret), record.digest) or record is _NOBODY:
+            raise AuthenticationFailed(f"Incorrect API key provided. Send a key that is valid {_HOW}")
+        self._check_state(record)
+        return Principal(identity, record.tenant, record.limits)
+
+    def check(self, principal: Principal) -> None:
+        """For a connection that was let in earlier: raises as `authenticate` where its key is good no longer."""
+        if principal.vouched:
+            return
+        self._check_known()
+        if not principal.key:
+            if self._closed:
+                self.authenticate(None)
+            return
+        record = self._records.get(principal.key)
+        if record is None:
+            raise AuthenticationFailed("The API key does not exist any more; use another.")
+        self._check_state(record)
+
+    def vouched(self, key: str, tenant: str) -> Principal:
+        """Whose work was accepted under the key `key` earlier, with the limits that the key has now."""
+        record = self._records.get(key)
+        if record is None or record.tenant != tenant:
+            return Principal(key, tenant, vouched=True)
+        return Principal(key, tenant, record.limits, vouched=True)
+
+    def _check_known(self) -> None:
+        if not self._known:
+            raise Unavailable(
+                "The gateway is starting and does not know the API keys yet; try again in a moment.",
+                retry_after=1,
+            )
+
+    def _check_state(self, record: KeyRecord) -> None:
+        state = record.state(self._clock())
+        if state != "active":
+            what = "was revoked" if state == "revoked" else "has expired"
+            raise AuthenticationFailed(f"The API key provided {what}; use another.")

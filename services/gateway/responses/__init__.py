@@ -1,0 +1,1 @@
+"""The Responses API: a response is a generation, shown as items and numbered events."""

@@ -1,0 +1,90 @@
+"""What a response goes on with: the conversation behind `previous_response_id`, and items that are referred to.
+
+resp_3 ──previous──▶ resp_2 ──previous──▶ resp_1
+items of 1, output of 1, items of 2, output of 2, items of 3, output of 3, and the new request's items
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from services.gateway.errors import InvalidParameter, RouteError
+from services.gateway.identity import PREFIXES
+from services.gateway.responses.items import Item, Reference, identity_in
+from services.gateway.responses.lookup import Found, ResponseLookup
+
+MAX_CHAIN = 1000
+"""Responses in one conversation: each is read for the next."""
+
+
+class History:
+    def __init__(self, lookup: ResponseLookup) -> None:
+        self._lookup = lookup
+
+    async def conversation(self, previous: str, tenant: str) -> list[Item]:
+        """All items up to the end of the response `previous`. Raises `InvalidParameter` where one is missing or
+        has not ended, `BrokerUnavailable`."""
+        turns: list[list[Item]] = []
+        identity: str | None = previous
+        while identity:
+            if len(turns) >= MAX_CHAIN:
+                raise InvalidParameter(
+                    f"Invalid 'previous_response_id': the conversation has more than {MAX_CHAIN} responses; begin "
+                    "a new one with its items as 'input'.",
+                    param="previous_response_id",
+                    reason="invalid_value",
+                )
+            found = await self._find(identity, tenant)
+            items, shown = await self._lookup.items(found)
+            if shown["status"] in ("queued", "in_progress"):
+                raise InvalidParameter(
+                    f"Invalid 'previous_response_id': the response '{shown['id']}' is {shown['status']}; wait until "
+                    "it has ended, or cancel it.",
+                    param="previous_response_id",
+                    reason="response_not_ended",
+                )
+            turns.append([*items, *shown["output"]])
+            await self._lookup.refresh(found)
+            response = found.record.response
+            identity = PREFIXES["responses"] + response.previous if response and response.previous else None
+        return [item for turn in reversed(turns) for item in turn]
+
+    async def _find(self, public_id: str, tenant: str) -> Found:
+        try:
+            return await self._lookup.find(public_id, tenant)
+        except RouteError:
+            raise InvalidParameter(
+                f"Previous response with id '{public_id[:64]}' not found.",
+                param="previous_response_id",
+                reason="previous_response_not_found",
+            ) from None
+
+    async def resolve(self, items: Sequence[Item | Reference], tenant: str) -> list[Item]:
+        """`items` with what they refer to in its place. Raises `InvalidParameter`, `BrokerUnavailable`."""
+        wanted = {
+            identity for item in items if isinstance(item, Reference) and (identity := identity_in(item.id))
+        }
+        known: dict[str, Item] = {}
+        for found in await asyncio.gather(*(self._items_of(identity, tenant) for identity in wanted)):
+            known |= {item["id"]: item for item in found}
+        return [_resolved(item, known) for item in items]
+
+    async def _items_of(self, identity: str, tenant: str) -> list[Item]:
+        try:
+            items, shown = await self._lookup.items(
+                await self._lookup.find(PREFIXES["responses"] + identity, tenant)
+            )
+        except RouteError:
+            return []
+        return [*items, *shown["output"]]
+
+
+def _resolved(item: Item | Reference, known: dict[str, Item]) -> Item:
+    if not isinstance(item, Reference):
+        return item
+    if item.id not in known:
+        raise InvalidParameter(
+            f"Item with id '{item.id[:64]}' not found; send the item itself.",
+            param=item.path,
+            reason="item_not_found",
+        )
+    return known[item.id]

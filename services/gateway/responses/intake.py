@@ -1,0 +1,124 @@
+"""From the body of /v1/responses to a `Run`: its conversation put together, then the way of a chat completion."""
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from services.gateway.identity import new_identity
+from services.gateway.responses.checks import check_input_fields, check_request, unsupported
+from services.gateway.responses.history import History
+from services.gateway.responses.items import Item, droppable, read_input
+from services.gateway.responses.making import MakeResponse
+from services.gateway.responses.schemas import InputFields, InputTokensRequest, ResponseRequest
+from services.gateway.responses.tenancy import tenant_of_context
+from services.gateway.responses.translation import chat_request, renamed
+from services.gateway.run import Run
+from services.gateway.schemas import ChatCompletionRequest
+from services.gateway.settings import GatewaySettings
+from services.gateway.validation import check_streamed, decode
+from shared.errors import ContextLengthExceeded
+
+if TYPE_CHECKING:
+    from services.gateway.build import Context
+
+
+class Chat(Protocol):
+    """The way of a chat completion."""
+
+    async def chat_run(
+        self, request: ChatCompletionRequest, context: "Context", response: MakeResponse
+    ) -> Run:
+        """Raises as `Intake.prepare`."""
+        ...
+
+    async def chat_tokens(self, request: ChatCompletionRequest) -> int:
+        """Tokens of the prompt. Raises as `chat_run`, but for the length of the context."""
+        ...
+
+
+class ResponseIntake:
+    """Takes responses in; the same for REST and WebSocket."""
+
+    def __init__(self, chat: Chat, history: History, settings: GatewaySettings, writer: str) -> None:
+        """`writer`: the gateway's short name, as in `identity.py`."""
+        self._chat = chat
+        self._history = history
+        self._settings = settings
+        self._writer = writer
+        self._request = msgspec.json.Decoder(ResponseRequest)
+        self._count = msgspec.json.Decoder(InputTokensRequest)
+
+    async def prepare(self, body: bytes | msgspec.Raw, context: "Context", *, always_streamed: bool) -> Run:
+        """Raises as `Intake.prepare`."""
+        request = self.check(body, always_streamed=always_streamed)
+        identity = new_identity(self._writer, time.time())
+        past, own = await self._items(request, identity, tenant_of_context(context))
+        make = MakeResponse(identity, request, own)
+        context = self._in_background(request, context)
+        with renamed():
+            return await self._fitting(request, past + own, context, make)
+
+    def check(self, body: bytes | msgspec.Raw, *, always_streamed: bool = False) -> ResponseRequest:
+        """The request in `body`, as far as it can be checked by itself. Raises `InvalidParameter`."""
+        request = decode(body, self._request)
+        if always_streamed:
+            check_streamed(request)
+            request = msgspec.structs.replace(request, stream=True)
+        check_request(request)
+        return request
+
+    async def count(self, body: bytes, tenant: str) -> int:
+        """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
+        request = decode(body, self._count)
+        check_input_fields(request)
+        past, own = await self._items(request, new_identity(self._writer, time.time()), tenant)
+        with renamed():
+            return await self._chat.chat_tokens(chat_request(request, past + own))
+
+    async def _items(self, request: InputFields, identity: str, tenant: str) -> tuple[list[Item], list[Item]]:
+        """The conversation so far, and the items of this request."""
+        given = read_input(request.input if request.input is not None else [], identity)
+        past = (
+            await self._history.conversation(request.previous_response_id, tenant)
+            if request.previous_response_id
+            else []
+        )
+        return past, await self._history.resolve(given, tenant)
+
+    def _in_background(self, request: ResponseRequest, context: "Context") -> "Context":
+        if not request.background:
+            return context
+        limit = self._settings.background_limit
+        if not limit:
+            raise unsupported("background", "this server lets nothing go on while nobody listens")
+        return msgspec.structs.replace(context, background=context.background or limit)
+
+    async def _fitting(
+        self, request: ResponseRequest, items: list[Item], context: "Context", make: MakeResponse
+    ) -> Run:
+        """With `truncation` auto the oldest items go until the rest fits: as few as possible, by bisection, for
+        fewer items never have more tokens."""
+
+        async def attempt(begin: int) -> Run:
+            chat = chat_request(request, items[begin:], stream=bool(request.stream))
+            return await self._chat.chat_run(chat, context, make)
+
+        if request.truncation != "auto":
+            return await attempt(0)
+        try:
+            return await attempt(0)
+        except ContextLengthExceeded as error:
+            too_long = error
+        begins = droppable(items)
+        fitting: Run | None = None
+        low, high = 0, len(begins)
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                fitting, high = await attempt(begins[middle]), middle
+            except ContextLengthExceeded as error:
+                too_long, low = error, middle + 1
+        if fitting is None:
+            raise too_long
+        return fitting

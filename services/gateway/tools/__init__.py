@@ -1,0 +1,1 @@
+"""Tool calls and reasoning: asked for, shown to chat templates, found in the model's text."""

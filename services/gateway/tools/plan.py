@@ -1,0 +1,152 @@
+"""What becomes of a chat request: the prompt for its template, and how the answer is read. Pure."""
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from services.gateway.errors import InvalidParameter
+from services.gateway.tools.checks import Asked, asked_of
+from services.gateway.tools.conversation import (
+    functions_for_template,
+    instructions,
+    messages_for_template,
+    with_instructions,
+)
+from services.gateway.tools.depth import DEEPEST, too_deep
+from services.gateway.tools.families import FAMILIES, NONE
+from services.gateway.tools.parameters import types_of
+from services.gateway.tools.parsers.reasoning import MARKERS
+from services.gateway.tools.traits import Traits
+from shared.messages import ModelCard
+from shared.records import Parsing
+
+if TYPE_CHECKING:
+    from services.gateway.schemas import ChatCompletionRequest
+
+AUTO = "auto"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables with which templates turn reasoning on and off."""
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+DEFAULT_FAMILY = "hermes"
+
+
+class ChatPlan(msgspec.Struct, frozen=True):
+    """A chat request, ready to be rendered."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+    asked: Asked
+    family: str
+    """Whose parser and grammar it is; "" without tools."""
+    variant: str
+    single: bool
+    """One call at most: the client wants no more, or the template takes no more."""
+    reasoning: str
+
+    def parsing(self, prompt: str) -> Parsing | None:
+        """For the record; `prompt` is the rendered one. None: the text is the answer as it stands."""
+        opened = bool(self.reasoning) and prompt.rstrip().endswith(MARKERS[self.reasoning][0])
+        if not self.family and not self.reasoning:
+            return None
+        asked = self.asked
+        return Parsing(
+            tools=self.family,
+            types={function.name: types_of(function.parameters or {}) for function in asked.functions}
+            if self.family
+            else {},
+            single=asked.single,
+            named=asked.named,
+            legacy=asked.legacy,
+            reasoning=self.reasoning,
+            opened=opened,
+        )
+
+
+def plan_of(request: "ChatCompletionRequest", card: ModelCard, traits: Traits) -> ChatPlan:
+    """Raises `InvalidParameter`."""
+    asked = asked_of(request)
+    if asked.functions and card.tool_parser == NONE:
+        name = "functions" if asked.legacy else "tools"
+        raise InvalidParameter(
+            f"Unsupported parameter: '{name}' is not supported with this model; its tool parser is turned off.",
+            param=name,
+            reason="unsupported_parameter",
+        )
+    if asked.required and request.min_tokens:
+        raise InvalidParameter(
+            "Unsupported parameter: 'min_tokens' is not supported where a tool call is demanded; leave it out.",
+            param="min_tokens",
+            reason="unsupported_parameter",
+        )
+    known = bool(traits.family) or card.tool_parser in FAMILIES
+    native_calls = traits.calls and known
+    native_tools = traits.tools and known
+    messages = messages_for_template(request.messages, traits, native=native_calls)
+    family = _family(card, traits, native_calls or native_tools) if asked.functions else ""
+    if family and not native_tools:
+        messages = with_instructions(messages, instructions(asked.shown, FAMILIES[family].form), traits)
+    return ChatPlan(
+        messages=messages,
+        tools=functions_for_template(asked.shown) if family and native_tools else None,
+        variables=_variables(request, traits),
+        asked=asked,
+        family=family,
+        variant=traits.variant if family == traits.family else "",
+        single=asked.single or (native_calls and not traits.several),
+        reasoning=_reasoning(card, traits),
+    )
+
+
+def _family(card: ModelCard, traits: Traits, native: bool) -> str:
+    if card.tool_parser in FAMILIES:
+        return card.tool_parser
+    return traits.family if native else DEFAULT_FAMILY
+
+
+def _reasoning(card: ModelCard, traits: Traits) -> str:
+    chosen = traits.reasoning if card.reasoning_parser == AUTO else card.reasoning_parser
+    return "" if chosen == NONE else chosen
+
+
+def _variables(request: "ChatCompletionRequest", traits: Traits) -> dict[str, Any]:
+    """`chat_template_kwargs`, and what `reasoning_effort` means for the template. None is ignored in silence."""
+    given = request.chat_template_kwargs or {}
+    for name in given:
+        if name in _RESERVED or name not in traits.variables:
+            raise InvalidParameter(
+                f"Unsupported parameter: 'chat_template_kwargs.{name[:64]}' is nothing that the chat template of "
+                f"this model looks at; it knows: {', '.join(sorted(traits.variables)) or 'nothing'}.",
+                param="chat_template_kwargs",
+                reason="unsupported_parameter",
+            )
+        if too_deep(given[name]):
+            raise InvalidParameter(
+                f"Invalid 'chat_template_kwargs.{name}': it is nested more than {DEEPEST} levels deep.",
+                param="chat_template_kwargs",
+                reason="invalid_value",
+            )
+    return _effort(request.reasoning_effort, traits) | given
+
+
+def _effort(effort: str | None, traits: Traits) -> dict[str, Any]:
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        words = ", ".join(f"'{word}'" for word in EFFORTS)
+        raise InvalidParameter(
+            f"Invalid value: '{effort[:64]}'. Supported values are: {words}.",
+            param="reasoning_effort",
+            reason="invalid_value",
+        )
+    if "reasoning_effort" in traits.variables:
+        return {"reasoning_effort": effort}
+    for name in _SWITCHES:
+        if name in traits.variables:
+            return {name: effort != "none"}
+    raise InvalidParameter(
+        "Unsupported parameter: 'reasoning_effort' is not supported with this model; leave it out.",
+        param="reasoning_effort",
+        reason="unsupported_parameter",
+    )

@@ -1,0 +1,203 @@
+"""Who may say and hear what on NATS: one user per service, with the least rights that it works with. Pure.
+
+    user ──publish──▶ subjects of its own role, JetStream's API for the streams it reads, answers to who asks it
+         ◀─subscribe─ subjects of its own role, its own inbox
+
+Only who owns something may write it: groups and services the health monitor, keys the operator, session pins the
+schedulers. Streams and buckets are made by whoever comes first; what exists is changed by the gateways (limits of
+INTAKE and JOURNAL) and the operator (all) alone. Patterns are NATS': `*` is one token, `>` all that follow.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+from shared import subjects
+
+User = Literal["gateway", "scheduler", "health-monitor", "executor", "operator"]
+USERS: tuple[User, ...] = get_args(User)
+"""The four services, and `operator`: the command line."""
+
+_API = "$JS.API"
+_STREAMS = (subjects.INTAKE_STREAM, subjects.JOURNAL_STREAM)
+
+
+class Rights(NamedTuple):
+    """What one user may do."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+    def may(self, action: Literal["publish", "subscribe"], subject: str) -> bool:
+        """Whether the broker lets it."""
+        return any(matches(pattern, subject) for pattern in getattr(self, action))
+
+
+def rights(user: User) -> Rights:
+    """The rights of `user`."""
+    publish, subscribe = _TABLE[user]
+    common = () if user == "operator" else (f"health.beats.{user}.*", *map(_create, _STREAMS))
+    inbox = f"{inbox_of(user)}.>"
+    return Rights((*common, *publish), (inbox, "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*", *subscribe))
+
+
+def inbox_of(user: str) -> str:
+    """Where answers to that user go: nobody else hears them. An empty user has NATS' own default."""
+    return f"_INBOX.{subjects.escape(user)}" if user else "_INBOX"
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """Whether every subject of `subject`, which may be a pattern too, is one of `pattern`."""
+    wanted, given = pattern.split("."), subject.split(".")
+    for index, part in enumerate(wanted):
+        if part == ">":
+            return len(given) > index
+        if index >= len(given) or given[index] == ">" or part not in ("*", given[index]):
+            return False
+    return len(given) == len(wanted)
+
+
+# --- JetStream's API, by what one wants of it ----------------------------------------------------
+
+
+def _create(stream: str) -> str:
+    """Makes it, or finds it as it is: what exists cannot be changed by this."""
+    return f"{_API}.STREAM.CREATE.{stream}"
+
+
+def _change(stream: str) -> str:
+    return f"{_API}.STREAM.UPDATE.{stream}"
+
+
+def _read(stream: str) -> Iterator[str]:
+    """Messages by number or subject, and consumers of one's own."""
+    yield f"{_API}.STREAM.INFO.{stream}"
+    yield f"{_API}.STREAM.MSG.GET.{stream}"
+    yield f"{_API}.DIRECT.GET.{stream}"
+    yield f"{_API}.DIRECT.GET.{stream}.>"
+    yield f"{_API}.CONSUMER.CREATE.{stream}"
+    yield f"{_API}.CONSUMER.CREATE.{stream}.>"
+    yield f"{_API}.CONSUMER.INFO.{stream}.*"
+    yield f"{_API}.CONSUMER.MSG.NEXT.{stream}.*"
+    yield f"$JS.FC.{stream}.>"
+
+
+def _work_off(stream: str) -> Iterator[str]:
+    """Takes messages of a work queue, and says what became of them."""
+    yield from _read(stream)
+    yield f"{_API}.CONSUMER.DURABLE.CREATE.{stream}.*"
+    yield f"$JS.ACK.{stream}.>"
+
+
+def _bucket(name: str) -> Iterator[str]:
+    """Reads a KV bucket."""
+    yield _create(f"KV_{name}")
+    yield from _read(f"KV_{name}")
+
+
+def _own_bucket(name: str) -> Iterator[str]:
+    """Reads and writes it."""
+    yield from _bucket(name)
+    yield f"$KV.{name}.>"
+
+
+def _objects(name: str) -> Iterator[str]:
+    """Reads an object store. nats-py asks for the stream's name by its subject."""
+    yield f"{_API}.STREAM.NAMES"
+    yield from _read(f"OBJ_{name}")
+
+
+def _own_objects(name: str) -> Iterator[str]:
+    """Reads and writes it; what is overwritten is purged."""
+    yield from _objects(name)
+    yield _create(f"OBJ_{name}")
+    yield f"{_API}.STREAM.PURGE.OBJ_{name}"
+    yield f"$O.{name}.>"
+
+
+def _answers(*askers: User) -> Iterator[str]:
+    """To whom one may answer: never to any subject that a question names."""
+    return (f"{inbox_of(asker)}.>" for asker in askers)
+
+
+def _stores() -> Iterator[str]:
+    """The streams behind all buckets and object stores."""
+    for name, value in vars(subjects).items():
+        if name.endswith(("_BUCKET", "_STORE")):
+            yield f"{'KV' if name.endswith('_BUCKET') else 'OBJ'}_{value}"
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+_ALL_DISPATCH, _ALL_CONTROL, _ALL_GATEWAYS = "groups.*.dispatch", "groups.*.control", "gateways.*"
+
+_TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "gateway": (
+        (
+            subjects.ALL_INTAKE,
+            subjects.ALL_TOKENS,  # the end of a generation that no ring has said
+            subjects.ALL_RECORDS,
+            subjects.CANCEL,
+            subjects.IN_USE,
+            _ALL_CONTROL,
+            _ALL_GATEWAYS,
+            f"{_API}.STREAM.MSG.GET.{subjects.INTAKE_STREAM}",
+            f"{_API}.STREAM.MSG.DELETE.{subjects.INTAKE_STREAM}",
+            *map(_change, _STREAMS),
+            *_read(subjects.JOURNAL_STREAM),
+            *_bucket(subjects.GROUPS_BUCKET),
+            *_bucket(subjects.SERVICES_BUCKET),
+            *_bucket(subjects.MODELS_BUCKET),
+            *_bucket(subjects.KEYS_BUCKET),
+            *_own_bucket(subjects.GENERATIONS_BUCKET),
+            *_own_bucket(subjects.UNFINISHED_BUCKET),
+            *_own_bucket(subjects.INHERITANCES_BUCKET),
+            *_own_bucket(subjects.IDEMPOTENCY_BUCKET),
+            *_own_bucket(subjects.LIMITS_BUCKET),
+            *_objects(subjects.TOKENIZERS_STORE),
+            *_answers("gateway"),
+        ),
+        (subjects.ALL_TOKENS, subjects.HEALTH_EVENTS, subjects.IN_USE, _ALL_GATEWAYS),
+    ),
+    "scheduler": (
+        (
+            _ALL_DISPATCH,
+            _ALL_CONTROL,
+            subjects.ALL_TOKENS,  # the end of a generation that no group has taken
+            *_work_off(subjects.INTAKE_STREAM),
+            *_bucket(subjects.GROUPS_BUCKET),
+            *_own_bucket(subjects.SESSIONS_BUCKET),
+        ),
+        (subjects.CANCEL, subjects.HEALTH_EVENTS),
+    ),
+    "health-monitor": (
+        (
+            subjects.HEALTH_EVENTS,
+            *_own_bucket(subjects.GROUPS_BUCKET),
+            *_own_bucket(subjects.SERVICES_BUCKET),
+        ),
+        (subjects.ALL_BEATS, subjects.CONNECTION_OPENED, subjects.CONNECTION_CLOSED),
+    ),
+    "executor": (
+        (
+            subjects.ALL_TOKENS,
+            *_bucket(subjects.GROUPS_BUCKET),
+            *_own_bucket(subjects.MODELS_BUCKET),
+            *_own_objects(subjects.TOKENIZERS_STORE),
+            *_answers("scheduler", "gateway", "operator"),
+        ),
+        (_ALL_DISPATCH, _ALL_CONTROL),
+    ),
+    "operator": (
+        (
+            _ALL_CONTROL,
+            *map(_create, _STREAMS),
+            *map(_change, _STREAMS),
+            *(f"{_API}.STREAM.INFO.{stream}" for stream in _STREAMS),
+            *map(_change, _stores()),
+            *_bucket(subjects.GROUPS_BUCKET),
+            *_bucket(subjects.SERVICES_BUCKET),
+            *_own_bucket(subjects.KEYS_BUCKET),
+        ),
+        (subjects.ALL_BEATS, subjects.HEALTH_EVENTS),
+    ),
+}

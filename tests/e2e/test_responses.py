@@ -1,0 +1,113 @@
+"""Responses of the real model, with the client that users have."""
+
+import time
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from services.cli.models import DEFAULT_MODEL
+from tests.e2e.stack import Stack
+from tests.e2e.test_real_model import Connect, answer, connect
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+__all__ = ["connect"]
+
+QUESTION = "What is the capital of France? Answer in one sentence."
+STORY = "Write a long story about a lighthouse."
+
+
+def test_a_response_says_what_a_chat_completion_says(connect: Connect, two_groups: Stack) -> None:
+    client = connect(two_groups)
+    made = client.responses.create(model=DEFAULT_MODEL, input=QUESTION, temperature=0, max_output_tokens=32)
+    assert made.output_text == answer(client, QUESTION)
+    with client.responses.stream(
+        model=DEFAULT_MODEL, input=QUESTION, temperature=0, max_output_tokens=32
+    ) as stream:
+        final = stream.until_done().get_final_response()
+    assert final.output_text == made.output_text
+    assert "Paris" in made.output_text
+    assert made.usage is not None
+    counted = client.responses.input_tokens.count(model=DEFAULT_MODEL, input=QUESTION)
+    assert counted.input_tokens == made.usage.input_tokens
+
+
+def test_a_conversation_is_the_one_that_a_client_would_send(connect: Connect, two_groups: Stack) -> None:
+    client = connect(two_groups)
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_output_tokens": 24}
+    first = client.responses.create(input=QUESTION, **options)
+    second = client.responses.create(input="And of Italy?", previous_response_id=first.id, **options)
+    reply = client.chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=[
+            {"role": "user", "content": QUESTION},
+            {"role": "assistant", "content": first.output_text},
+            {"role": "user", "content": "And of Italy?"},
+        ],
+        temperature=0,
+        max_tokens=24,
+    )
+    assert second.output_text == reply.choices[0].message.content
+    assert second.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_a_background_response_is_read_from_any_event(connect: Connect, two_groups: Stack) -> None:
+    """Speculation brings several tokens at a time: the events are the same whoever reads them when."""
+    client = connect(two_groups)
+    job = client.responses.create(
+        model=DEFAULT_MODEL, input=STORY, temperature=0, max_output_tokens=60, background=True
+    )
+    assert job.status == "queued"
+    begun = []
+    with client.responses.retrieve(job.id, stream=True) as stream:
+        for event in stream:
+            begun.append(event)
+            if len(begun) == 20:
+                break
+    rest = list(client.responses.retrieve(job.id, stream=True, starting_after=begun[-1].sequence_number))
+    end = time.monotonic() + 60
+    while (shown := client.responses.retrieve(job.id)).status in ("queued", "in_progress"):
+        assert time.monotonic() < end, shown.status
+    assert list(client.responses.retrieve(job.id, stream=True)) == begun + rest
+    text = "".join(event.delta for event in begun + rest if event.type == "response.output_text.delta")
+    assert text == shown.output_text == answer(client, STORY, max_tokens=60)
+    assert shown.status == "incomplete"
+
+
+def test_a_form_and_a_call_are_held_to(connect: Connect, two_groups: Stack) -> None:
+    class Animal(pydantic.BaseModel):
+        name: str
+        legs: int
+
+    client = connect(two_groups)
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0}
+    made = client.responses.parse(input="Name an animal and its legs.", text_format=Animal, **options)
+    assert isinstance(made.output_parsed, Animal)
+    tool = openai.pydantic_function_tool(Animal, name="note")
+    function = {"type": "function", **tool["function"]}
+    for choice in ("required", {"type": "function", "name": "note"}):
+        with client.responses.stream(
+            input="Note that a cat has four legs.", tools=[function], tool_choice=choice, **options
+        ) as stream:
+            final = stream.until_done().get_final_response()
+        (call,) = [item for item in final.output if item.type == "function_call"][:1]
+        assert call.name == "note"
+        Animal.model_validate_json(call.arguments)
+        rest = client.responses.retrieve(final.id, stream=True, starting_after=6)
+        numbers = [event.sequence_number for event in rest]
+        assert numbers == list(range(7, 7 + len(numbers)))
+        assert numbers
+    outputs: Any = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "noted"}
+        for item in final.output
+        if item.type == "function_call"
+    ]
+    last = client.responses.create(
+        input=outputs, previous_response_id=final.id, tools=[function], max_output_tokens=16, **options
+    )
+    assert last.usage is not None
+    assert final.usage is not None
+    assert last.usage.input_tokens > final.usage.input_tokens

@@ -1,0 +1,252 @@
+"""API keys on a real NATS: who is let in, what a tenant sees, and how soon a revoked key is refused."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import structlog
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from services.gateway.service import GatewayService
+from services.gateway.settings import GatewaySettings
+from shared import subjects
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.keys import KeyRecord, NewKey, new_key
+from shared.records import Idempotency
+from shared.stores import Bucket
+from shared.telemetry import configure_logging
+from tests.integration.gateway.conftest import RunningGateway, run_gateway
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
+from tests.integration.gateway.resuming import Paced, public_id, read_events
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+class Keys:
+    """What the command line does."""
+
+    def __init__(self, bucket: Bucket[KeyRecord]) -> None:
+        self.bucket = bucket
+
+    async def make(self, tenant: str) -> NewKey:
+        key = new_key(tenant, time.time())
+        await self.bucket.put(key.identity, key.record)
+        return key
+
+    async def revoke(self, key: NewKey) -> None:
+        await self.bucket.put(key.identity, msgspec.structs.replace(key.record, revoked=time.time()))
+
+
+@pytest.fixture
+async def keys(bus: Bus) -> Keys:
+    return Keys(await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord))
+
+
+@pytest.fixture
+async def two(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[list[RunningGateway]]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(run_gateway(nats_settings)) for _ in range(2)]
+
+
+def bearer(key: NewKey) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key.token}"}
+
+
+async def status(gateway: RunningGateway, headers: dict[str, str], path: str = "/v1/models") -> int:
+    async with gateway.http() as http:
+        return (await http.get(path, headers=headers)).status_code
+
+
+async def changes_to(gateway: RunningGateway, headers: dict[str, str], wanted: int) -> float:
+    """Seconds until requests are answered with that status."""
+    began = time.monotonic()
+    while await status(gateway, headers) != wanted:
+        assert time.monotonic() - began < 10
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began
+
+
+async def test_the_first_key_closes_every_gateway_and_a_revoked_one_opens_none(
+    two: list[RunningGateway], keys: Keys
+) -> None:
+    for gateway in two:
+        assert await status(gateway, {"Authorization": "Bearer none"}) == 200
+    first, second = await keys.make("acme"), await keys.make("acme")
+    for gateway in two:
+        await changes_to(gateway, {}, 401)
+        await changes_to(gateway, bearer(second), 200)
+        assert await status(gateway, bearer(first)) == 200
+        assert await status(gateway, {"x-api-key": first.token}) == 200
+        for path in ("/health", "/ready", "/metrics"):
+            assert await status(gateway, {}, path) == 200
+        for path in ("/", "/v1/nothing", "/v1/generations/x", "/openapi.json"):
+            assert await status(gateway, {}, path) == 401
+    await keys.revoke(first)
+    await keys.revoke(second)
+    for gateway in two:
+        assert await changes_to(gateway, bearer(first), 401) < 1.0
+        assert await changes_to(gateway, bearer(second), 401) < 1.0
+        assert await status(gateway, {}) == 401
+
+
+async def test_the_refusal_is_openais(gateway: RunningGateway, keys: Keys) -> None:
+    key = await keys.make("acme")
+    await changes_to(gateway, {}, 401)
+    wrong = key.token[:-3] + "abc"
+    async with gateway.http() as http:
+        refused = await http.post(CHAT, json=BODY, headers={"Authorization": f"Bearer {wrong}"})
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"] == 'Bearer realm="ryzanstein"'
+    error = refused.json()["error"]
+    assert (error["code"], error["type"], error["param"]) == (
+        "invalid_api_key",
+        "invalid_request_error",
+        None,
+    )
+    assert error["message"].startswith("Incorrect API key provided")
+    assert wrong[16:] not in refused.text
+
+
+async def test_metrics_can_be_closed(nats_settings: CommonSettings, ring: FakeRing, keys: Keys) -> None:
+    key = await keys.make("acme")
+    async with run_gateway(nats_settings, metrics_need_key=True) as gateway:
+        assert await status(gateway, {}, "/metrics") == 401
+        assert await status(gateway, bearer(key), "/metrics") == 200
+        assert await status(gateway, {}, "/health") == 200
+
+
+async def test_a_gateway_that_never_saw_the_keys_answers_nobody() -> None:
+    settings = GatewaySettings(port=0, nats_url="nats://127.0.0.1:9", nats_connect_timeout=60)
+    service = GatewayService(settings)
+    task = asyncio.create_task(service.run())
+    await until(lambda: service.address)
+    async with httpx.AsyncClient(base_url=f"http://{service.address}") as http:
+        await until(lambda: service.address)
+        for path, expected in (("/health", 200), ("/ready", 503), ("/v1/models", 503), ("/v1/x", 503)):
+            assert (await http.get(path)).status_code == expected
+        assert (await http.post(CHAT, json=BODY)).status_code == 503
+    service.end()
+    await task
+
+
+async def test_tenants_do_not_see_each_others_generations(
+    two: list[RunningGateway], ring: FakeRing, keys: Keys
+) -> None:
+    """Neither at the gateway that has the generation, nor at one that finds it by its record."""
+    ring.behave = paced = Paced(b"Mine, and mine alone.", 10)
+    mine, theirs, colleague = await keys.make("acme"), await keys.make("other"), await keys.make("acme")
+    for gateway in two:
+        await changes_to(gateway, bearer(colleague), 200)
+    async with two[0].http(headers=bearer(mine)) as http:
+        body = BODY | {"stream": True}
+        async with http.stream("POST", CHAT, json=body) as response:
+            identity = public_id(await read_events(response, 4))
+            assert [request.tenant for request in ring.requests] == ["acme"]
+            for gateway in two:
+                path = f"/v1/generations/{identity}"
+                for method, url in (("GET", path), ("DELETE", path), ("GET", path + "/stream")):
+                    async with gateway.http(headers=bearer(theirs)) as stranger:
+                        refused = await stranger.request(method, url)
+                        assert refused.status_code == 404, (method, url)
+                        unknown = await stranger.request(
+                            method, url.replace(identity, f"chatcmpl-{'0' * 32}")
+                        )
+                        assert unknown.json()["error"]["code"] == refused.json()["error"]["code"]
+                socket_url = gateway.websocket_url
+                async with connect(socket_url, additional_headers=bearer(theirs)) as socket:
+                    await socket.send(json.dumps({"type": "attach", "id": "a", "generation": identity}))
+                    answer = json.loads(await socket.recv())
+                    assert answer["error"]["code"] == "generation_not_found"
+                assert await status(gateway, bearer(colleague), path) == 200
+            state = (await http.get(f"/v1/generations/{identity}")).json()
+            assert state["status"] == "in_progress"
+            paced.allow()
+
+
+async def test_what_is_stored_is_its_tenants_and_tokenizing_needs_a_key(
+    http: httpx.AsyncClient, gateway: RunningGateway, keys: Keys
+) -> None:
+    one, other = await keys.make("one"), await keys.make("other")
+    await changes_to(gateway, {}, 401)
+    await changes_to(gateway, bearer(one), 200)
+    await changes_to(gateway, bearer(other), 200)
+    made = await http.post("/v1/chat/completions", json=BODY | {"store": True}, headers=bearer(one))
+    url = f"/v1/chat/completions/{made.json()['id']}"
+    assert (await http.get(url, headers=bearer(one))).status_code == 200
+    assert (await http.get(url, headers=bearer(other))).status_code == 404
+    for path in ("/tokenize", "/v1/detokenize", "/v1/embeddings"):
+        assert (await http.post(path, json={})).status_code == 401
+
+
+async def test_idempotency_keys_are_each_tenants_own(
+    gateway: RunningGateway, ring: FakeRing, keys: Keys
+) -> None:
+    mine, theirs, colleague = await keys.make("acme"), await keys.make("other"), await keys.make("acme")
+    await changes_to(gateway, bearer(colleague), 200)
+    await changes_to(gateway, {}, 401)
+    ids = []
+    async with gateway.http() as http:
+        for key in (mine, theirs, colleague):
+            headers = bearer(key) | {"Idempotency-Key": "k"}
+            ids.append((await http.post(CHAT, json=BODY, headers=headers)).json()["id"])
+    assert ids[0] == ids[2] != ids[1]
+    entries = await Bucket.open(keys.bucket._bus, subjects.IDEMPOTENCY_BUCKET, Idempotency)
+    for name in await entries.items():
+        assert len(name) == 32
+        assert not any(key.token in name for key in (mine, theirs, colleague))
+
+
+async def test_an_open_websocket_begins_nothing_more_once_its_key_is_revoked(
+    gateway: RunningGateway, ring: FakeRing, keys: Keys
+) -> None:
+    key = await keys.make("acme")
+    await changes_to(gateway, bearer(key), 200)
+    await changes_to(gateway, {}, 401)
+    with pytest.raises(InvalidStatus) as refused:
+        await connect(gateway.websocket_url)
+    assert refused.value.response.status_code == 401
+    async with connect(gateway.websocket_url, additional_headers=bearer(key)) as socket:
+        await socket.send(json.dumps({"type": "generate", "id": "a", "request": BODY}))
+        while json.loads(await socket.recv())["type"] != "done":
+            pass
+        await keys.revoke(key)
+        await changes_to(gateway, bearer(key), 401)
+        for message in (
+            {"type": "generate", "id": "b", "request": BODY},
+            {"type": "attach", "id": "c", "generation": f"chatcmpl-{'0' * 32}"},
+        ):
+            await socket.send(json.dumps(message))
+            answer = json.loads(await socket.recv())
+            assert (answer["id"], answer["error"]["code"]) == (message["id"], "invalid_api_key")
+    assert len(ring.requests) == 1
+
+
+async def test_no_log_and_no_error_shows_a_key(
+    gateway: RunningGateway, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = await keys.make("acme")
+    await changes_to(gateway, bearer(key), 200)
+    secret = key.token.split("-", 2)[2]
+    configure_logging("gateway", "g", level="debug", fmt="json")
+    try:
+        async with gateway.http(headers=bearer(key)) as http:
+            for path in (f"/v1/{key.token}", f"/v1/models/{key.token}", f"/v1/generations/{key.token}"):
+                answer = await http.get(path)
+                assert answer.status_code == 404
+                assert secret not in answer.text
+            answer = await http.post(CHAT, json=BODY | {"model": key.token})
+            assert secret not in answer.text
+    finally:
+        structlog.reset_defaults()
+    printed = capsys.readouterr()
+    assert f"rz-{key.identity}-***" in printed.err
+    assert secret not in printed.err + printed.out

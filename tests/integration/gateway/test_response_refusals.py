@@ -1,0 +1,112 @@
+"""What the Responses API refuses, and how it says so."""
+
+from typing import Any
+
+import httpx
+import openai
+
+from tests.integration.gateway.fake_ring import MODEL
+from tests.integration.gateway.responding import RESPONSES
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
+    ({"context_management": [{"type": "compaction"}]}, "context_management", "unsupported_parameter"),
+    ({"moderation": {"model": "m"}}, "moderation", "unsupported_parameter"),
+    ({"include": ["file_search_call.results"]}, "include", "unsupported_parameter"),
+    ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "unsupported_parameter"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+        "unsupported_parameter",
+    ),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
+    ({"store": False, "background": True}, "store", "invalid_value"),
+    ({"truncation": "middle"}, "truncation", "invalid_value"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "integer_below_min_value"),
+    ({"temperature": 3}, "temperature", "decimal_above_max_value"),
+    ({"top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata", "string_above_max_length"),
+    ({"metadata": {str(n): "v" for n in range(17)}}, "metadata", "object_above_max_properties"),
+    ({"input": []}, "input", "empty_array"),
+    ({"input": None}, "input", "missing_required_parameter"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "invalid_value"),
+    ({"input": [{"role": "user", "content": []}]}, "input[0].content", "empty_array"),
+    ({"input": [{"role": "user"}]}, "input[0].content", "missing_required_parameter"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type",
+        "invalid_value",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+        "input[0].content[0].text",
+        "missing_required_parameter",
+    ),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type", "invalid_value"),
+    (
+        {"input": [{"role": "user", "content": "x", "phase": "commentary"}]},
+        "input[0].phase",
+        "unsupported_parameter",
+    ),
+    ({"input": ["x"]}, "input[0]", "invalid_type"),
+    ({"input": 5}, "input", "invalid_type"),
+    ({"previous_response_id": "nonsense"}, "previous_response_id", "previous_response_not_found"),
+    ({"nonsense": 1}, "nonsense", "unknown_parameter"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x y", "schema": {}}}},
+        "text.format.name",
+        "invalid_value",
+    ),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x"}}},
+        "text.format.schema",
+        "missing_required_parameter",
+    ),
+    (
+        {"tools": [{"type": "function", "name": "f", "defer_loading": True}]},
+        "tools[0].defer_loading",
+        "unknown_parameter",
+    ),
+    ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "empty_string"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "invalid_value"),
+    ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
+]
+
+
+async def test_what_is_refused_says_why(http: httpx.AsyncClient) -> None:
+    for changes, param, code in REFUSED:
+        answer = await http.post(RESPONSES, json={"model": MODEL, "input": "Hi"} | changes)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, param, code), changes
+        assert error["type"] == "invalid_request_error"
+
+
+STRANGE: list[tuple[str, int, str]] = [
+    ("/resp_1", 404, "response_not_found"),
+    ("/chatcmpl-" + "0" * 32, 404, "response_not_found"),
+    ("/resp_" + "0" * 32, 404, "response_not_found"),
+    ("/{id}?include[]=web_search_call.results", 400, "unsupported_parameter"),
+    ("/{id}?stream=perhaps", 400, "invalid_type"),
+    ("/{id}?stream=true&starting_after=x", 400, "invalid_type"),
+    ("/{id}?stream=true&starting_after=99", 400, "invalid_position"),
+    ("/{id}?stream=true&starting_after=-1", 400, "integer_below_min_value"),
+    ("/{id}?starting_after=1", 400, "invalid_value"),
+    ("/{id}?nonsense=1", 400, "unknown_parameter"),
+    ("/{id}/input_items?limit=0", 400, "integer_below_min_value"),
+    ("/{id}/input_items?limit=101", 400, "integer_above_max_value"),
+    ("/{id}/input_items?order=up", 400, "invalid_value"),
+    ("/{id}/input_items?after=msg_1", 400, "invalid_value"),
+    ("/{id}/output_items", 404, "unknown_url"),
+]
+
+
+async def test_strange_questions_about_a_response(
+    client: openai.AsyncOpenAI, http: httpx.AsyncClient
+) -> None:
+    made = await client.responses.create(model=MODEL, input="Hi")
+    for path, wanted, code in STRANGE:
+        answer = await http.get(RESPONSES + path.replace("{id}", made.id))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (wanted, code), path

@@ -1,0 +1,123 @@
+"""What is kept of responses: bounded in time and bytes, written once, renewed by those who go on with it."""
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from services.gateway.responses.store import ResponseStore
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.messages import GenerationRequest
+from shared.records import GenerationRecord, ResponseRecord, StoredResponse
+from tests.integration.gateway.conftest import RunningGateway, run_gateway
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying
+from tests.integration.gateway.responding import until_known
+
+PAGE = (Path(__file__).parents[3] / "docs" / "responses.md").read_text()
+
+
+def response(number: int, text: str = "") -> StoredResponse:
+    identity = f"{number:032x}"
+    request = GenerationRequest(f"{identity}-0", "r", "m", "g", [0], 9)
+    record = GenerationRecord(identity, "responses", 0.0, [request], response=ResponseRecord(b"{}", b"[]"))
+    return StoredResponse(record, [1, 2], text.encode())
+
+
+async def store_of(bus: Bus, ttl: float = 1000.0, max_bytes: int = 1 << 20) -> ResponseStore:
+    store = ResponseStore(bus, ttl, max_bytes)
+    await store.start()
+    return store
+
+
+async def test_the_oldest_make_room(bus: Bus) -> None:
+    store = await store_of(bus, max_bytes=20_000)
+    kept = [
+        response(number, "".join(f"{number * index * 7919:x}" for index in range(1500)))
+        for number in range(1, 9)
+    ]
+    for each in kept:
+        await store.keep(each)
+    found = [await store.get(each.record.identity) for each in kept]
+    assert found[0] is None
+    assert found[-1] == kept[-1]
+    held = [each for each in found if each is not None]
+    assert held == kept[-len(held) :]
+    other = await store_of(bus, max_bytes=1 << 20)  # more room is given at the next start
+    await other.keep(kept[0])
+    assert await other.get(kept[0].record.identity) == kept[0]
+    assert await other.get(kept[-1].record.identity) == kept[-1]
+
+
+async def test_the_first_to_write_has_written_it(bus: Bus) -> None:
+    store = await store_of(bus)
+    await store.keep(response(1, "first"))
+    await store.keep(response(1, "second"))
+    found = await store.get(f"{1:032x}")
+    assert found is not None
+    assert found.response == b"first"
+    await store.delete(f"{1:032x}")
+    await store.keep(response(1, "third"))
+    assert await store.get(f"{1:032x}") is None
+    assert await store.is_deleted(f"{1:032x}")
+
+
+async def test_a_missing_part_is_a_missing_response(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.responses.store.ROOM", bus.max_payload - 50)
+    store = await store_of(bus)
+    whole = response(1, "".join(f"{index * 7919:x}" for index in range(100)))
+    await store.keep(whole)
+    assert await store.get(whole.record.identity) == whole
+    await store._bucket.delete(f"{whole.record.identity}-1")
+    assert await store.get(whole.record.identity) is None
+
+
+async def test_its_time_begins_anew_once_it_is_half_over(bus: Bus) -> None:
+    store = await store_of(bus)
+    identity = response(1).record.identity
+    await store.keep(response(1))
+    await store.refresh(identity)
+    head = await store._bucket.get(identity)
+    assert head is not None
+    await store._bucket.put(identity, msgspec.structs.replace(head.value, kept_at=head.value.kept_at - 501))
+    await store.refresh(identity)
+    later = await store._bucket.get(identity)
+    assert later is not None
+    assert later.value.kept_at >= head.value.kept_at
+    assert await store.get(identity) == response(1)
+    await store.refresh(f"{2:032x}")
+    assert not await store.is_known(f"{2:032x}")
+
+
+async def test_a_response_has_its_time(nats_settings: CommonSettings, ring: FakeRing) -> None:
+    async with run_gateway(nats_settings, response_ttl=1.0) as gateway, gateway.openai() as client:
+        made = await client.responses.create(model=MODEL, input="Hi")
+
+        async def gone() -> str | None:
+            try:
+                await client.responses.retrieve(made.id)
+            except openai.NotFoundError as error:
+                return str(error.code)
+            return None
+
+        assert await until_known(gone) == "response_not_found"
+
+
+async def test_the_pages_example(gateway: RunningGateway, ring: FakeRing) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    ring.behave = saying("A story, and its end.")
+    shown: list[str] = []
+
+    def show(text: str, end: str = "\n") -> None:
+        shown.append(text + end)
+
+    names: dict[str, Any] = {"MODEL": MODEL, "print": show}
+    await asyncio.to_thread(exec, source.replace("http://127.0.0.1:8000", gateway.url), names)
+    names["client"].close()
+    assert "".join(shown) == "A story, and its end.\n" + "A story, and its end."
+    assert names["job"].status == "queued"
+    assert len(ring.requests) == 3

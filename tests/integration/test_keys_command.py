@@ -1,0 +1,80 @@
+"""`ryzanstein keys` on a real NATS."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from services.cli.keys import keys_app, when
+from shared import subjects
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.errors import ConfigurationError
+from shared.keys import KeyLimits, KeyRecord, digest_of, parse
+from shared.stores import Bucket
+
+
+class Command:
+    def __init__(self, nats: CommonSettings) -> None:
+        address = nats.nats_url.removeprefix("nats://")
+        self._url = f"nats://{nats.nats_user}:{nats.nats_password.get_secret_value()}@{address}"
+
+    async def run(self, *arguments: str) -> Result:
+        def invoke() -> Result:
+            return CliRunner().invoke(keys_app, [*arguments, "--nats-url", self._url])
+
+        return await asyncio.to_thread(invoke)
+
+
+@pytest.fixture
+def command(nats_settings: CommonSettings) -> Command:
+    return Command(nats_settings)
+
+
+async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(
+    command: Command, bus: Bus
+) -> None:
+    limits = ("--requests-per-minute", "5", "--tokens-per-minute", "700", "--concurrent", "2")
+    made = await command.run("create", "--tenant", "acme", "--name", "ci", "--expires", "30d", *limits)
+    token = made.stdout.strip()
+    identity, secret = parse(token) or ("", "")
+    keys = await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord)
+    entry = await keys.get(identity)
+    assert entry is not None
+    record = entry.value
+    assert (record.digest, record.tenant, record.name) == (digest_of(secret), "acme", "ci")
+    assert record.limits == KeyLimits(5, 700, 2)
+    assert abs(record.expires - time.time() - 30 * 86_400) < 60
+
+    other = (await command.run("create")).stdout.strip()
+    table = (await command.run("list")).stdout
+    assert [line.split()[0] for line in table.splitlines()] == ["id", identity, (parse(other) or "")[0]]
+    shown = json.loads((await command.run("show", token, "--json")).stdout)
+    assert (shown["id"], shown["state"], shown["limits"]["tokens_per_minute"]) == (identity, "active", 700)
+
+    assert (await command.run("revoke", identity)).exit_code == 0
+    assert (await command.run("revoke", identity)).exit_code == 0
+    states = {key["id"]: key["state"] for key in json.loads((await command.run("list", "--json")).stdout)}
+    assert sorted(states.values()) == ["active", "revoked"]
+    assert states[identity] == "revoked"
+    text = (await command.run("show", identity)).stdout
+    assert secret not in text + table
+    assert "acme" in text
+
+
+async def test_an_unknown_key_is_named(command: Command) -> None:
+    for name in ("revoke", "show"):
+        failed = await command.run(name, "00112233aabb")
+        assert isinstance(failed.exception, ConfigurationError)
+        assert "00112233aabb" in str(failed.exception)
+
+
+def test_when_a_key_expires() -> None:
+    assert when("", 5.0) == 0.0
+    assert [when(span, 5.0) for span in ("9s", "2m", "1h", "1d", "1w")] == [14, 125, 3605, 86_405, 604_805]
+    assert when("1970-01-02", 5.0) == 86_400
+    for wrong in ("tomorrow", "-3d", "3 days", "1970-01-01"):
+        with pytest.raises(ConfigurationError, match="--expires"):
+            when(wrong, 5.0)

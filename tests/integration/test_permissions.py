@@ -1,0 +1,176 @@
+"""Rights on a real NATS: every service may what it needs, and the broker refuses everything else."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import nats
+import pytest
+
+from services.cli.nats_config import deployed, variable_of
+from services.cli.nats_server import LocalNats, find_binary
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.errors import BrokerUnavailable
+from shared.permissions import USERS, inbox_of
+from tests.integration.gateway.fake_ring import until
+
+G, S, H, E, O = "gateway", "scheduler", "health-monitor", "executor", "operator"  # noqa: E741
+ALL = {G, S, H, E, O}
+SERVICES = {G, S, H, E}
+
+PUBLISH: dict[str, set[str]] = {
+    "intake.interactive.m": {G},
+    "intake.recovery.m": {G},
+    "records.w.1": {G},
+    "tokens.gateway-1": {G, S, E},
+    "groups.g.dispatch": {S},
+    "groups.g.control": {G, S, O},
+    "gateways.gateway-1": {G},
+    "generations.cancel": {G},
+    "limits.in_use": {G},
+    "health.events": {H},
+    "health.connections.closed": set(),
+    "health.beats.gateway.x": {G},
+    "health.beats.executor.x": {E},
+    "health.beats.health-monitor.x": {H},
+    "$KV.groups.g": {H},
+    "$KV.services.g": {H},
+    "$KV.models.m": {E},
+    "$KV.sessions.s": {S},
+    "$KV.keys.k": {O},
+    "$KV.idempotency.k": {G},
+    "$KV.limits.k": {G},
+    "$KV.generations.k": {G},
+    "$O.tokenizers.M.x": {E},
+    "$JS.API.STREAM.MSG.GET.KV_keys": {G, O},
+    "$JS.API.DIRECT.GET.KV_keys.$KV.keys.k": {G, O},
+    "$JS.API.CONSUMER.CREATE.KV_keys.c.$KV.keys.>": {G, O},
+    "$JS.API.CONSUMER.CREATE.KV_keys": {G, O},
+    "$JS.API.CONSUMER.DELETE.KV_keys.c": set(),
+    "$JS.API.CONSUMER.CREATE.KV_groups.c.$KV.groups.>": ALL,
+    "$JS.API.CONSUMER.CREATE.KV_sessions": {S},
+    "$JS.API.CONSUMER.CREATE.KV_idempotency": {G},
+    "$JS.API.CONSUMER.CREATE.JOURNAL": {G},
+    "$JS.API.CONSUMER.MSG.NEXT.JOURNAL.c": {G},
+    "$JS.API.CONSUMER.CREATE.INTAKE": {S},
+    "$JS.API.CONSUMER.MSG.NEXT.INTAKE.c": {S},
+    "$JS.ACK.INTAKE.c.1.1.1.1.1": {S},
+    "$JS.API.STREAM.MSG.DELETE.INTAKE": {G},
+    "$JS.API.STREAM.MSG.DELETE.JOURNAL": set(),
+    "$JS.API.STREAM.CREATE.JOURNAL": ALL,
+    "$JS.API.STREAM.CREATE.KV_keys": {G, O},
+    "$JS.API.STREAM.CREATE.other": set(),
+    "$JS.API.STREAM.UPDATE.JOURNAL": {G, O},
+    "$JS.API.STREAM.UPDATE.KV_keys": {O},
+    "$JS.API.STREAM.DELETE.JOURNAL": set(),
+    "$JS.API.STREAM.PURGE.INTAKE": set(),
+    "$JS.API.STREAM.PURGE.KV_keys": set(),
+    "$JS.API.ACCOUNT.PURGE.RYZANSTEIN": set(),
+    "$SYS.REQ.SERVER.PING": set(),
+    "_INBOX.gateway.x": {G, E},
+    "_INBOX.scheduler.x": {E},
+    "_INBOX.operator.x": {E},
+    "_INBOX.health-monitor.x": set(),
+}
+SUBSCRIBE: dict[str, set[str]] = {
+    "tokens.gateway-1": {G},
+    "gateways.gateway-1": {G},
+    "limits.in_use": {G},
+    "generations.cancel": {S},
+    "health.events": {G, S, O},
+    "health.beats.>": {H, O},
+    "health.connections.opened": {H},
+    "groups.g.dispatch": {E},
+    "groups.g.control": {E},
+    "intake.>": set(),
+    "records.>": set(),
+    "$KV.keys.>": set(),
+    "$KV.>": set(),
+    "$JS.>": set(),
+    "$SYS.>": set(),
+    "_INBOX.>": set(),
+    ">": set(),
+    **{f"{inbox_of(user)}.x.>": {user} for user in USERS},
+}
+_VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]+)\"", re.IGNORECASE)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[LocalNats]:
+    made = LocalNats(tmp_path / "nats", least_rights=True)
+    await made.start()
+    bus = await Bus.connect(settings_of(made, O), "test")
+    await bus.ensure_streams()
+    await bus.close()
+    yield made
+    await made.stop()
+
+
+def settings_of(server: LocalNats, user: str) -> CommonSettings:
+    return CommonSettings(nats_url=server.url, nats_user=user, nats_password=server.passwords[user])
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_the_broker_lets_each_user_do_what_the_table_says_and_nothing_else(
+    server: LocalNats, user: str
+) -> None:
+    refused: set[tuple[str, str]] = set()
+
+    async def on_error(error: Exception) -> None:
+        if found := _VIOLATION.search(str(error)):
+            refused.add(("publish" if found[1].lower() == "publish" else "subscribe", found[2].lower()))
+
+    client = await nats.connect(
+        server.url, user=user, password=server.passwords[user], error_cb=on_error, inbox_prefix=inbox_of(user)
+    )
+    try:
+        for subject in PUBLISH:
+            await client.publish(subject, b"{}")
+        for subject in SUBSCRIBE:
+            await client.subscribe(subject)
+        await client.flush()
+        expected = {("publish", name.lower()) for name, who in PUBLISH.items() if user not in who}
+        expected |= {("subscribe", name.lower()) for name, who in SUBSCRIBE.items() if user not in who}
+        await until(lambda: len(refused) >= len(expected))
+        assert refused == expected
+    finally:
+        await client.close()
+    assert "Violation" in server.log.read_text()
+
+
+async def test_one_users_password_is_no_use_to_another(server: LocalNats) -> None:
+    assert len({server.passwords[user] for user in USERS}) == len(USERS)
+    mixed = CommonSettings(nats_url=server.url, nats_user=G, nats_password=server.passwords[E])
+    with pytest.raises(BrokerUnavailable, match="refused the user name or password"):
+        await Bus.connect(mixed, "test")
+
+
+async def test_a_configuration_for_a_server_of_ones_own(tmp_path: Path) -> None:
+    """nats-server takes it, with the passwords in its environment alone."""
+    config = tmp_path / "nats.conf"
+    config.write_text(deployed(listen="127.0.0.1:-1", store=str(tmp_path / "store"), tls={}))
+    config.write_text(config.read_text() + f'ports_file_dir: "{tmp_path}"\n')
+    passwords = {user: f"secret-of-{user}" for user in USERS}
+    process = await asyncio.create_subprocess_exec(
+        str(find_binary()),
+        "-c",
+        str(config),
+        env={variable_of(user): password for user, password in passwords.items()},
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        ports = tmp_path / f"nats-server_{process.pid}.ports"
+        await until(lambda: ports.exists() and ports.read_text().strip().endswith("}"))
+        url = re.search(r"nats://[\d.:]+", ports.read_text())
+        assert url
+        for user in USERS:
+            settings = CommonSettings(nats_url=url[0], nats_user=user, nats_password=passwords[user])
+            bus = await Bus.connect(settings, "test")
+            await bus.ensure_streams(change=False)
+            await bus.close()
+        assert not any(password in config.read_text() for password in passwords.values())
+    finally:
+        process.terminate()
+        await process.wait()

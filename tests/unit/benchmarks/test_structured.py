@@ -1,0 +1,35 @@
+"""The benchmark's grammars compile, its texts go on to the end, and its masks are of those texts."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.structured import CASES, GRAMMARS, Bench, endless
+from services.executor.engine.stub import StubEngine, StubSettings
+from services.executor.grammar.vocabulary import Vocabulary
+from services.executor.grammar.work import GrammarWork
+from tests.unit.executor.grammar.guided_ring import CARD
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    engine, work = StubEngine(StubSettings(), lambda seconds: None), GrammarWork()
+    work.load(CARD, b"")
+    made = Bench(engine.execute, engine.load(lambda *_: None), Vocabulary.of(CARD, b""), work)
+    yield made
+    made.compiler.close()
+    work.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_texts_have_all_their_tokens(bench: Bench, name: str) -> None:
+    taken, text = bench.decode(CASES[name], 2, 50)
+    assert taken > 0
+    assert len(text) == 50
+    if CASES[name].grammar is not None:
+        assert len(bench.masks(endless(8), text)) == 50
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_grammars_compile(bench: Bench, name: str) -> None:
+    assert min(bench.compile(GRAMMARS[name])) > 0
