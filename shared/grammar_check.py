@@ -54,6 +54,11 @@ class GrammarCheck:
             return Verdict(TOO_COMPLEX)
         return msgspec.json.decode(answer, type=Verdict)
 
+    def interrupt(self) -> None:
+        """Ends a `check` that another thread waits for."""
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         """Ends the process. The next `check` starts another."""
         process, self._process = self._process, None

@@ -5,13 +5,15 @@
 
 Only who owns something may write it: groups and services the health monitor, keys the operator, session pins the
 schedulers. Streams and buckets are made by whoever comes first; what exists is changed by the gateways (limits of
-INTAKE and JOURNAL) and the operator (all) alone. Patterns are NATS': `*` is one token, `>` all that follow.
+INTAKE, JOURNAL and `responses`) and the operator (all) alone. Patterns are NATS': `*` is one token, `>` all that
+follow.
 """
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 from shared import subjects
+from shared.messages import ServiceName
 
 User = Literal["gateway", "scheduler", "health-monitor", "executor", "operator"]
 USERS: tuple[User, ...] = get_args(User)
@@ -35,7 +37,7 @@ class Rights(NamedTuple):
 def rights(user: User) -> Rights:
     """The rights of `user`."""
     publish, subscribe = _TABLE[user]
-    common = () if user == "operator" else (f"health.beats.{user}.*", *map(_create, _STREAMS))
+    common = (f"health.beats.{user}.*", *map(_create, _STREAMS)) if user in get_args(ServiceName) else ()
     inbox = f"{inbox_of(user)}.>"
     return Rights((*common, *publish), (inbox, "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*", *subscribe))
 
@@ -153,6 +155,8 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.INHERITANCES_BUCKET),
             *_own_bucket(subjects.IDEMPOTENCY_BUCKET),
             *_own_bucket(subjects.LIMITS_BUCKET),
+            *_own_bucket(subjects.RESPONSES_BUCKET),
+            _change(f"KV_{subjects.RESPONSES_BUCKET}"),  # its bytes and age are settings
             *_objects(subjects.TOKENIZERS_STORE),
             *_answers("gateway"),
         ),

@@ -249,5 +249,7 @@ class Grammars:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._check.interrupt()
+        self._thread.shutdown()
         self._check.close()

@@ -264,7 +264,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 class StubTokenizer:
     """For the stub engine: a token is a byte, text is Latin-1, a conversation its contents line by line."""
 
-    traits = Traits(variables=frozenset({"reasoning_effort", "verbosity"}))
+    traits = Traits()
 
     def render_chat(
         self,
@@ -273,12 +273,8 @@ class StubTokenizer:
         variables: Mapping[str, Any] | None = None,
         options: TemplateOptions | None = None,
     ) -> str:
-        """Variables stand before the conversation, one a line."""
-        options = options or TemplateOptions()
-        given = {**(variables or {}), **options.variables}
-        lines = [f"{name}={value}" for name, value in given.items()]
-        text = "".join(f"{line}\n" for line in [*lines, *(message["content"] for message in messages)])
-        return text[:-1] if options.continue_final else text
+        text = "".join(f"{message['content']}\n" for message in messages)
+        return text[:-1] if options is not None and options.continue_final else text
 
     async def encode_rendered(self, text: str) -> list[int]:
         return await self.encode(text)

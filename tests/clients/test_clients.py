@@ -68,6 +68,12 @@ def test_litellm(stack: Stack) -> None:
     assert seen["embeddings"] == EMBEDDINGS
 
 
+def test_instructor(stack: Stack) -> None:
+    """The stub follows the schema: what it says is of the right types, and of no meaning."""
+    seen = run(python_with("instructor"), str(HERE / "use_instructor.py"), stack.url, MODEL)
+    assert {name: type(value) for name, value in seen["user"].items()} == {"name": str, "age": int}
+
+
 def test_openai_npm(stack: Stack) -> None:
     modules = os.environ.get("RYZANSTEIN_CLIENTS_NODE", "")
     node = shutil.which("node")

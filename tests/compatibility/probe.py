@@ -64,7 +64,10 @@ class Prober:
             answer = await self._send(
                 Operation(name, method, path, form=path == "/files"), self._filled(body)
             )
-            self._ids[name] = _json(answer).get("id", "none") if answer.status_code == 200 else "none"
+            made = _json(answer) if answer.status_code == 200 else {}
+            self._ids[name] = made.get("id", "none")
+            for item in made.get("output", [])[:1]:
+                self._ids["item"] = item["id"]
         return [await self._operation(operation) for operation in OPERATIONS]
 
     async def _operation(self, operation: Operation) -> Found:

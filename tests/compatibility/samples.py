@@ -35,6 +35,9 @@ VALUES: dict[str, Any] = {
     r"^background$": False,
     r"^modalities$": ["text"],
     r"(^|\.)(image_url|url|file_url|server_url)$": "https://example.invalid/x.png",
+    r"^previous_response_id$": "{response}",
+    r"item_reference\]\.id$": "{item}",
+    r"(^|\.)call_id$": "x",
     r"^include$": ["message.output_text.logprobs"],
     r"(^|\.)arguments$": "{}",
 }
@@ -45,6 +48,29 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "role=function": {"role": "function", "name": "x", "content": "x"},
 }
 """By member of a union: what it needs although its type does not say so."""
+
+ALSO: dict[str, dict[str, Any]] = {
+    "JSONSchema": {"schema": {"type": "object", "properties": {}, "additionalProperties": False}},
+    "FunctionCallOutput": {"call_id": "x"},
+}
+"""By name of a TypedDict: what it needs although its type does not say so."""
+
+_CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "x", "type": "function", "function": {"name": "x", "arguments": "{}"}}],
+}
+_RESULT = {"role": "tool", "tool_call_id": "x", "content": "x"}
+_ITEM = {"type": "function_call", "call_id": "x", "name": "x", "arguments": "{}"}
+_OUTPUT = {"type": "function_call_output", "call_id": "x", "output": "x"}
+_SAID = {"role": "user", "content": "Hi"}
+AROUND: tuple[tuple[str, list[dict[str, Any]], list[dict[str, Any]]], ...] = (
+    (r"^messages\[role=assistant\]\.tool_calls", [_SAID], [_RESULT]),
+    (r"^messages\[role=tool\]", [_SAID, _CALL], []),
+    (r"^input\[type=function_call\]", [_SAID], [_OUTPUT]),
+    (r"^input\[type=function_call_output\]", [_SAID, _ITEM], []),
+    (r"^input\[type=reasoning\]", [_SAID], [_SAID]),
+)
+"""(pattern, what comes before, what comes after) in a conversation where a message alone would make no sense."""
 
 _CHAT_TOOL = {
     "type": "function",
@@ -106,7 +132,8 @@ def minimal(kind: Any, path: str = "", depth: int = 0) -> dict[str, Any]:
                 return dict(known)
     if depth > 6:
         return {}
-    return {name: sample(f"{path}.{name}", bare(hints[name]), depth + 1) for name in sorted(required(kind))}
+    made = {name: sample(f"{path}.{name}", bare(hints[name]), depth + 1) for name in sorted(required(kind))}
+    return made | copy.deepcopy(ALSO.get(kind.__name__, {}))
 
 
 def values_for(operation: str, base: dict[str, Any], parameter: Parameter) -> list[Any]:
@@ -131,6 +158,9 @@ def request_for(operation: str, base: dict[str, Any], parameter: Parameter, valu
     for step in parameter.parents:
         holder = _enter(holder, step, parameter.path)
     holder[parameter.name] = copy.deepcopy(value)
+    for pattern, before, after in AROUND:
+        if re.search(pattern, parameter.path):
+            body[parameter.top] = [*before, *body[parameter.top], *after]
     return {name: value for name, value in body.items() if value is not None}
 
 

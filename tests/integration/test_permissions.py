@@ -42,6 +42,7 @@ PUBLISH: dict[str, set[str]] = {
     "$KV.keys.k": {O},
     "$KV.idempotency.k": {G},
     "$KV.limits.k": {G},
+    "$KV.responses.r": {G},
     "$KV.generations.k": {G},
     "$O.tokenizers.M.x": {E},
     "$JS.API.STREAM.MSG.GET.KV_keys": {G, O},
@@ -64,6 +65,7 @@ PUBLISH: dict[str, set[str]] = {
     "$JS.API.STREAM.CREATE.other": set(),
     "$JS.API.STREAM.UPDATE.JOURNAL": {G, O},
     "$JS.API.STREAM.UPDATE.KV_keys": {O},
+    "$JS.API.STREAM.UPDATE.KV_responses": {G, O},
     "$JS.API.STREAM.DELETE.JOURNAL": set(),
     "$JS.API.STREAM.PURGE.INTAKE": set(),
     "$JS.API.STREAM.PURGE.KV_keys": set(),
@@ -168,7 +170,7 @@ async def test_a_configuration_for_a_server_of_ones_own(tmp_path: Path) -> None:
         for user in USERS:
             settings = CommonSettings(nats_url=url[0], nats_user=user, nats_password=passwords[user])
             bus = await Bus.connect(settings, "test")
-            await bus.ensure_streams(change=False)
+            await bus.flush()
             await bus.close()
         assert not any(password in config.read_text() for password in passwords.values())
     finally:

@@ -96,10 +96,12 @@ class Limiter:
             own.tokens_per_minute or default.tokens_per_minute,
             own.concurrent or default.concurrent,
         )
-        key = principal.key
-        yield Scope(f"key/{key}", f"API key rz-{key}" if key else "all requests without an API key", limits)
-        if key:
-            yield Scope(f"tenant/{principal.tenant}", f"tenant {principal.tenant}", self._tenant)
+        key, tenant = principal.key, principal.tenant
+        if key or not tenant:
+            whose = f"API key rz-{key}" if key else "all requests without an API key"
+            yield Scope(f"key/{key}", whose, limits)
+        if tenant:
+            yield Scope(f"tenant/{tenant}", f"tenant {tenant}", self._tenant)
 
     async def _hear(self, news: InUse) -> None:
         self.counts.hear(news, time.monotonic())

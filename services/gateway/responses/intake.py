@@ -11,7 +11,6 @@ from services.gateway.responses.history import History
 from services.gateway.responses.items import Item, droppable, read_input
 from services.gateway.responses.making import MakeResponse
 from services.gateway.responses.schemas import InputFields, InputTokensRequest, ResponseRequest
-from services.gateway.responses.tenancy import tenant_of_context
 from services.gateway.responses.translation import chat_request, renamed
 from services.gateway.run import Run
 from services.gateway.schemas import ChatCompletionRequest
@@ -53,7 +52,7 @@ class ResponseIntake:
         """Raises as `Intake.prepare`."""
         request = self.check(body, always_streamed=always_streamed)
         identity = new_identity(self._writer, time.time())
-        past, own = await self._items(request, identity, tenant_of_context(context))
+        past, own = await self._items(request, identity, context.tenant)
         make = MakeResponse(identity, request, own)
         context = self._in_background(request, context)
         with renamed():

@@ -10,7 +10,6 @@ from services.gateway.backend import Backend
 from services.gateway.http_io import read_body, send_json, watch_disconnect
 from services.gateway.responses.lookup import Found, ResponseLookup
 from services.gateway.responses.queries import item_list, page, retrieval
-from services.gateway.responses.tenancy import tenant_of
 from services.gateway.rest import CompletionsRoute, positions_of, stream
 from services.gateway.settings import GatewaySettings
 from shared.errors import RyzansteinError
@@ -46,11 +45,11 @@ class ResponseRoute:
             responses = self._backend.responses
             public_id = scope["path_params"]["response"]
             if scope["method"] == "DELETE":
-                await responses.delete(await responses.find(public_id, tenant_of(scope)))
+                await responses.delete(await responses.find(public_id, scope["state"]["principal"].tenant))
                 await send_json(send, 200, Deleted(public_id, "response", True))
                 return
             wanted = retrieval(scope["query_string"])
-            found = await responses.find(public_id, tenant_of(scope))
+            found = await responses.find(public_id, scope["state"]["principal"].tenant)
             scope["state"]["model"] = found.record.requests[0].model
             if not wanted.stream:
                 await send_json(send, 200, await responses.shown(found))
@@ -80,7 +79,7 @@ class CancelRoute:
         with self._backend.active():
             responses = self._backend.responses
             public_id = scope["path_params"]["response"]
-            found = await responses.find(public_id, tenant_of(scope))
+            found = await responses.find(public_id, scope["state"]["principal"].tenant)
             scope["state"]["model"] = found.record.requests[0].model
             shown = await _cancelled(responses, found)
             await send_json(send, 200, shown)
@@ -114,7 +113,7 @@ class InputItemsRoute:
         with self._backend.active():
             responses = self._backend.responses
             wanted = page(scope["query_string"])
-            found = await responses.find(scope["path_params"]["response"], tenant_of(scope))
+            found = await responses.find(scope["path_params"]["response"], scope["state"]["principal"].tenant)
             items, _ = await responses.items(found)
             await send_json(send, 200, item_list(items, wanted))
 
@@ -131,7 +130,7 @@ class InputTokensRoute:
             intake = self._backend.intake
             body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
             assert intake.responses is not None, "it is set before the first request"
-            tokens = await intake.responses.count(body, tenant_of(scope))
+            tokens = await intake.responses.count(body, scope["state"]["principal"].tenant)
             await send_json(send, 200, InputTokens("response.input_tokens", tokens))
 
 

@@ -187,6 +187,37 @@ async def test_what_is_stored_is_its_tenants_and_tokenizing_needs_a_key(
         assert (await http.post(path, json={})).status_code == 401
 
 
+async def test_tenants_do_not_see_each_others_responses(
+    two: list[RunningGateway], ring: FakeRing, keys: Keys
+) -> None:
+    """Whether they are read, cancelled, deleted or gone on with, at either gateway."""
+    mine, theirs, colleague = await keys.make("acme"), await keys.make("other"), await keys.make("acme")
+    for gateway in two:
+        await changes_to(gateway, bearer(colleague), 200)
+    request = {"model": MODEL, "input": "Hello."}
+    async with two[0].http(headers=bearer(mine)) as http:
+        made = (await http.post("/v1/responses", json=request)).json()
+    path = f"/v1/responses/{made['id']}"
+    for gateway in two:
+        async with gateway.http(headers=bearer(theirs)) as stranger:
+            for method, url in (
+                ("GET", path),
+                ("DELETE", path),
+                ("POST", f"{path}/cancel"),
+                ("GET", f"{path}/input_items"),
+            ):
+                refused = await stranger.request(method, url)
+                assert refused.status_code == 404, (method, url)
+                assert refused.json()["error"]["code"] == "response_not_found"
+            further = request | {"previous_response_id": made["id"]}
+            refused = await stranger.post("/v1/responses", json=further)
+            assert refused.json()["error"]["code"] == "previous_response_not_found"
+        async with gateway.http(headers=bearer(colleague)) as http:
+            assert (await http.get(path)).json() == made
+            answer = (await http.post("/v1/responses", json=further)).json()
+            assert answer["previous_response_id"] == made["id"]
+
+
 async def test_idempotency_keys_are_each_tenants_own(
     gateway: RunningGateway, ring: FakeRing, keys: Keys
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from openai.types.responses import ResponseStreamEvent
 
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway
@@ -160,6 +161,8 @@ async def test_a_function_is_called_and_answered(
         model=MODEL, input="Weather in Rome?", tools=[WEATHER], stream=True, parallel_tool_calls=False
     )
     events = [event async for event in stream]
+    for event in events:  # to the letter: the client itself takes anything
+        pydantic.TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict(), strict=True)
     last = events[-1]
     assert last.type == "response.completed"
     message, call = last.response.output

@@ -87,6 +87,12 @@ async def test_everything_works_with_the_least_rights(server: LocalNats, tmp_pat
         status = await read_status(operator)
         assert {group.group for group in status.status.groups} == {"group-0", "group-1"}
 
+        asked = {"model": "stub", "input": "Hi", "max_output_tokens": 16}
+        response = (await http.post(f"{first}/v1/responses", json=asked)).json()
+        kept = f"{second}/v1/responses/{response['id']}"
+        assert (await http.get(kept)).json()["output"] == response["output"]
+        assert (await http.delete(kept)).json()["deleted"]
+
         keep = {"Idempotency-Key": "k", "X-Ryzanstein-Background": "60", "X-Session-ID": "s"}
         read_here, inherited = (
             await begin(http, first, keep),

@@ -1,5 +1,6 @@
 """What of a request becomes its grammar, and what is refused in OpenAI's words."""
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -14,6 +15,7 @@ from services.gateway.structured import Grammars, grammar_of_choices, grammar_of
 from shared.errors import QueueFull
 from shared.grammars import ANY_OBJECT, MAX_BYTES
 from shared.messages import Grammar
+from tests.integration.gateway.fake_ring import until
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
 _chat = msgspec.json.Decoder(ChatCompletionRequest)
@@ -160,3 +162,13 @@ async def test_no_more_wait_to_be_compiled_than_may(monkeypatch: pytest.MonkeyPa
             await grammars.of(chat(guided_regex="a"))
     finally:
         await grammars.stop()
+
+
+async def test_a_gateway_that_stops_does_not_wait_for_a_compiler() -> None:
+    grammars = Grammars()
+    patterns = [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n}}}x"} for n in range(18)]
+    asking = asyncio.create_task(grammars.of(chat(guided_json={"allOf": patterns})))
+    await until(lambda: grammars._check._process is not None)
+    await grammars.stop()
+    with pytest.raises(InvalidParameter, match="too complex"):
+        await asking

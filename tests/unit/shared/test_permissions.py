@@ -18,6 +18,7 @@ OWNERS: dict[str, set[User]] = {
     subjects.INHERITANCES_BUCKET: {"gateway"},
     subjects.IDEMPOTENCY_BUCKET: {"gateway"},
     subjects.LIMITS_BUCKET: {"gateway"},
+    subjects.RESPONSES_BUCKET: {"gateway"},
 }
 token = st.text("ab", min_size=1, max_size=2)
 subject = st.lists(token, min_size=1, max_size=4).map(".".join)
