@@ -43,6 +43,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     logprobs: int = -1
     """-1: none; 0: of the chosen token; k: also of the k most likely tokens."""
+    min_tokens: int = 0
+    """Output tokens before which none of the request's stop tokens is drawn."""
+    allowed_token_ids: list[int] = []
+    """The only tokens that may be drawn; empty: all."""
+    bad_words: list[list[int]] = []
+    """Tokens that must not stand in the output one after the other."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -79,6 +85,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     deadline: float = 0.0
     """Unix seconds after which nobody waits for the first token; 0: none."""
     grammar: Grammar | None = None
+    prediction: list[int] = []
+    """What the output is expected to be: drafts are taken from it. Changes how fast it comes and nothing else."""
+    embed: bool = False
+    """The prompt's vector is wanted and no output: `max_tokens` is 1, and the only entry has a `vector`."""
 
 
 # --- dispatch and control (scheduler or gateway → leader) ----------------------------------------
@@ -187,6 +197,8 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     error_code: str = ""
     error: str = ""
     retryable: bool = False
+    vector: bytes = b""
+    """Of a request to embed, with finish "stop" and no tokens: float32, little-endian, of length 1."""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -328,6 +340,10 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the model writes tool calls, as its executor's settings say; `auto`: as its chat template shows."""
     reasoning_parser: str = "auto"
     """The same for its reasoning."""
+    fingerprint: str = ""
+    """Of the model and all of the engine's settings that a seed's text depends on; empty: not known."""
+    embedding_size: int = 0
+    """Numbers in the vector of a request to embed; 0: the model gives none."""
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True):

@@ -52,7 +52,7 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     identity: str
     """What the client knows, behind a prefix of its endpoint."""
-    endpoint: Literal["chat.completions", "completions", "responses"]
+    endpoint: Literal["chat.completions", "completions", "responses", "embeddings"]
     created: float
     """Unix seconds by the clock of the gateway that took it."""
     requests: list[GenerationRequest]
@@ -76,6 +76,31 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     parsing: Parsing | None = None
     response: ResponseRecord | None = None
     """Of the endpoint `responses` alone."""
+    best: int = 0
+    """Choices of each prompt that are shown, those with the highest mean log probability first; 0: all, in order."""
+    hide_logprobs: bool = False
+    """Whether log probabilities were computed to find the best choices and are not shown."""
+    echo: bool = False
+    """Whether each choice's text begins with its prompt."""
+    include_stop: bool = False
+    """Whether what ends a text, a stop string or a stop token, is part of it."""
+    continues: bool = False
+    """Whether a chat's answer goes on with the conversation's last message, in the middle of its text."""
+    continuous_usage: bool = False
+    obfuscate: bool = False
+    """Whether chunks are padded, so that their lengths say nothing of the text."""
+    fingerprint: str = ""
+    """Of the model and its engine when the request was taken."""
+    service_tier: str = ""
+    """The tier that served it, where the client asked for one."""
+    store: bool = False
+    metadata: dict[str, str] = {}
+    dimensions: int = 0
+    """Numbers of a vector that are shown; 0: all."""
+    base64: bool = False
+    """Whether vectors are shown in base64, and not as numbers."""
+    user: str = ""
+    """Whom the client does this for: its own word for an end user."""
 
 
 class GenerationRecords(msgspec.Struct, frozen=True):

@@ -85,6 +85,7 @@ def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
         then.error_code,
         then.error,
         then.retryable,
+        then.vector,
     )
 
 

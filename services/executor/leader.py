@@ -29,6 +29,7 @@ from services.executor.engine.protocol import (
     RestoreFailed,
     SampledToken,
 )
+from services.executor.fingerprint import fingerprint
 from services.executor.gathering import Gathering, acknowledgements, output_tokens
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
@@ -136,6 +137,7 @@ class Leader:
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
+        card = msgspec.structs.replace(card, fingerprint=fingerprint(self._settings, card))
         card = with_parsers(card, self._settings)
         await self._check_name(card)
         await asyncio.to_thread(self._grammars.load, card, bundle)
@@ -322,7 +324,8 @@ class Leader:
         except RestoreFailed as error:
             log.warning("restore_failed", error=str(error))
             return self._batcher.fail_restores(error.slots)
-        return self._batcher.update(sampled, time.perf_counter() - began)
+        pooled = self._engine.pooled() if plan.pools else None
+        return self._batcher.update(sampled, time.perf_counter() - began, pooled)
 
     async def _tell_when_due(self) -> None:
         """Publishes what is gathered: at once when the last frame is some time ago, else as soon as it is."""

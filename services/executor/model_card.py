@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from services.executor.engine.protocol import EngineSpec
+from services.executor.fingerprint import files_digest
 from shared.bus import encode
 from shared.errors import ModelLoadError
 from shared.messages import ModelCard, TokenizerBundle
@@ -38,6 +39,8 @@ def read_card(directory: Path, model: str, spec: EngineSpec) -> tuple[ModelCard,
         eos_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
         tokenizer=hashlib.sha256(bundle).hexdigest(),
         created=int(time.time()),
+        fingerprint=files_digest(directory),
+        embedding_size=spec.embedding_size if spec.pooling else 0,
         defaults={name: generation[name] for name in DEFAULTS if generation.get(name) is not None},
     )
     return card, bundle

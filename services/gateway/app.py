@@ -25,8 +25,9 @@ from services.gateway.openapi.operation import TEMPLATE, ApiRoute
 from services.gateway.openapi.routes import DocumentRoute
 from services.gateway.responses.routes import response_routes
 from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
-from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute
+from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute, StoredChatRoute
 from services.gateway.settings import GatewaySettings
+from services.gateway.tokenizing import TokenizerRoute
 from services.gateway.validation import check_request_id
 from services.gateway.websocket import StreamSocket
 from shared.errors import InvalidRequest
@@ -35,7 +36,7 @@ from shared.telemetry import OpsApp, Receive, Scope, Send
 log = structlog.get_logger(__name__)
 
 CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
-GENERATIONS = "/v1/generations"
+EMBEDDINGS, GENERATIONS = "/v1/embeddings", "/v1/generations"
 METRICS = "/metrics"
 RESPONSES = "/v1/responses"
 OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path))
@@ -57,12 +58,19 @@ class GatewayApp:
         self._socket = StreamSocket(backend, settings)
         chat = CompletionsRoute("chat.completions", backend, settings)
         completions = CompletionsRoute("completions", backend, settings)
+        embeddings = CompletionsRoute("embeddings", backend, settings)
+        tokenize = TokenizerRoute(backend, settings, back=False)
+        detokenize = TokenizerRoute(backend, settings, back=True)
         self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): completions}
         """The way of nearly every request, past the router's search."""
         self._router = Router(
             routes=[
                 ApiRoute(chat, operations.CHAT),
+                ApiRoute(StoredChatRoute(backend), operations.STORED_CHAT),
                 ApiRoute(completions, operations.COMPLETIONS),
+                ApiRoute(embeddings, operations.EMBEDDINGS),
+                *(ApiRoute(tokenize, item) for item in operations.TOKENIZE),
+                *(ApiRoute(detokenize, item) for item in operations.DETOKENIZE),
                 ApiRoute(ModelsRoute(backend), operations.MODELS),
                 ApiRoute(ModelRoute(backend), operations.MODEL),
                 ApiRoute(GenerationRoute(backend), operations.GENERATION, operations.CANCEL),

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import structlog
 
-from services.gateway import sampling, validation
+from services.gateway import extra_fields, sampling, validation
 from services.gateway.answer import Answer, requests_of
 from services.gateway.answers import Answers
 from services.gateway.auth.principal import ANONYMOUS, Principal
@@ -28,6 +29,8 @@ from shared.records import GenerationRecord, Parsing
 
 UNNAMED_OUTPUT = 512
 """Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
+
+log = structlog.get_logger(__name__)
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -80,9 +83,11 @@ class Build:
         grammar: Grammar | None = None,
         parsing: Parsing | None = None,
         response: MakeResponse | None = None,
+        extras: extra_fields.Extras = extra_fields.Extras(),  # noqa: B008  # frozen
     ) -> None:
         """`parsing`: how a chat's text is taken apart; `response`: what the chat is inside of, if it is a
         response. Raises `InvalidParameter`."""
+        self._extras = extras
         self._parts = parts
         self._request = request
         self._card = card
@@ -104,7 +109,7 @@ class Build:
     def run(self, prompts: Sequence[list[int]]) -> Run:
         """Raises `InvalidParameter`, `ContextLengthExceeded`."""
         parts, request, options = self._parts, self._request, self._request.stream_options
-        count = request.n or 1
+        count = extra_fields.candidates(request)
         record = GenerationRecord(
             identity=self._identity,
             endpoint=self._endpoint(),
@@ -122,6 +127,9 @@ class Build:
             parsing=self._parsing,
             response=self._response.record(self._sampling) if self._response else None,
         )
+        record = extra_fields.noted(record, request, self._card)
+        if record.user:
+            log.info("generation_for", generation_id=self._identity, user=record.user)
         settings = parts.settings
         limits = limits_of(settings)
         generations = [
@@ -156,6 +164,7 @@ class Build:
                 param=param,
                 reason="empty_prompt",
             )
+        prompt = extra_fields.truncated(self._request, self._card, prompt)
         if settings.prompt_limit and len(prompt) > settings.prompt_limit:
             raise ContextLengthExceeded(
                 f"This server takes prompts of at most {settings.prompt_limit} tokens, and yours has {len(prompt)}; "
@@ -164,7 +173,7 @@ class Build:
             )
         limit = sampling.max_tokens(self._request, self._card, len(prompt), settings.default_max_tokens)
         validation.check_min_tokens(self._request, limit)
-        return GenerationRequest(
+        wire = GenerationRequest(
             generation_id=f"{self._identity}-{index}",
             request_id=self._context.request_id,
             model=self._card.model,
@@ -179,6 +188,7 @@ class Build:
             deadline=self._deadline(),
             grammar=self._grammar,
         )
+        return extra_fields.applied(wire, self._request, self._card, self._extras)
 
     def _deadline(self) -> float:
         """Unix seconds until which a first token is of use. One that can be read later outlives its client."""

@@ -15,6 +15,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 
 from services.gateway.errors import InvalidParameter
 
@@ -39,6 +40,17 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class TemplateOptions(msgspec.Struct, frozen=True):
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the header of the assistant's next message."""
+    continue_final: bool = False
+    """Whether it ends within the last message, which the answer goes on with."""
+    variables: dict[str, Any] = {}
+    """Further variables of the template."""
 
 
 class ChatTemplate:
@@ -66,23 +78,26 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        options: TemplateOptions | None = None,
     ) -> str:
         """The prompt for the assistant's next message. Raises `InvalidParameter` when the template refuses."""
+        options = options or TemplateOptions()
         try:
-            return self._render(messages, tools, variables or {})
+            text = self._render(messages, tools, {**(variables or {}), **options.variables}, options)
         except _REFUSALS as error:
             raise InvalidParameter(
                 f"The chat template of the model does not take these messages: {error}.",
                 param="messages",
                 reason="invalid_messages",
             ) from None
+        return _cut_behind(messages[-1].get("content"), text) if options.continue_final else text
 
     def tries(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> str | None:
         """As `render`, and None when the template refuses."""
         try:
-            return self._render(messages, tools, {})
+            return self._render(messages, tools, {}, TemplateOptions())
         except _REFUSALS:
             return None
 
@@ -91,6 +106,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
+        options: TemplateOptions,
     ) -> str:
         return self._template.render(
             {
@@ -99,9 +115,24 @@ class ChatTemplate:
                 **variables,
                 "messages": [dict(message) for message in messages],
                 "tools": None if tools is None else list(tools),
-                "add_generation_prompt": True,
+                "add_generation_prompt": options.add_generation_prompt,
             }
         )
+
+
+def _cut_behind(last: object, text: str) -> str:
+    """`text` up to the end of the conversation's `last` message, as transformers cuts it: a template may strip the
+    message. Raises `InvalidParameter`."""
+    start = text.rfind(last.strip()) if isinstance(last, str) else -1
+    if not isinstance(last, str) or start < 0 or not last.strip():
+        raise InvalidParameter(
+            "Invalid value for 'continue_final_message': the chat template of the model does not show the last message "
+            "as it is; leave it out.",
+            param="continue_final_message",
+            reason="invalid_messages",
+        )
+    whole = last.lstrip()
+    return text[: start + len(whole if text.startswith(whole, start) else last.strip())]
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

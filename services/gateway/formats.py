@@ -24,10 +24,20 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] = {}
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> "Usage":
-        return cls(prompt, completion, prompt + completion, {"cached_tokens": cached})
+    def of(cls, prompt: int, completion: int, cached: int, predicted: int = 0, rejected: int = 0) -> "Usage":
+        """`predicted`: tokens of the request's prediction that came; `rejected`: those that did not."""
+        details = {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": predicted,
+            "rejected_prediction_tokens": rejected,
+        }
+        return cls(
+            prompt, completion, prompt + completion, {"cached_tokens": cached, "audio_tokens": 0}, details
+        )
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -41,6 +51,8 @@ class Choice(msgspec.Struct, frozen=True):
     calls: Sequence[CallDelta] = ()
     tokens: Sequence[int] = ()
     """Where token ids are shown instead of text."""
+    mean_logprob: float = 0.0
+    """Of its tokens, where they have log probabilities."""
 
 
 class Format(Protocol):
@@ -90,15 +102,19 @@ class ChatFormat:
         tokenizer: Tokenizer,
         *,
         include_usage: bool = False,
+        fingerprint: str = "",
+        service_tier: str = "",
         parsing: Parsing | None = None,
     ) -> None:
-        head = {
+        head: dict[str, Any] = {
             "id": f"chatcmpl-{identity}",
             "object": "chat.completion.chunk",
             "created": created,
             "model": model,
-            "system_fingerprint": None,
+            "system_fingerprint": fingerprint or None,
         }
+        if service_tier:
+            head["service_tier"] = service_tier
         self._frame = _Frame(head, include_usage=include_usage)
         self._tokenizer = tokenizer
         self._parsing = parsing
@@ -160,15 +176,25 @@ class CompletionFormat:
     """Completions."""
 
     def __init__(
-        self, identity: str, model: str, created: int, tokenizer: Tokenizer, *, include_usage: bool = False
+        self,
+        identity: str,
+        model: str,
+        created: int,
+        tokenizer: Tokenizer,
+        *,
+        include_usage: bool = False,
+        fingerprint: str = "",
+        service_tier: str = "",
     ) -> None:
-        head = {
+        head: dict[str, Any] = {
             "id": f"cmpl-{identity}",
             "object": "text_completion",
             "created": created,
             "model": model,
-            "system_fingerprint": None,
+            "system_fingerprint": fingerprint or None,
         }
+        if service_tier:
+            head["service_tier"] = service_tier
         self._frame = _Frame(head, include_usage=include_usage)
         self._tokenizer = tokenizer
 

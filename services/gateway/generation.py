@@ -89,6 +89,7 @@ class Generation:
         "state",
         "stream",
         "tokens",
+        "vector",
     )
 
     def __init__(
@@ -114,6 +115,8 @@ class Generation:
         self.finish: FinishReason = ""
         self._end_came_alone = False
         """Whether `finish` came behind the last tokens: with them it says more of the last one."""
+        self.vector = b""
+        """Of a request to embed."""
         self.error: RyzansteinError | None = None
         self.sources: tuple[str, ...] = ()
         """Other gateways whose token subjects have a part of the log."""
@@ -170,7 +173,10 @@ class Generation:
             part = TokenEntry(self.id, self.stream.attempt, begin, tokens[begin:end], last, scores)
             deliver(self.index, part)
         if self._end_came_alone:
-            deliver(self.index, TokenEntry(self.id, self.stream.attempt, len(tokens), [], self.finish))
+            last_word = TokenEntry(
+                self.id, self.stream.attempt, len(tokens), [], self.finish, vector=self.vector
+            )
+            deliver(self.index, last_word)
         if self.error is not None:
             deliver(self.index, self.error)
         if not self.ended:
@@ -218,6 +224,7 @@ class Generation:
                     self.scores += fresh.logprobs or ()
                 if fresh.finish in ("stop", "length"):
                     self.finish, self._end_came_alone = fresh.finish, not fresh.tokens
+                    self.vector = fresh.vector
                 self._deliver(fresh)
             if fresh.finish:
                 return self._on_finish(group, fresh)

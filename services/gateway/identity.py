@@ -14,8 +14,13 @@ import re
 import secrets
 from typing import NamedTuple
 
-PREFIXES = {"chat.completions": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}
-_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_)?([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
+PREFIXES = {
+    "chat.completions": "chatcmpl-",
+    "completions": "cmpl-",
+    "responses": "resp_",
+    "embeddings": "embd-",
+}
+_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|embd-)?([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
 
 
 class Place(NamedTuple):

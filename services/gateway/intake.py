@@ -7,8 +7,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from services.gateway import validation
+from services.gateway import embeddings, extra_fields, validation
 from services.gateway.auth.authenticator import Authenticator
+from services.gateway.auth.principal import Principal
 from services.gateway.build import Build, Context, Parts
 from services.gateway.catalog import Catalog
 from services.gateway.errors import InvalidParameter, RouteError
@@ -32,7 +33,7 @@ from shared.records import Idempotency
 from shared.stores import Entry
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
-Endpoint = Literal["chat.completions", "completions", "responses"]
+Endpoint = Literal["chat.completions", "completions", "responses", "embeddings"]
 
 
 class Intake:
@@ -59,6 +60,7 @@ class Intake:
         self._tokenizers = tokenizers
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
+        self._embedding = msgspec.json.Decoder(embeddings.EmbeddingRequest)
         self.responses: ResponseIntake | None = None
         """Set before the first request: it comes back here with the chat that a response is inside."""
 
@@ -120,6 +122,27 @@ class Intake:
         validation.check_completion(completion)
         return completion
 
+    async def speaker(self, model: str | None) -> tuple[ModelCard, Tokenizer]:
+        """A model's card and tokenizer; None: of the one that is served. Raises `UnknownModel`, `InvalidParameter`
+        where there are several, `Unavailable`."""
+        if model is None:
+            listed = self._catalog.listed()
+            if len(listed) != 1:
+                raise InvalidParameter(
+                    f"Missing required parameter: 'model'; {len(listed)} models are served.",
+                    param="model",
+                    reason="missing_required_parameter",
+                )
+            model = listed[0].model
+        card = self._catalog.card(model)
+        return card, await self._tokenizers.get(card)
+
+    async def count(self, principal: Principal, headers: dict[str, str]) -> None:
+        """Counts a request that generates nothing. `headers` gets what the answer should say. Raises `RateLimited`."""
+        admission = self._limiter.admission(principal, "interactive", headers)
+        if admission is not None:
+            await admission.request()
+
     async def _repeatable(
         self, endpoint: str, print_: str, context: Context, make: Callable[[Context], Awaitable[Run]]
     ) -> Run:
@@ -170,6 +193,8 @@ class Intake:
         if endpoint == "responses":
             assert self.responses is not None, "it is set before the first request"
             return await self.responses.prepare(body, context, always_streamed=always_streamed)
+        if endpoint == "embeddings":
+            return await self._prepare_embedding(body, context, always_streamed)
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
             return await self.chat_run(_streamed(chat) if always_streamed else chat, context)
@@ -198,11 +223,13 @@ class Intake:
     ) -> Run:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
         validation.check_chat(request)
+        extra_fields.check(request)
         card = self._catalog.card(request.model)
         answer = wanted_by(request)
         tokenizer = await self._tokenizers.get(card)
         plan = plan_of(request, card, tokenizer.traits)
-        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
+        options = extra_fields.template_options(request, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables, options)
         parsing = plan.parsing(text)
         grammar = await self._grammar(
             plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
@@ -210,18 +237,21 @@ class Intake:
         prompt = await tokenizer.encode_rendered(text)
         session = context.session or cache_key(request.prompt_cache_key)
         session = session or conversation_key(chat_messages(request))
+        extras = await extra_fields.extras_of(request, tokenizer)
         build = Build(
-            self._parts, request, card, tokenizer, context, session, grammar, parsing, response=response
+            self._parts, request, card, tokenizer, context, session, grammar, parsing, response, extras
         )
         return build.run([prompt])
 
     async def chat_tokens(self, request: ChatCompletionRequest) -> int:
         """Tokens of the prompt, however many the context has. Raises as `prepare`."""
         validation.check_chat(request)
+        extra_fields.check(request)
         card = self._catalog.card(request.model)
         tokenizer = await self._tokenizers.get(card)
         plan = plan_of(request, card, tokenizer.traits)
-        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables)
+        options = extra_fields.template_options(request, tokenizer.traits)
+        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables, options)
         return len(await tokenizer.encode_rendered(text))
 
     async def _grammar(self, plan: ChatPlan, wanted: Wanted | None) -> Grammar | None:
@@ -235,15 +265,37 @@ class Intake:
                 await self._grammars.checked(schema)
             raise
 
+    async def _prepare_embedding(
+        self, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
+    ) -> Run:
+        if always_streamed:
+            raise RouteError(
+                "Embeddings are not streamed; POST them to /v1/embeddings.",
+                status=400,
+                reason="unsupported_parameter",
+            )
+        request = validation.decode(body, self._embedding)
+        given = embeddings.inputs_of(request)
+        card = self._catalog.card(request.model)
+        embeddings.check(request, card)
+        tokenizer = await self._tokenizers.get(card)
+        limit = self._parts.settings.prompt_limit
+        prompts = await embeddings.prompts_of(request, given, tokenizer, card, limit)
+        return embeddings.embedding_run(self._parts, request, card, tokenizer, context, prompts)
+
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
+        extra_fields.check(request)
         card = self._catalog.card(request.model)
         given = validation.prompts_of(request)
         grammar = await self._grammars.of(request)
         tokenizer = await self._tokenizers.get(card)
-        prompts = [await _prompt_ids(prompt, tokenizer, card) for prompt in given]
+        special = request.add_special_tokens is not False
+        prompts = [await _prompt_ids(prompt, tokenizer, card, special) for prompt in given]
+        extras = await extra_fields.extras_of(request, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key)
-        return Build(self._parts, request, card, tokenizer, context, session, grammar).run(prompts)
+        build = Build(self._parts, request, card, tokenizer, context, session, grammar, extras=extras)
+        return build.run(prompts)
 
 
 def _streamed(request: FieldsT) -> FieldsT:
@@ -252,9 +304,11 @@ def _streamed(request: FieldsT) -> FieldsT:
     return msgspec.structs.replace(request, stream=True)
 
 
-async def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, card: ModelCard) -> list[int]:
+async def _prompt_ids(
+    prompt: str | list[int], tokenizer: Tokenizer, card: ModelCard, special: bool
+) -> list[int]:
     if isinstance(prompt, str):
-        return await tokenizer.encode(prompt)
+        return await tokenizer.encode(prompt, special=special)
     validation.check_token_ids("prompt", prompt, card.vocab_size)
     return prompt
 

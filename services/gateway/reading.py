@@ -95,6 +95,22 @@ class Reading:
             response=msgspec.Raw(response),
         )
 
+    async def stored(self, public_id: str, tenant: str = "") -> bytes:
+        """The chat completion that was asked to be stored. Raises as `attach`, also where it was not asked to be,
+        or has not ended."""
+        answer = await self._find(public_id, tenant)
+        record = answer.record
+        run = await self._run(answer, None)
+        run.join()
+        try:
+            response = run.snapshot()
+            if not (record.store and record.endpoint == "chat.completions" and run.finished):
+                raise unknown_generation(public_id)
+        finally:
+            run.close()
+        whole = msgspec.json.decode(response, type=dict[str, msgspec.Raw])
+        return msgspec.json.encode(whole | {"metadata": record.metadata})
+
     async def cancel(self, public_id: str, tenant: str = "") -> tuple[Answer, bool]:
         """Ends the generation, for everybody; False when it had ended before. Raises as `attach`."""
         answer = await self._find(public_id, tenant)

@@ -9,10 +9,12 @@ import msgspec
 
 from services.gateway.answer import Answer
 from services.gateway.cursor import END_OF_CHOICE, END_OF_TEXT, show
+from services.gateway.errors import InvalidParameter
 from services.gateway.formats import Choice, Format, Usage
 from services.gateway.generation import Deliver
 from services.gateway.mailbox import Event, Mailbox
 from services.gateway.metrics import ModelMetrics
+from services.gateway.shown import padded, predicted, with_usage
 from services.gateway.text_output import Output, Piece, ScoredToken
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
@@ -140,7 +142,15 @@ class Run:
         self._metrics.cached_tokens.inc(usage.prompt_tokens_details["cached_tokens"])
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
-        """Chunks as they come, several at a time. Raises the error that ended a choice, or `ClientGone`."""
+        """Chunks as they come, several at a time. Raises the error that ended a choice, or `ClientGone`;
+        `InvalidParameter` where only the end shows which choices are wanted."""
+        if self.answer.record.best:
+            raise InvalidParameter(
+                "Which candidates of 'best_of' are the best is known at their end, so they cannot be streamed; "
+                "GET /v1/generations/{id} instead.",
+                param="best_of",
+                reason="invalid_value",
+            )
         while self._open:
             batch: list[Chunk] = []
             for index in await self._advance():
@@ -170,15 +180,24 @@ class Run:
         if not self._begun[index]:
             self._begun[index] = True
             if (first := self._shape.first(index)) is not None:
-                batch.append(Chunk(first, show(self._shown)))
+                batch.append(self._chunk(first))
         position = output.tokens
         if piece.visible or (piece.scored and not output.finish):
             self._shown[index] = position + END_OF_TEXT if output.finish else position
-            batch.append(Chunk(self._shape.delta(index, piece), show(self._shown)))
+            batch.append(self._chunk(self._shape.delta(index, piece)))
             piece = Piece("", ())
         if output.finish and self._after[index] < position + END_OF_CHOICE:
             self._shown[index] = position + END_OF_CHOICE
-            batch.append(Chunk(self._shape.last(index, output.finish, piece), show(self._shown)))
+            batch.append(self._chunk(self._shape.last(index, output.finish, piece)))
+
+    def _chunk(self, data: bytes) -> Chunk:
+        """`data` with what its record asks for beside the text."""
+        record = self.answer.record
+        if record.continuous_usage:
+            data = with_usage(data, self._usage())
+        if record.obfuscate:
+            data = padded(data)
+        return Chunk(data, show(self._shown))
 
     async def collect(self) -> bytes:
         """The whole response. Raises the error that ended a choice, or `ClientGone`."""
@@ -210,9 +229,10 @@ class Run:
         for output in self._outputs:
             piece = output.take()
             scored = list[ScoredToken](piece.scored)
-            choices.append(
-                Choice(piece.text, output.finish or None, scored, piece.reasoning, piece.calls, piece.tokens)
+            shown = Choice(
+                piece.text, output.finish or None, scored, piece.reasoning, piece.calls, piece.tokens
             )
+            choices.append(msgspec.structs.replace(shown, mean_logprob=output.mean_logprob))
         return self._shape.whole(choices, self._usage())
 
     async def _advance(self) -> list[int]:
@@ -247,7 +267,7 @@ class Run:
 
     def _feed(self, choice: int, entry: TokenEntry) -> None:
         output = self._outputs[choice]
-        if entry.tokens and self._metrics is not None:
+        if (entry.tokens or entry.vector) and self._metrics is not None:
             self._observe(choice, self._metrics)
         if output.tokens < self._after[choice]:
             entry = self._feed_in_silence(output, entry, self._after[choice] - output.tokens)
@@ -286,7 +306,17 @@ class Run:
             sum(length for length, _ in prompts.values()),
             sum(output.tokens for output in self._outputs),
             sum(cached for _, cached in prompts.values()),
+            *self._predictions(),
         )
+
+    def _predictions(self) -> tuple[int, int]:
+        """Tokens of the prediction that came, and that did not, over all choices."""
+        came = expected = 0
+        for generation, output in zip(self.answer.generations, self._outputs, strict=True):
+            if prediction := generation.request.prediction:
+                expected += len(prediction)
+                came += predicted(prediction, generation.tokens[: output.tokens])
+        return came, expected - came
 
 
 def _split(entry: TokenEntry, at: int) -> tuple[TokenEntry, TokenEntry]:

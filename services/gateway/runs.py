@@ -8,11 +8,14 @@ from services.gateway.formats import ChatFormat, CompletionFormat, Format
 from services.gateway.metrics import ModelMetrics
 from services.gateway.responses.run import ResponseRun
 from services.gateway.run import Owner, Run
+from services.gateway.shown import Shown
 from services.gateway.text_output import Output, TextOutput
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tools.families import markers_of
 from services.gateway.tools.output import ParsedOutput
+from services.gateway.vectors import VectorFormat, VectorOutput
 from shared.messages import GenerationRequest
+from shared.records import GenerationRecord
 
 
 class View(Protocol):
@@ -38,17 +41,14 @@ def new_run(
         seen = [view.output(answer, generation.request, tokenizer) for generation in answer.generations]
         return Run(answer, seen, view.shape(answer, tokenizer), answers, metrics, after=after)
     record = answer.record
+    if record.endpoint == "embeddings":
+        vectors = VectorFormat(record.requests[0].model, as_base64=record.base64)
+        inputs = [VectorOutput(record.dimensions) for _ in answer.generations]
+        return Run(answer, inputs, vectors, answers, metrics, after=after)
     if record.endpoint == "responses":
         output = output_of(answer, record.requests[0], tokenizer)
         return ResponseRun(answer, output, tokenizer, answers, metrics, after=after)
-    model, created, usage = record.requests[0].model, int(record.created), record.include_usage
-    shape: Format
-    if record.endpoint == "chat.completions":
-        shape = ChatFormat(
-            record.identity, model, created, tokenizer, include_usage=usage, parsing=record.parsing
-        )
-    else:
-        shape = CompletionFormat(record.identity, model, created, tokenizer, include_usage=usage)
+    shape = _shape(record, tokenizer)
     outputs = [output_of(answer, generation.request, tokenizer) for generation in answer.generations]
     return Run(answer, outputs, shape, answers, metrics, after=after)
 
@@ -58,12 +58,55 @@ def output_of(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) 
     record = answer.record
     chat = record.endpoint != "completions"
     detokenizer = tokenizer.detokenizer(
-        [] if chat else request.prompt,  # a chat's answer begins a text, a completion goes on
+        [] if chat and not record.continues else request.prompt,  # a chat's answer begins a text
         skip_special_tokens=record.skip_special_tokens,
         keep=markers_of(record.parsing),
     )
     logprobs = request.sampling.logprobs >= 0
-    output = TextOutput(detokenizer, record.stop, request.stop_token_ids, logprobs=logprobs)
+    output = TextOutput(
+        detokenizer,
+        record.stop,
+        request.stop_token_ids,
+        logprobs=logprobs,
+        include_stop=record.include_stop,
+        min_tokens=request.sampling.min_tokens,
+    )
     if record.parsing is None:
         return output
     return ParsedOutput(output, record.parsing, request.generation_id)
+
+
+def _shape(record: GenerationRecord, tokenizer: Tokenizer) -> Format:
+    """How a chat completion's answer, or a completion's, is shown."""
+    identity, model, created = record.identity, record.requests[0].model, int(record.created)
+    usage, fingerprint, tier = record.include_usage, record.fingerprint, record.service_tier
+    if record.endpoint == "chat.completions":
+        return ChatFormat(
+            identity,
+            model,
+            created,
+            tokenizer,
+            include_usage=usage,
+            parsing=record.parsing,
+            fingerprint=fingerprint,
+            service_tier=tier,
+        )
+    shape = CompletionFormat(
+        identity,
+        model,
+        created,
+        tokenizer,
+        include_usage=usage,
+        fingerprint=fingerprint,
+        service_tier=tier,
+    )
+    return _shown(shape, record, tokenizer) if record.best or record.echo else shape
+
+
+def _shown(shape: Format, record: GenerationRecord, tokenizer: Tokenizer) -> Shown:
+    prompts = [request.prompt for request in record.requests]
+
+    def text(prompt: int) -> str:
+        return tokenizer.decode(prompts[prompt], skip_special_tokens=True)
+
+    return Shown(shape, record.choices, record.best, record.hide_logprobs, text if record.echo else None)

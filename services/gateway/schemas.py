@@ -5,7 +5,7 @@ declared too, so that they can be refused by name (see `validation.py`) and not 
 errors; any other field is refused as unknown.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,7 +23,9 @@ from services.gateway.tools.schemas import (
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    """Only false has no effect to miss: nothing is ever padded here."""
+    """Chunks are padded where it is true, and are not where it is left out."""
+    continuous_usage_stats: bool | None = None
+    """vLLM's: usage so far in every chunk."""
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,6 +59,13 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """DeepSeek's and vLLM's extension: what the model thought, for templates that show it."""
 
 
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the answer is expected to be."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
 class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What chat completions and completions have in common."""
 
@@ -83,6 +92,10 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -92,13 +105,11 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     # OpenAI's, here for completions too
     response_format: ResponseFormat | None = None
 
-    # OpenAI's, accepted without effect
+    # OpenAI's, see `extra_fields.py`
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
-
-    # OpenAI's, refused unless neutral
-    service_tier: Any = None
-    store: Any = None
+    service_tier: str | None = None
+    store: bool | None = None
 
 
 class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,6 +119,11 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prediction: Prediction | None = None
+    prompt_cache_retention: str | None = None
+    verbosity: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -121,10 +137,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     audio: Any = None
     modalities: Any = None
     moderation: Any = None
-    prediction: Any = None
     prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    verbosity: Any = None
     web_search_options: Any = None
 
 
@@ -133,26 +146,20 @@ class CompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=Tru
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
 
     # refused unless neutral
-    best_of: Any = None
-    echo: Any = None
     suffix: Any = None
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
-    "verbosity": (),
     "web_search_options": (),
 }
 """Fields of OpenAI's API that are not supported, with the values that ask for nothing (null always)."""

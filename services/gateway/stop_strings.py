@@ -14,12 +14,13 @@ from collections.abc import Sequence
 class StopStrings:
     """Pure. With no stop strings it passes everything through."""
 
-    __slots__ = ("_held", "_longest", "_stops", "matched")
+    __slots__ = ("_held", "_included", "_longest", "_stops", "matched")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are not empty strings."""
+    def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
+        """`stops` are not empty strings; `included`: the one that ends the text is part of it."""
         assert all(stops), "an empty stop string would match everywhere"
         self._stops = tuple(stops)
+        self._included = included
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self.matched = False
@@ -31,10 +32,11 @@ class StopStrings:
         if not self._stops:
             return text
         text = self._held + text
-        start = self._first_match(text)
-        if start is not None:
+        match = self._first_match(text)
+        if match is not None:
             self.matched, self._held = True, ""
-            return text[:start]
+            end, start = match
+            return text[: end if self._included else start]
         keep = self._length_to_hold(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -44,10 +46,10 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> int | None:
-        """Where the winning match starts."""
+    def _first_match(self, text: str) -> tuple[int, int] | None:
+        """Where the winning match ends and starts."""
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        return min(matches)[1] if matches else None
+        return min(matches) if matches else None
 
     def _length_to_hold(self, text: str) -> int:
         """Length of the longest end of `text` that is the beginning of a stop string."""

@@ -46,6 +46,11 @@ class Output(Protocol):
         """OpenAI's finish reason, "" while it goes on."""
         ...
 
+    @property
+    def mean_logprob(self) -> float:
+        """Log probability per token, where there are any."""
+        ...
+
     def feed(self, entry: TokenEntry) -> None: ...
 
     def take(self) -> Piece: ...
@@ -55,10 +60,21 @@ class TextOutput:
     """One choice's output. `finish` is set once: by the ring, or by a stop string found here."""
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], stop_token_ids: Sequence[int], *, logprobs: bool
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        stop_token_ids: Sequence[int],
+        *,
+        logprobs: bool,
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        """`include_stop`: what ends the text is part of it; `min_tokens`: tokens whose text ends at no stop string."""
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, included=include_stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._logprob_sum = 0.0
         self._stop_token_ids = frozenset(stop_token_ids)
         self._logprobs = logprobs
         self._scored: list[ScoredToken] = []
@@ -78,7 +94,10 @@ class TextOutput:
         scores = (entry.logprobs or []) if self._logprobs else []
         for index, token in enumerate(tokens):
             self.tokens += 1
-            if index == len(tokens) - 1 and entry.finish == "stop" and token in self._stop_token_ids:
+            if index < len(scores):
+                self._logprob_sum += scores[index].logprob
+            ends = index == len(tokens) - 1 and entry.finish == "stop" and token in self._stop_token_ids
+            if ends and not self._include_stop:
                 break  # it ended the text and is no part of it
             if index < len(scores):
                 self._scored.append(ScoredToken(token, scores[index], self._decoded))
@@ -91,7 +110,7 @@ class TextOutput:
         if not text:
             return
         self._decoded += len(text)
-        shown = self._stops.feed(text)
+        shown = text if self.tokens < self._min_tokens else self._stops.feed(text)
         if shown:
             self._text.append(shown)
             self._shown += len(shown)
@@ -105,6 +124,11 @@ class TextOutput:
             self._scored = [scored for scored in self._scored if scored.offset < self._shown]
         elif self.finish:
             self._text.append(self._stops.flush())
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log probability per token."""
+        return self._logprob_sum / max(1, self.tokens)
 
     def take(self) -> Piece:
         """What has become visible since the last call."""

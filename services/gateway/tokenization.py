@@ -10,7 +10,7 @@ import msgspec
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from services.gateway.chat_template import ChatTemplate, special_tokens, template_source
+from services.gateway.chat_template import ChatTemplate, TemplateOptions, special_tokens, template_source
 from services.gateway.errors import InvalidParameter
 from services.gateway.tools.traits import Traits, traits_of
 from shared.errors import InternalError
@@ -46,6 +46,7 @@ class Tokenizer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        options: TemplateOptions | None = None,
     ) -> str:
         """The conversation as the text of a prompt. Raises `InvalidParameter`."""
         ...
@@ -58,8 +59,16 @@ class Tokenizer(Protocol):
         """The conversation as a prompt. Raises `InvalidParameter`."""
         ...
 
-    async def encode(self, text: str) -> list[int]:
-        """A plain text as a prompt, with the special tokens that the model wants around it."""
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """A plain text as a prompt, with the special tokens that the model wants around it where `special`."""
+        ...
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of `tokens`, all at once."""
+        ...
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each of `tokens`; empty for one that it does not have."""
         ...
 
     def detokenizer(
@@ -109,6 +118,7 @@ class ModelTokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        options: TemplateOptions | None = None,
     ) -> str:
         template = self._template if tools is None else self._tool_template
         if template is None:
@@ -117,7 +127,7 @@ class ModelTokenizer:
                 param="messages",
                 reason="no_chat_template",
             )
-        return template.render(messages, tools, variables)
+        return template.render(messages, tools, variables, options)
 
     async def encode_rendered(self, text: str) -> list[int]:
         return await self._encode(text, False)
@@ -125,8 +135,11 @@ class ModelTokenizer:
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return await self.encode_rendered(self.render_chat(messages))
 
-    async def encode(self, text: str) -> list[int]:
-        return await self._encode(text, True)
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return await self._encode(text, special)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < LONG_TEXT:
@@ -135,6 +148,9 @@ class ModelTokenizer:
             self._tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
         return encoding.ids
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
     def detokenizer(
         self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()
@@ -255,8 +271,10 @@ class StubTokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        options: TemplateOptions | None = None,
     ) -> str:
-        return "".join(f"{message['content']}\n" for message in messages)
+        text = "".join(f"{message['content']}\n" for message in messages)
+        return text[:-1] if options is not None and options.continue_final else text
 
     async def encode_rendered(self, text: str) -> list[int]:
         return await self.encode(text)
@@ -264,8 +282,14 @@ class StubTokenizer:
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return await self.encode_rendered(self.render_chat(messages))
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode("latin-1", errors="replace"))
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(token & 0xFF for token in tokens).decode("latin-1")
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        return [chr(token & 0xFF) for token in tokens]
 
     def detokenizer(
         self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()

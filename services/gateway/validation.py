@@ -152,7 +152,6 @@ def _check_fields(request: GenerationFields) -> None:
     if not request.model:
         raise InvalidParameter("Invalid 'model': empty string.", param="model", reason="empty_string")
     _check_stops(request)
-    _check_min_tokens(request)
     for token, bias in (request.logit_bias or {}).items():
         check_range(f"logit_bias.{token}", bias, -MAX_BIAS, MAX_BIAS)
     if request.stream_options is not None:
@@ -196,14 +195,6 @@ def _check_stops(request: GenerationFields) -> None:
         )
 
 
-def _check_min_tokens(request: GenerationFields) -> None:
-    """Only what is so anyway can be promised: an output that ends at its length alone."""
-    if not request.min_tokens:
-        return
-    if not request.ignore_eos or request.stop or request.stop_token_ids:
-        raise _unsupported("min_tokens", "it works only with ignore_eos true and no stop or stop_token_ids")
-
-
 def check_min_tokens(request: GenerationFields, max_tokens: int) -> None:
     """Raises `InvalidParameter` when more tokens are demanded than the `max_tokens` that there will be."""
     if request.min_tokens is not None:
@@ -232,8 +223,6 @@ def _check_stream_options(request: GenerationFields) -> None:
             param="stream_options",
             reason="invalid_value",
         )
-    if request.stream_options is not None and request.stream_options.include_obfuscation:
-        raise _unsupported("stream_options.include_obfuscation")
 
 
 # --- chat ----------------------------------------------------------------------------------------

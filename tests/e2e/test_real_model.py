@@ -176,6 +176,45 @@ def test_one_rank_two_ranks_and_transformers_say_the_same(
     assert [answer(two, prompt) for prompt in PROMPTS[:4]] == expected
 
 
+def test_vectors_are_those_of_transformers(
+    connect: Connect, two_groups: Stack, one_ring_of_two: Stack, model_directory: Path
+) -> None:
+    """Through the whole house, one rank and two, a text that comes in chunks among them."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    texts = [*PROMPTS[:3], "A long story of the sea. " * 150]
+    tokenizer = AutoTokenizer.from_pretrained(str(model_directory))
+    model = AutoModel.from_pretrained(str(model_directory), dtype=torch.float32)
+    for stack in (two_groups, one_ring_of_two):
+        made = connect(stack).embeddings.create(model=DEFAULT_MODEL, input=texts)
+        for text, item in zip(texts, made.data, strict=True):
+            with torch.inference_mode():
+                states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+            last = states[-1] / states[-1].norm()
+            assert (torch.tensor(item.embedding) - last).abs().max() < 1e-4
+
+
+def test_no_text_ends_before_it_may(connect: Connect, two_groups: Stack) -> None:
+    client = connect(two_groups)
+    short = client.chat.completions.create(
+        model=DEFAULT_MODEL, messages=QUESTION, temperature=0, max_tokens=60
+    )
+    assert short.choices[0].finish_reason == "stop"
+    assert short.usage is not None
+    least = short.usage.completion_tokens + 5
+    longer = client.chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=least + 20,
+        extra_body={"min_tokens": least},
+    )
+    assert longer.usage is not None
+    assert longer.usage.completion_tokens >= least
+    assert (longer.choices[0].message.content or "").startswith(short.choices[0].message.content or "?")
+
+
 def test_a_repeated_text_comes_several_tokens_at_a_time(
     connect: Connect, two_groups: Stack, one_ring_of_two: Stack, model_directory: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from services.executor.engine.barring import bars_of, problem_with_bars
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sampling_state import problem_with
 from services.executor.engine.sequence import finish_reason
@@ -54,13 +55,20 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
         return InvalidRequest("The prompt has no tokens; send at least one.")
     if request.max_tokens < 1:
         return InvalidRequest(f"max_tokens is {request.max_tokens}; ask for 1 or more.")
-    for name, tokens in (("prompt", request.prompt), ("generated", request.generated)):
+    given = ("prompt", request.prompt), ("generated", request.generated), ("prediction", request.prediction)
+    for name, tokens in given:
         if tokens and not (min(tokens) >= 0 and max(tokens) < spec.vocab_size):
             return InvalidRequest(
                 f"The request's {name} has a token outside the model's vocabulary of {spec.vocab_size}; "
                 "use the model's own tokenizer."
             )
-    problem = problem_with(request.sampling, spec.vocab_size)
+    if request.embed and not spec.pooling:
+        return InvalidRequest("This model gives no vectors; choose one whose pooling is mean, last or cls.")
+    if request.grammar is not None and bars_of(request.sampling, request.stop_token_ids, ()) is not None:
+        return InvalidRequest("A grammar does not go with min_tokens, allowed_token_ids or bad_words.")
+    problem = problem_with(request.sampling, spec.vocab_size) or problem_with_bars(
+        request.sampling, request.stop_token_ids, spec.vocab_size
+    )
     return InvalidRequest(f"The sampling parameter {problem}.") if problem else None
 
 
@@ -77,7 +85,7 @@ def finished_before(request: GenerationRequest, spec: EngineSpec) -> TokenEntry 
 def too_long(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:
     """Whether not even one more token fits the context or the KV cache."""
     tokens = len(request.prompt) + len(request.generated)
-    if tokens >= spec.context_length:
+    if tokens >= spec.context_length + request.embed:  # a vector needs no room behind its prompt
         return ContextLengthExceeded(
             f"The prompt has {tokens} tokens and the model's context is {spec.context_length}, answer "
             "included; send a shorter prompt."

@@ -24,7 +24,7 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from services.executor.engine import admission
+from services.executor.engine import admission, embedding
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.drafting import Drafter
@@ -34,6 +34,7 @@ from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState
 from services.executor.engine.step_planning import StepPlanner
+from services.executor.engine.vectors import Floats
 from services.executor.grammar.state import GrammarState
 from services.executor.kv_cache.prefix_index import root_digest
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
@@ -95,7 +96,7 @@ class ContinuousBatcher:
         if error is not None:
             return admission.refusal(request, error)
         self._arrivals += 1
-        sequence = Sequence(request, self._arrivals, self._spec.block_size, self._root)
+        sequence = Sequence(request, self._arrivals, self._spec.block_size, self._root, self._spec.pooling)
         self._live[request.generation_id] = sequence
         if sequence.state is SequenceState.HELD:
             self._held[request.generation_id] = sequence
@@ -166,17 +167,26 @@ class ContinuousBatcher:
         self.drafter.extend(batch, self._tables, self._planner.running)
         self.step += 1
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
-        self._under_way = Step(batch, sampled, rows_of(sampled))
+        pools = embedding.pools_of(batch)
+        if pools:
+            plan = msgspec.structs.replace(plan, pools=embedding.rows_of_pools(pools))
+        self._under_way = Step(batch, sampled, rows_of(sampled), pools)
         return plan, list(self._under_way.rows)
 
-    def update(self, sampled: Seq[SampledToken], seconds: float = 0.0) -> Entries:
-        """Ends the step under way with the engine's answer, after `seconds` (0: unknown). Returns all entries
-        owed."""
+    def update(
+        self, sampled: Seq[SampledToken], seconds: float = 0.0, pooled: Floats | None = None
+    ) -> Entries:
+        """Ends the step under way with the engine's answer, after `seconds` (0: unknown). `pooled`: what the
+        engine has summed up of `plan.pools`. Returns all entries owed."""
         if len(sampled) != len(self._under_way.rows):
             raise InternalError(f"The step gave {len(sampled)} tokens for {len(self._under_way.rows)} rows.")
         drawn = self.drafter.take(self._under_way, sampled, seconds)
-        for chunk in self._close_step().batch:
+        step = self._close_step()
+        for chunk in step.batch:
             self._tables.seal(chunk.sequence)
+        if pooled is not None:
+            for sequence in embedding.take(step.pools, pooled):
+                self._end(sequence, sequence.vector_entry())
         for sequence, new in drawn:
             self._receive(sequence, new)
         self._settle()

@@ -53,7 +53,7 @@ class Drafter:
         guessers = []
         for sequence in sequences:
             if sequence.guesser is None:
-                sequence.guesser = self._speculation.guesser(sequence.tokens)
+                sequence.guesser = self._speculation.guesser(sequence.tokens, sequence.request.prediction)
             guessers.append(sequence.guesser)
         return self._speculation.choose(guessers, limits, budget)
 

@@ -51,6 +51,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """int32 [n, 2]: (spill slot, block id), copied after the compressions and before the forward pass."""
     candidates: bytes = b""
     """`WANT` of `model/candidates.py` [R]: how much of each of these rows it needs; empty: all of all."""
+    pools: bytes = b""
+    """int32 [P, 2]: (first, end) rows of the flat batch whose final hidden states are summed up; none is in two,
+    and none is sampled."""
 
 
 _encoder = msgspec.msgpack.Encoder()

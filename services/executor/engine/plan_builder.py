@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.sequence import Sequence
 from services.executor.kv_cache.block_copies import Copies
 from shared.messages import GenerationRequest
+
+if TYPE_CHECKING:
+    from services.executor.engine.embedding import Pool
 
 
 class Chunk(NamedTuple):
@@ -35,7 +38,7 @@ class Chunk(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the chunk has the sequence's last token, whose logits give the next one."""
-        return self.length == self.sequence.remaining
+        return self.length == self.sequence.remaining and self.sequence.vector is None
 
 
 class Row(NamedTuple):
@@ -59,6 +62,8 @@ class Step(NamedTuple):
     sampled: Seq[Chunk]
     """Those that give tokens, in the order of their rows."""
     rows: Seq[Row]
+    pools: "Seq[Pool]" = ()
+    """What it sums up."""
 
     def failed(self, rows: Collection[int] | None) -> list[Row]:
         """The rows with these indices, in order; None: one for each chunk."""
@@ -79,9 +84,9 @@ def build_plan(
     Every block that a chunk writes to is in its sequence's table already. The batch may be empty where
     there are copies.
     """
-    singles = [chunk for chunk in batch if chunk.length == 1 and not chunk.drafts]
-    longer = [chunk for chunk in batch if chunk.length > 1 or chunk.drafts]
-    ordered = singles + longer
+    ordered = in_order(batch)
+    singles = [chunk for chunk in ordered if chunk.width == 1]
+    longer = ordered[len(singles) :]
     samples = [chunk.samples for chunk in ordered]
     tokens = [_ints([c.sequence.tokens[c.sequence.num_computed] for c in singles])]
     positions = [_ints([c.sequence.num_computed for c in singles])]
@@ -112,6 +117,11 @@ def build_plan(
         restores=to_bytes(copies.restores),
     )
     return plan, [chunk for chunk, sampled in zip(ordered, samples, strict=True) if sampled]
+
+
+def in_order(batch: Seq[Chunk]) -> list[Chunk]:
+    """`batch` in the order of the flat batch: single tokens first."""
+    return sorted(batch, key=lambda chunk: chunk.width > 1)
 
 
 def rows_of(sampled: list[Chunk]) -> list[Row]:

@@ -12,6 +12,7 @@ import msgspec
 
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.sampling_state import SamplingState
+from services.executor.engine.vectors import Floats
 from shared.errors import InternalError, InvalidGrammar
 from shared.messages import ModelCard, TokenLogprobs
 
@@ -37,6 +38,10 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Spill slots on disk; their numbers follow those in host memory."""
     copies_per_step: int = 32
     """Blocks that a step restores at most."""
+    pooling: str = ""
+    """How a prompt becomes a vector (`model/pooling.py`); empty: it does not."""
+    embedding_size: int = 0
+    """Numbers in such a vector."""
 
     @property
     def total_blocks(self) -> int:
@@ -100,6 +105,10 @@ class Engine(Protocol):
         `RestoreFailed` when a spilled block cannot be
         read, and `shared.errors.RingLost` when a rank is gone; the engine is of no more use then.
         """
+        ...
+
+    def pooled(self) -> Floats:
+        """Of the last step: for each of `plan.pools` the sum of its rows' final hidden states, float32 [P, hidden]."""
         ...
 
     def close(self) -> None:

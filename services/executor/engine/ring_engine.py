@@ -18,12 +18,14 @@ from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
 from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
+from services.executor.engine.vectors import Floats
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import computes_natively, make_runner
 from services.executor.model.checkpoints import resolve_model
 from services.executor.model.collectives import Collectives
 from services.executor.model.loader import context_length, load_config, load_model
+from services.executor.model.pooling import read_pooling
 from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.model_card import read_card
@@ -82,6 +84,10 @@ class RingEngine:
             return self._sampler.sample(logits, samples)
         finally:
             self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
+
+    def pooled(self) -> Floats:
+        assert self._member is not None, "the engine has not been loaded"
+        return self._member.runner.pooled
 
     def close(self) -> None:
         self._sender.close()
@@ -161,6 +167,8 @@ class RingMember:
             num_host=slots.host,
             num_disk=slots.disk,
             copies_per_step=slots.copies_per_step,
+            pooling=read_pooling(directory),
+            embedding_size=config.hidden_size,
         )
         return cls(runner, collectives, engine_spec)
 

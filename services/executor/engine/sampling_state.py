@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from services.executor.engine.barring import bars_of
 from shared.messages import SamplingParams
 
 if TYPE_CHECKING:
@@ -110,9 +111,13 @@ class CountsAhead(NamedTuple):
 class SamplingState:
     """How one sequence's next token is chosen. Costs nothing for parameters that are off."""
 
-    def __init__(self, params: SamplingParams, prompt: Seq[int], generated: Seq[int]) -> None:
-        """`generated`: output tokens so far, those of earlier attempts included."""
+    def __init__(
+        self, params: SamplingParams, prompt: Seq[int], generated: Seq[int], stops: Seq[int] = ()
+    ) -> None:
+        """`generated`: output tokens so far, those of earlier attempts included; `stops`: tokens that end it."""
         self.params = params
+        self.bars = bars_of(params, stops, generated)
+        """What may not be drawn; None: there is never anything."""
         self.position = len(generated)
         """Index of the next output token, counted over all attempts."""
         self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
@@ -127,8 +132,10 @@ class SamplingState:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether penalties or biases change the logits."""
-        return self.counts is not None or bool(self.params.logit_bias)
+        """Whether penalties, biases or bars change the logits."""
+        if self.counts is not None or self.params.logit_bias:
+            return True
+        return self.bars is not None and (self.bars.allowed is not None or bool(len(self.bars.barred)))
 
     @property
     def candidates(self) -> int:
@@ -168,7 +175,10 @@ class SamplingState:
         penalties = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
         if penalties < 0 or any(bias > 0 for bias in params.logit_bias.values()):
             return None
-        return len(params.logit_bias) + (0 if self.counts is None else len(self.counts.ids))
+        if self.bars is not None and self.bars.allowed is not None:
+            return None
+        barred = 0 if self.bars is None else len(self.bars.barred)
+        return len(params.logit_bias) + (0 if self.counts is None else len(self.counts.ids)) + barred
 
     def uniform(self) -> float:
         """The random number of the next token, in [0, 1)."""
@@ -179,6 +189,8 @@ class SamplingState:
         self.position += 1
         if isinstance(self.counts, TokenCounts):
             self.counts.add(token)
+        if self.bars is not None:
+            self.bars.advance(token)
         if self.grammar is not None:
             self.grammar.advance(token)
 
@@ -188,6 +200,8 @@ class SamplingState:
         state.position += len(tokens)
         if isinstance(self.counts, TokenCounts):
             state.counts = self.counts.ahead(tokens)
+        if self.bars is not None:
+            state.bars = self.bars.ahead(tokens)
         return state
 
 

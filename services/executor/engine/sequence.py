@@ -15,8 +15,9 @@ import msgspec
 from services.executor.engine.protocol import SampledToken
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.speculation import Guesser
-from services.executor.kv_cache.prefix_index import BlockChain
-from shared.errors import NoGroupAvailable, RyzansteinError
+from services.executor.engine.vectors import Vector
+from services.executor.kv_cache.prefix_index import BlockChain, root_digest
+from shared.errors import InternalError, NoGroupAvailable, RyzansteinError
 from shared.messages import LANES, FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
 
 Urgency = tuple[int, int]
@@ -57,8 +58,15 @@ def finish_reason(
 class Sequence:
     """One attempt at one generation. The batcher alone changes it."""
 
-    def __init__(self, request: GenerationRequest, arrival: int, block_size: int, root: bytes) -> None:
-        """Hashes the full blocks of prompt and `generated`; `root` begins the hash chain."""
+    def __init__(
+        self, request: GenerationRequest, arrival: int, block_size: int, root: bytes, pooling: str = ""
+    ) -> None:
+        """Hashes the full blocks of prompt and `generated`; `root` begins the hash chain. `pooling`: of prompts
+        that are wanted as vectors."""
+        self.vector = Vector(pooling, len(request.prompt)) if request.embed else None
+        """What such a prompt has given so far; None: it is to be continued."""
+        if self.vector is not None and not self.vector.shares:
+            root = root_digest(f"{request.generation_id}/{request.attempt}")
         self.request = request
         self.arrival = arrival
         self.urgency: Urgency = (LANES.index(request.lane), arrival)
@@ -68,7 +76,9 @@ class Sequence:
         self.tokens: array[int] = array("i", request.prompt)
         self.tokens.extend(request.generated)
         self.chain = BlockChain(self.tokens, block_size, root)
-        self.sampling = SamplingState(request.sampling, request.prompt, request.generated)
+        self.sampling = SamplingState(
+            request.sampling, request.prompt, request.generated, request.stop_token_ids
+        )
         self.state = SequenceState.WAITING if request.grammar is None else SequenceState.HELD
         self.ending = Ending.NONE
         self.in_flight = False
@@ -143,6 +153,14 @@ class Sequence:
             return self.entry([new[0].token], finish)
         logprobs = [token.logprobs for token in new if token.logprobs is not None]
         return self.entry([token.token for token in new], finish, logprobs or None)
+
+    def vector_entry(self) -> TokenEntry:
+        """What the consumer is told of a prompt that is wanted as a vector, and has been computed."""
+        assert self.vector is not None, "the prompt is to be continued"
+        if not self.vector.finite:
+            error = "The model's hidden states are NaN or infinite; check the weights and the data type."
+            return self.error_entry([], InternalError(error))
+        return msgspec.structs.replace(self.entry([], "stop"), vector=self.vector.bytes())
 
     def ending_entry(self) -> TokenEntry | None:
         """What the consumer is told when `ending` takes effect; None: nothing."""

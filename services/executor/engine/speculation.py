@@ -19,7 +19,7 @@ not is left alone.
 from array import array
 from collections.abc import Iterable, Sequence
 
-from services.executor.engine.ngrams import MOST_COMPARED, SHORTEST, NgramIndex
+from services.executor.engine.ngrams import LONGEST, MOST_COMPARED, SHORTEST, NgramIndex
 
 _MEMORY = 0.9
 """Weight of what was seen, after each further guess: about the last ten count."""
@@ -79,9 +79,13 @@ class Estimates:
 class Guesser:
     """What one sequence is expected to say next."""
 
-    def __init__(self, tokens: "array[int]", ring: Estimates) -> None:
-        """`tokens` is the sequence's own array."""
-        self._index = NgramIndex(tokens)
+    def __init__(self, tokens: "array[int]", ring: Estimates, prediction: Sequence[int] = ()) -> None:
+        """`tokens` is the sequence's own array; `prediction`: what is expected to follow those that it has now."""
+        self._own = tokens
+        self._known = array("i", [*tokens[-LONGEST:], *prediction]) if prediction else array("i")
+        """The prediction behind the end of the prompt, and behind that the sequence's tokens: looked through as one."""
+        self._before = len(self._known)
+        self._index = NgramIndex(self._known if prediction else tokens)
         self._estimates = Estimates(ring)
         self._guess: list[int] = []
         self._length = 0
@@ -98,6 +102,8 @@ class Guesser:
 
     def guess(self, most: int) -> None:
         """Looks for the next `most` tokens, and one more to learn from."""
+        if self._before:
+            self._known.extend(self._own[len(self._known) - self._before :])
         match = self._index.find()
         self._guess = [] if match is None else self._index.continuation(match.source, most + 1)
         self._length = 0 if match is None else match.length
@@ -182,9 +188,9 @@ class Speculation:
         self._ring = Estimates()
         self.cost = StepCost()
 
-    def guesser(self, tokens: "array[int]") -> Guesser:
-        """For a sequence with these tokens (its own array)."""
-        return Guesser(tokens, self._ring)
+    def guesser(self, tokens: "array[int]", prediction: Sequence[int] = ()) -> Guesser:
+        """For a sequence with these tokens (its own array), which is expected to go on with `prediction`."""
+        return Guesser(tokens, self._ring, prediction)
 
     def worth_looking(self, decodes: int) -> bool:
         """Whether drafts could pay in a step of `decodes` sequences, were they as good as certain."""

@@ -2,21 +2,25 @@
 
 Its text is a pure function, so that every token of a stream can be checked from outside: the token
 at output position p of a generation is `stub_token(seed, p, vocab_size)`, whatever the prompt, the
-batch, the ring or the attempt. Tokens are bytes of lower-case English letters and spaces; with a grammar,
-what `stub_choice` makes of the tokens that may follow.
+batch, the ring or the attempt; where that may not be drawn, the next letter that may. Tokens are bytes of
+lower-case English letters and spaces; with a grammar, what `stub_choice` makes of the tokens that may follow.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import chain
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.engine.plan import StepPlan
+from services.executor.engine.barring import Bars
+from services.executor.engine.plan import StepPlan, as_int32
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
 from services.executor.engine.sampling_masks import masks_of
 from services.executor.engine.sampling_state import SamplingState, random_bits
+from services.executor.engine.vectors import Floats
 from services.executor.grammar.state import Mask
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import TokenLogprobs
@@ -25,6 +29,7 @@ _ALPHABET = b"abcdefghijklmnopqrstuvwxyz      "
 """32 tokens, six of them spaces: words of about five letters."""
 _LARGEST = max(_ALPHABET)
 
+STUB_EMBEDDING_SIZE = 32
 STUB_EOS_TOKEN = 0
 """The stub's end-of-sequence token. It produces it only where a grammar lets the text end."""
 _CLOSING = np.array([STUB_EOS_TOKEN, *b'"]}'], np.int64)
@@ -42,6 +47,38 @@ def stub_token(seed: int, position: int, vocab_size: int = 256) -> int:
             f"The stub engine's vocabulary is {vocab_size} and must be at least {_LARGEST + 1}."
         )
     return _ALPHABET[random_bits(seed, position) % len(_ALPHABET)]
+
+
+@lru_cache(maxsize=65536)
+def stub_state(token: int) -> Floats:
+    """The stub's hidden state of `token`, wherever it stands: numbers in [-1, 1), `STUB_EMBEDDING_SIZE` of them.
+
+    Number i is `random_bits(token, i) / 2**63 - 1`; a text's vector is the mean of its tokens', of length 1.
+    """
+    bits = [random_bits(token, index) for index in range(STUB_EMBEDDING_SIZE)]
+    return np.array([value * 2.0**-63 - 1 for value in bits], np.float32)
+
+
+def _sums(plan: StepPlan | None) -> Floats:
+    pools = as_int32(plan.pools).reshape(-1, 2).tolist() if plan is not None else []
+    sums = np.zeros((len(pools), STUB_EMBEDDING_SIZE), np.float32)
+    if plan is not None and pools:
+        tokens = as_int32(plan.token_ids).tolist()
+        for at, (first, end) in enumerate(pools):
+            sums[at] = np.sum([stub_state(token) for token in tokens[first:end]], axis=0)
+    return sums
+
+
+def _next_drawable(token: int, bars: Bars, settings: "StubSettings") -> int:
+    """`token`, or the next of the alphabet that may be drawn, or else of the vocabulary."""
+    barred: set[int] = set(bars.barred.tolist())
+    allowed: set[int] | None = None if bars.allowed is None else set(bars.allowed.tolist())
+    letters: list[int] = sorted({letter + settings.first_token for letter in _ALPHABET})
+    at = letters.index(token)
+    for choice in chain(letters[at:], letters[:at], range(settings.vocab_size)):
+        if choice not in barred and (allowed is None or choice in allowed):
+            return choice
+    return token
 
 
 def stub_choice(seed: int, position: int, allowed: NDArray[np.bool_], first_token: int = 0) -> int:
@@ -95,6 +132,7 @@ class StubEngine:
         self._settings = settings
         self._sleep = sleep
         self._loaded = False
+        self._pooled = _sums(None)
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         """At once: there are no weights."""
@@ -102,7 +140,12 @@ class StubEngine:
         self._loaded = True
         settings = self._settings
         return EngineSpec(
-            settings.block_size, settings.num_blocks, settings.context_length, settings.vocab_size
+            settings.block_size,
+            settings.num_blocks,
+            settings.context_length,
+            settings.vocab_size,
+            pooling="mean",
+            embedding_size=STUB_EMBEDDING_SIZE,
         )
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
@@ -113,20 +156,26 @@ class StubEngine:
             raise InternalError(
                 f"Step {plan.step} samples {len(plan.sample_rows) // 4} rows for {len(samples)} sequences."
             )
+        self._pooled = _sums(plan)
         tokens = len(plan.token_ids) // 4
         self._sleep(self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6)
         masks = masks_of(samples)
         return [self._sample(state, masks.get(row)) for row, state in enumerate(samples)]
+
+    def pooled(self) -> Floats:
+        return self._pooled
 
     def close(self) -> None:
         self._loaded = False
 
     def _sample(self, state: SamplingState, allowed: Mask | None) -> SampledToken:
         settings = self._settings
-        if allowed is None:
-            token = stub_token(state.params.seed, state.position, settings.vocab_size) + settings.first_token
-        else:
+        if allowed is not None:
             token = stub_choice(state.params.seed, state.position, allowed, settings.first_token)
+        else:
+            token = stub_token(state.params.seed, state.position, settings.vocab_size) + settings.first_token
+            if state.bars is not None:
+                token = _next_drawable(token, state.bars, settings)
         wanted = state.params.logprobs
         # The stub is sure of its token: probability 1.
         logprobs = TokenLogprobs(0.0, [(token, 0.0)] if wanted else []) if wanted >= 0 else None

@@ -4,11 +4,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from services.executor.board import RingBoard
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.stub import STUB_EOS_TOKEN, StubEngine
+from services.executor.engine.vectors import Floats
 from services.executor.plan_channel import PlanListener, PlanSender
 from services.executor.ring import RankSpec, Rendezvous
 from shared.messages import ModelCard
@@ -50,9 +53,8 @@ class StubRing:
             from services.executor.model_card import read_card  # with transformers, which takes seconds
 
             return read_card(self._directory, model, spec)
-        return ModelCard(
-            model, spec.context_length, spec.vocab_size, [STUB_EOS_TOKEN], "", int(time.time())
-        ), b""
+        card = ModelCard(model, spec.context_length, spec.vocab_size, [STUB_EOS_TOKEN], "", int(time.time()))
+        return msgspec.structs.replace(card, embedding_size=spec.embedding_size), b""
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         self._board.begin(plan.step)
@@ -61,6 +63,9 @@ class StubRing:
             return self._stub.execute(plan, samples)
         finally:
             self._board.end(plan.step)
+
+    def pooled(self) -> Floats:
+        return self._stub.pooled()
 
     def close(self) -> None:
         self._sender.close()

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.executor.engine.plan import StepPlan, as_int32, to_bytes
+from services.executor.engine.plan import Int32Array, StepPlan, as_int32, to_bytes
 from services.executor.engine.protocol import RestoreFailed
+from services.executor.engine.vectors import Floats
 from services.executor.kv_cache.copier import BlockCopier
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
@@ -33,6 +34,38 @@ def _widths(model: Any) -> list[int]:
     return head.widths
 
 
+NO_POOLS = np.zeros((0, 2), np.int32)
+
+
+class _KeptStates:
+    """The hidden states behind a model's last norm, of the forward pass in the context."""
+
+    def __init__(self, model: Any, *, wanted: bool) -> None:
+        self._model, self._wanted = model, wanted
+        self._states: Tensor | None = None
+
+    def __enter__(self) -> "_KeptStates":
+        self._handle = self._model.base_model.register_forward_hook(self._keep) if self._wanted else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _keep(self, module: nn.Module, args: object, output: Any) -> None:
+        self._states = output[0]
+
+    def sums(self, pools: Int32Array) -> Floats:
+        """float32 [P, hidden] over the rows [first, end) of each pool."""
+        if not len(pools):
+            return np.zeros((0, 0), np.float32)
+        assert self._states is not None, "the model has no base model"
+        rows = self._states[0]
+        sums = [rows[first:end].float().sum(dim=0) for first, end in pools.tolist()]
+        found: Floats = torch.stack(sums).cpu().numpy()
+        return found
+
+
 class ModelRunner:
     """Runs step plans on one rank's share of a model. Every rank of the ring runs the same plans in order."""
 
@@ -54,6 +87,8 @@ class ModelRunner:
         self._collectives = collectives
         self._device = device
         self._widths = _widths(model)
+        self.pooled: Floats = np.zeros((0, 0), np.float32)
+        """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
 
     @property
     def vocab_size(self) -> int:
@@ -85,7 +120,7 @@ class ModelRunner:
             return self._no_logits() if self._is_leader else None
         progress = progress or Progress.unread()
         wants = np.frombuffer(plan.candidates, WANT)
-        if self._decoder is not None and len(wants) and only_largest(wants):
+        if self._decoder is not None and len(wants) and only_largest(wants) and not plan.pools:
             return collect_largest(self._compute_largest(plan, progress), self._collectives, self._widths)
         local = self._compute(plan, progress)
         if not plan.sample_rows:
@@ -100,8 +135,16 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan, progress: Progress) -> Tensor:
         """This rank's share of the logits [R, vocab share]."""
+        pools = as_int32(plan.pools).reshape(-1, 2) if self._is_leader else NO_POOLS
         if self._decoder is not None:
-            return self._decoder.forward(plan, progress)
+            logits, self.pooled = self._decoder.forward(plan, progress, pools)
+            return logits
+        with _KeptStates(self._model, wanted=len(pools) > 0) as kept:
+            local = self._compute_with_pytorch(plan, progress)
+        self.pooled = kept.sums(pools)
+        return local
+
+    def _compute_with_pytorch(self, plan: StepPlan, progress: Progress) -> Tensor:
         # The model's own forward applies what some do to logits (scaling, soft caps): both work on shares.
         local: Tensor = self._model(
             input_ids=self._int64(plan.token_ids).unsqueeze(0),

@@ -103,6 +103,26 @@ static void norm_task(void *argument, long task, long next, int thread)
     }
 }
 
+/* The sum of a pool's rows behind the last norm, in float32. */
+static void pool_task(void *argument, long task, long next, int thread)
+{
+    (void)next, (void)thread;
+    const norm *job = argument;
+    const rz_decoder *decoder = job->decoder;
+    const rz_step *step = decoder->step;
+    const long hidden = decoder->model.hidden;
+    float *to = step->pooled + task * hidden;
+    memset(to, 0, (size_t)hidden * sizeof *to);
+    for (long token = step->pools[task * 2]; token < step->pools[task * 2 + 1]; token++) {
+        float *x = decoder->space.residual + token * hidden;
+        if (job->adds)
+            add_delta(decoder, job->after, x, decoder->space.delta + token * hidden);
+        const float scale = rms_scale(x, hidden, decoder->model.eps);
+        for (long i = 0; i < hidden; i++)
+            to[i] += x[i] * scale * job->weight[i];
+    }
+}
+
 /* --- the step ---------------------------------------------------------------------------------------- */
 
 int rz_sum_over_ranks(rz_decoder *decoder, int thread, float *values, long width)
@@ -184,6 +204,8 @@ static void forward(void *argument, int thread)
     }
     const float *after = model->layer[model->layers - 1].after_feed_forward_norm;
     norm last = { decoder, model->final_norm, after, model->ring || after, step->sample_rows };
+    if (step->num_pools)
+        rz_run_stage(decoder, thread, RZ_NORM, (long)step->num_pools, pool_task, &last);
     rz_run_stage(decoder, thread, RZ_NORM, step->sampled, norm_task, &last);
     rz_multiply(decoder, thread, RZ_HEAD, (rz_product){
         .linear = &model->head, .x = decoder->space.normed, .rows = step->sampled,
@@ -202,6 +224,17 @@ static int within(const int32_t *values, long count, long end)
     return good;
 }
 
+/* Whether every pool is a range of the step's rows. */
+static int pools_exist(const rz_step *step)
+{
+    int good = 1;
+    for (long i = 0; i < step->num_pools; i++) {
+        const int32_t first = step->pools[i * 2], end = step->pools[i * 2 + 1];
+        good &= 0 <= first && first < end && end <= step->tokens;
+    }
+    return good;
+}
+
 /* A plan that names blocks or rows that do not exist would write over other memory. */
 static int is_sound(const rz_model *model, const rz_step *step)
 {
@@ -215,7 +248,7 @@ static int is_sound(const rz_model *model, const rz_step *step)
     return rows == step->tokens && blocks == step->table_blocks
         && within(step->slots, step->tokens, (long)model->num_hot * model->block_size)
         && within(step->block_tables, blocks, (long)model->num_hot + model->num_cold)
-        && within(step->sample_rows, step->sampled, step->tokens);
+        && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step);
 }
 
 int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)

@@ -87,6 +87,10 @@ typedef struct {
     float *values;             /* [sampled] */
     int64_t *indices;          /* [sampled] */
     _Atomic int64_t *progress; /* grows by one with each layer; the caller's thread alone writes it */
+    const int32_t *pools;      /* [num_pools][2]: first and end of rows that are summed up behind the last norm; none
+                                * is in two pools, and none is sampled */
+    float *pooled;             /* [num_pools][hidden] */
+    int64_t num_pools;
 } rz_step;
 
 typedef struct rz_decoder rz_decoder;

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from services.executor.engine.plan import StepPlan
+from services.executor.engine.plan import Int32Array, StepPlan
+from services.executor.engine.vectors import Floats
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layers import LinearShard
 from services.executor.model.sharding import ShardLayout
@@ -68,15 +69,24 @@ class NativeDecoder:
                 "There is no memory left for the working space of a step; free some memory."
             )
 
-    def forward(self, plan: StepPlan, progress: Progress) -> Tensor:
+    def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
         """Computes one step; `progress` counts the layers.
 
-        Returns this rank's share of the logits of `plan.sample_rows`, float32 [R, rows of the head].
+        Returns this rank's share of the logits of `plan.sample_rows`, float32 [R, rows of the head]; and of `pools`,
+        int32 [P, 2], the sums of the normed hidden states of the rows [first, end), float32 [P, hidden].
         Raises `RingLost` when another rank is gone, IndexError for a plan that names what does not exist.
         """
         logits = torch.empty((len(plan.sample_rows) // _INT, self.vocab_rows), dtype=torch.float32)
-        self._run(plan, progress, logits=logits.data_ptr())
-        return logits
+        pooled = np.zeros((len(pools), self._model.hidden if len(pools) else 0), np.float32)
+        self._run(
+            plan,
+            progress,
+            logits=logits.data_ptr(),
+            pools=pools.ctypes.data,
+            pooled=pooled.ctypes.data,
+            num_pools=len(pools),
+        )
+        return logits, pooled
 
     def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
         """`forward`, and then `largest` of its logits, which are not written to memory for it."""

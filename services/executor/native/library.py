@@ -110,6 +110,9 @@ class Step(ctypes.Structure):
         ("values", c_void_p),
         ("indices", c_void_p),
         ("progress", c_void_p),
+        ("pools", c_void_p),
+        ("pooled", c_void_p),
+        ("num_pools", c_int64),
     ]
 
 

@@ -139,6 +139,8 @@ class TokenOutput:
         self.tokens = 0
         """Output tokens, as usage counts them, and where this reader stands in the log."""
         self.finish = ""
+        self.mean_logprob = 0.0
+        """No answer of best_of is shown as tokens."""
 
     def feed(self, entry: TokenEntry) -> None:
         """Takes the next entry; what follows the token that completes a stop string is ignored."""

@@ -1,11 +1,13 @@
 """The operations of chat, completions, models and generations, and of what every service answers."""
 
 from services.gateway.console.cluster import ClusterState
+from services.gateway.embeddings import EmbeddingRequest
 from services.gateway.openapi import parameters, shapes
 from services.gateway.openapi.operation import GENERATING, TEXT, Operation
 from services.gateway.rest import Model
 from services.gateway.rest_generations import Cancelled
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.tokenizing import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from shared.telemetry import Health
 
 CHAT = Operation(
@@ -40,6 +42,57 @@ COMPLETIONS = Operation(
     events=(shapes.Completion,),
     parameters=parameters.GENERATING,
     errors=GENERATING,
+)
+STORED_CHAT = Operation(
+    "GET",
+    "/v1/chat/completions/{generation}",
+    "retrieveChatCompletion",
+    "A chat completion that was made with `store: true`.",
+    "Chat",
+    "For as long as the journal keeps its tokens.",
+    response=shapes.ChatCompletion,
+    parameters=(parameters.GENERATION,),
+    errors=(404, 429, 503, 504),
+)
+EMBEDDINGS = Operation(
+    "POST",
+    "/v1/embeddings",
+    "createEmbedding",
+    "Texts in, vectors out.",
+    "Embeddings",
+    request=EmbeddingRequest,
+    example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
+    response=shapes.EmbeddingList,
+    parameters=parameters.GENERATING,
+    errors=GENERATING,
+)
+TOKENIZE = tuple(
+    Operation(
+        "POST",
+        prefix + "/tokenize",
+        name,
+        "The tokens of a prompt or a conversation, as in vLLM.",
+        "Tokens",
+        request=TokenizeRequest,
+        example={"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time"},
+        response=Tokenized,
+        errors=(404, 408, 413, 503),
+    )
+    for prefix, name in (("", "tokenize"), ("/v1", "createTokens"))
+)
+DETOKENIZE = tuple(
+    Operation(
+        "POST",
+        prefix + "/detokenize",
+        name,
+        "The text of tokens, as in vLLM.",
+        "Tokens",
+        request=DetokenizeRequest,
+        example={"model": "SmolLM2-135M-Instruct", "tokens": [1, 2]},
+        response=Detokenized,
+        errors=(404, 408, 413, 503),
+    )
+    for prefix, name in (("", "detokenize"), ("/v1", "createText"))
 )
 MODELS = Operation(
     "GET",

@@ -134,6 +134,26 @@ class ModelList(msgspec.Struct):
     data: list[Model]
 
 
+class Embedding(msgspec.Struct):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct):
+    """A vector for each input; base64 of float32, little-endian, where that was asked for."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class Document(msgspec.Struct):
     """An OpenAPI document."""
 

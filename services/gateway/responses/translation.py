@@ -152,7 +152,7 @@ def shown_fields(request: ResponseRequest, temperature: float, top_p: float) -> 
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
         "safety_identifier": request.safety_identifier,
-        "service_tier": "default" if request.service_tier in (None, "auto") else request.service_tier,
+        "service_tier": "flex" if request.service_tier == "flex" else "default",  # the one that serves it
         "store": request.store is not False,
         "temperature": temperature,
         "text": _shown_text(request),

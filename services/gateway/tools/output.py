@@ -36,6 +36,10 @@ class ParsedOutput:
         return self._output.tokens
 
     @property
+    def mean_logprob(self) -> float:
+        return self._output.mean_logprob
+
+    @property
     def finish(self) -> str:
         """`tool_calls` where the model has stopped after a call of its own choice, as in OpenAI's API; `stop`
         where the function was demanded by its name."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from services.gateway.schemas import ChatCompletionRequest
 
 AUTO = "auto"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables with which templates turn reasoning on and off."""
 _RESERVED = ("messages", "tools", "add_generation_prompt")

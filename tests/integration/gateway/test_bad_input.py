@@ -24,7 +24,7 @@ WRONG_CHATS = [
     (b"{", "invalid_json", None),
     (b"\xff\xfe", "invalid_json", None),
     (b"[]", "invalid_type", None),
-    (b'{"prediction": ' + b"[" * 100_000, "invalid_json", None),
+    (b'{"web_search_options": ' + b"[" * 100_000, "invalid_json", None),
     (b"{}", "missing_required_parameter", "messages"),
     ({"model": MODEL}, "missing_required_parameter", "messages"),
     (GOOD | {"model": "nobody"}, "model_not_found", "model"),
@@ -62,7 +62,6 @@ WRONG_CHATS = [
     (GOOD | {"logit_bias": {"x": 1}}, "invalid_type", "logit_bias"),
     (GOOD | {"logit_bias": {"256": 1}}, "invalid_token_id", "logit_bias"),
     (GOOD | {"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
-    (GOOD | {"min_tokens": 3}, "unsupported_parameter", "min_tokens"),
     (
         GOOD | {"min_tokens": 9, "ignore_eos": True, "max_completion_tokens": 8},
         "integer_above_max_value",
@@ -84,8 +83,8 @@ WRONG_COMPLETIONS = [
     (PLAIN | {"prompt": [256]}, "invalid_token_id", "prompt"),
     (PLAIN | {"prompt": [[1], [-1]]}, "invalid_token_id", "prompt"),
     (PLAIN | {"prompt": ["x"] * 65, "n": 2}, "array_above_max_length", "prompt"),
-    (PLAIN | {"echo": True}, "unsupported_parameter", "echo"),
-    (PLAIN | {"best_of": 3}, "unsupported_parameter", "best_of"),
+    (PLAIN | {"suffix": "end"}, "unsupported_parameter", "suffix"),
+    (PLAIN | {"best_of": 300}, "integer_above_max_value", "best_of"),
     (PLAIN | {"logprobs": 21}, "integer_above_max_value", "logprobs"),
 ]
 

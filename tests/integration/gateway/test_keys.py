@@ -134,6 +134,21 @@ async def test_tenants_do_not_see_each_others_generations(
             paced.allow()
 
 
+async def test_what_is_stored_is_its_tenants_and_tokenizing_needs_a_key(
+    http: httpx.AsyncClient, gateway: RunningGateway, keys: Keys
+) -> None:
+    one, other = await keys.make("one"), await keys.make("other")
+    await changes_to(gateway, {}, 401)
+    await changes_to(gateway, bearer(one), 200)
+    await changes_to(gateway, bearer(other), 200)
+    made = await http.post("/v1/chat/completions", json=BODY | {"store": True}, headers=bearer(one))
+    url = f"/v1/chat/completions/{made.json()['id']}"
+    assert (await http.get(url, headers=bearer(one))).status_code == 200
+    assert (await http.get(url, headers=bearer(other))).status_code == 404
+    for path in ("/tokenize", "/v1/detokenize", "/v1/embeddings"):
+        assert (await http.post(path, json={})).status_code == 401
+
+
 async def test_tenants_do_not_see_each_others_responses(
     two: list[RunningGateway], ring: FakeRing, keys: Keys
 ) -> None:

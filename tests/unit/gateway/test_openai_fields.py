@@ -26,7 +26,8 @@ from services.gateway.schemas import (
     StreamOptions,
 )
 
-API_PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+API_PAGE = (DOCS / "api.md").read_text() + (DOCS / "fields.md").read_text()
 STRANGE = {"asks": "for something"}
 
 KINDS: list[tuple[type, type[msgspec.Struct]]] = [

@@ -22,7 +22,7 @@ from services.executor.model.candidates import largest_of
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.collectives_shm import SharedMemory, make_area
 from services.executor.model.loader import load_config, load_model
-from services.executor.model.runner import ModelRunner
+from services.executor.model.runner import NO_POOLS, ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.native.library import why_not
 from services.executor.native.lowering import FAMILIES
@@ -215,7 +215,7 @@ def test_finds_the_largest_logit_while_it_computes(tmp_path: Path, threads: int,
     assert decoder is not None
     plan, _ = Script([100]).step({0: 100})
     plan = structs.replace(plan, sample_rows=to_bytes(list(range(100 - rows, 100))))
-    expected = decoder.largest(decoder.forward(plan, Progress.unread()))
+    expected = decoder.largest(decoder.forward(plan, Progress.unread(), NO_POOLS)[0])
     values, tokens = decoder.forward_to_largest(plan, Progress.unread())
     assert torch.equal(values, expected[0])
     assert torch.equal(tokens, expected[1])

@@ -1,0 +1,116 @@
+"""POST /tokenize and /detokenize, as vLLM has them, and the same under /v1."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from services.gateway import extra_fields, validation
+from services.gateway.backend import Backend
+from services.gateway.errors import InvalidParameter
+from services.gateway.http_io import read_body, send_json
+from services.gateway.intake import Intake
+from services.gateway.schemas import ChatCompletionRequest, Message
+from services.gateway.settings import GatewaySettings
+from services.gateway.tokenization import LONG_TEXT, Tokenizer
+from services.gateway.tools.plan import plan_of
+from services.gateway.tools.schemas import Tool
+from shared.messages import ModelCard
+from shared.telemetry import Receive, Scope, Send
+
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A `prompt` or `messages`, not both."""
+
+    model: str | None = None
+    """May be left out where one model alone is served."""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    """With `prompt`: whether the model's special tokens stand around it; true where it is left out."""
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+async def tokenize(intake: Intake, body: bytes) -> Tokenized:
+    """Raises `InvalidParameter`, `UnknownModel`, `Unavailable`."""
+    request = validation.decode(body, _tokenize_decoder)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidParameter(
+            "Give either 'prompt' or 'messages'.", param="prompt", reason="missing_required_parameter"
+        )
+    card, tokenizer = await intake.speaker(request.model)
+    tokens = await _tokens_of(request, card, tokenizer)
+    strings = tokenizer.token_strings(tokens) if request.return_token_strs else None
+    return Tokenized(len(tokens), card.context_length, tokens, strings)
+
+
+async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Tokenizer) -> list[int]:
+    if request.prompt is not None:
+        return await tokenizer.encode(request.prompt, special=request.add_special_tokens is not False)
+    chat = ChatCompletionRequest(
+        model=card.model,
+        tools=request.tools,
+        messages=request.messages or [],
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    validation.check_chat(chat)
+    extra_fields.check(chat)
+    plan = plan_of(chat, card, tokenizer.traits)
+    options = extra_fields.template_options(chat, tokenizer.traits)
+    text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables, options)
+    return await tokenizer.encode_rendered(text)
+
+
+async def detokenize(intake: Intake, body: bytes) -> Detokenized:
+    """Raises as `tokenize`."""
+    request = validation.decode(body, _detokenize_decoder)
+    card, tokenizer = await intake.speaker(request.model)
+    validation.check_token_ids("tokens", request.tokens, card.vocab_size)
+    if len(request.tokens) < LONG_TEXT:
+        return Detokenized(tokenizer.decode(request.tokens, skip_special_tokens=False))
+    return Detokenized(await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False))
+
+
+class TokenizerRoute:
+    """One of the two."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings, *, back: bool) -> None:
+        """`back`: from tokens to text."""
+        self._backend = backend
+        self._settings = settings
+        self._work = detokenize if back else tokenize
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._backend.active():
+            intake, state = self._backend.intake, scope["state"]
+            await intake.count(state["principal"], state["answer_headers"])
+            body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
+            await send_json(send, 200, await self._work(intake, body))

@@ -1,0 +1,48 @@
+"""`python -m tests.compatibility`: writes docs/openai-compatibility.md. With `--url` it asks a running server."""
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+
+import httpx
+import openai
+
+from tests.compatibility.page import Count, page
+from tests.compatibility.probe import Found, Prober
+from tests.e2e.stack import Stack
+
+PAGE = Path(__file__).parents[2] / "docs" / "openai-compatibility.md"
+STUB = ("--engine", "stub", "--no-proof")
+
+
+async def found_at(url: str) -> list[Found]:
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+        return await Prober(http).probe()
+
+
+def found_on_a_stack(directory: Path) -> list[Found]:
+    """On a stack of its own with the stub engine."""
+    with Stack(directory, *STUB) as stack:
+        return asyncio.run(found_at(stack.url))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", help="of a running server whose model is called stub")
+    url = parser.parse_args().url
+    if url:
+        found = asyncio.run(found_at(url))
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            found = found_on_a_stack(Path(directory))
+    PAGE.write_text(page(found, openai.__version__))
+    count = Count(row for one in found for row in one.parameters)
+    print(  # noqa: T201  # a command's result
+        f"{PAGE}: {count.honoured} of {count.all} parameters taken ({count.share_of_all}); of the {count.meant} with a "
+        f"meaning here {count.share_of_meant}; {count.missing} missing."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""What the official package can ask for, and what of it has no meaning on a server of one's own for text.
+
+A resource that is added to the server needs nothing here: its operations and parameters are the package's. What
+needs a value that no type tells goes to `samples.py`.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+from openai.types import (
+    Batch,
+    Completion,
+    CreateEmbeddingResponse,
+    FileDeleted,
+    FileObject,
+    Model,
+    ModelDeleted,
+    batch_create_params,
+    batch_list_params,
+    completion_create_params,
+    embedding_create_params,
+    file_create_params,
+    file_list_params,
+)
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionDeleted
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.chat import completion_list_params as chat_list_params
+from openai.types.chat import completion_update_params as chat_update_params
+from openai.types.chat.completions import message_list_params
+from openai.types.responses import (
+    Response,
+    ResponseStreamEvent,
+    input_item_list_params,
+    response_create_params,
+    response_retrieve_params,
+)
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+class Operation(NamedTuple):
+    """A method of the package."""
+
+    name: str
+    """As in `client.chat.completions.create`."""
+    method: str
+    path: str
+    """`{...}`: an id that the set-up has made."""
+    kinds: tuple[Any, ...] = ()
+    """The types of its parameters."""
+    base: dict[str, Any] = {}
+    """The least that it takes."""
+    form: bool = False
+    """Whether it is sent as a form, with a file."""
+    answers: Any = None
+    """The type of its answer."""
+    chunks: Any = None
+    """The type of a chunk of its stream."""
+    events: Any = None
+    """The union of its stream's events."""
+
+
+BATCH = {"input_file_id": "{file}", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+OPERATIONS = (
+    Operation(
+        "chat.completions.create",
+        "POST",
+        "/chat/completions",
+        (
+            chat_create_params.CompletionCreateParamsNonStreaming,
+            chat_create_params.CompletionCreateParamsStreaming,
+        ),
+        {"model": "stub", "messages": HELLO, "max_tokens": 4},
+        answers=ChatCompletion,
+        chunks=ChatCompletionChunk,
+    ),
+    Operation("chat.completions.retrieve", "GET", "/chat/completions/{chat}", answers=ChatCompletion),
+    Operation(
+        "chat.completions.update",
+        "POST",
+        "/chat/completions/{chat}",
+        (chat_update_params.CompletionUpdateParams,),
+        {"metadata": {"key": "value"}},
+    ),
+    Operation("chat.completions.list", "GET", "/chat/completions", (chat_list_params.CompletionListParams,)),
+    Operation(
+        "chat.completions.messages.list",
+        "GET",
+        "/chat/completions/{chat}/messages",
+        (message_list_params.MessageListParams,),
+    ),
+    Operation("chat.completions.delete", "DELETE", "/chat/completions/{chat}", answers=ChatCompletionDeleted),
+    Operation(
+        "completions.create",
+        "POST",
+        "/completions",
+        (
+            completion_create_params.CompletionCreateParamsNonStreaming,
+            completion_create_params.CompletionCreateParamsStreaming,
+        ),
+        {"model": "stub", "prompt": "Hi", "max_tokens": 4},
+        answers=Completion,
+        chunks=Completion,
+    ),
+    Operation(
+        "responses.create",
+        "POST",
+        "/responses",
+        (
+            response_create_params.ResponseCreateParamsNonStreaming,
+            response_create_params.ResponseCreateParamsStreaming,
+        ),
+        {"model": "stub", "input": "Hi", "max_output_tokens": 16},
+        answers=Response,
+        events=ResponseStreamEvent,
+    ),
+    Operation(
+        "responses.retrieve",
+        "GET",
+        "/responses/{response}",
+        (response_retrieve_params.ResponseRetrieveParamsBase,),
+        answers=Response,
+    ),
+    Operation(
+        "responses.input_items.list",
+        "GET",
+        "/responses/{response}/input_items",
+        (input_item_list_params.InputItemListParams,),
+    ),
+    Operation("responses.cancel", "POST", "/responses/{background}/cancel", answers=Response),
+    Operation("responses.delete", "DELETE", "/responses/{response}"),
+    Operation(
+        "embeddings.create",
+        "POST",
+        "/embeddings",
+        (embedding_create_params.EmbeddingCreateParams,),
+        {"model": "stub", "input": "Hi"},
+        answers=CreateEmbeddingResponse,
+    ),
+    Operation("models.list", "GET", "/models"),
+    Operation("models.retrieve", "GET", "/models/stub", answers=Model),
+    Operation("models.delete", "DELETE", "/models/stub", answers=ModelDeleted),
+    Operation(
+        "files.create",
+        "POST",
+        "/files",
+        (file_create_params.FileCreateParams,),
+        {"purpose": "batch"},
+        form=True,
+        answers=FileObject,
+    ),
+    Operation("files.retrieve", "GET", "/files/{file}", answers=FileObject),
+    Operation("files.list", "GET", "/files", (file_list_params.FileListParams,)),
+    Operation("files.content", "GET", "/files/{file}/content"),
+    Operation(
+        "batches.create", "POST", "/batches", (batch_create_params.BatchCreateParams,), BATCH, answers=Batch
+    ),
+    Operation("batches.retrieve", "GET", "/batches/{batch}", answers=Batch),
+    Operation("batches.list", "GET", "/batches", (batch_list_params.BatchListParams,)),
+    Operation("batches.cancel", "POST", "/batches/{batch}/cancel", answers=Batch),
+    Operation("files.delete", "DELETE", "/files/{file}", answers=FileDeleted),
+)
+
+BATCH_FILE = (
+    b'{"custom_id":"1","method":"POST","url":"/v1/chat/completions",'
+    b'"body":{"model":"stub","messages":[{"role":"user","content":"Hi"}],"max_tokens":4}}\n'
+)
+SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    (
+        "chat",
+        "POST",
+        "/chat/completions",
+        {"model": "stub", "messages": HELLO, "max_tokens": 4, "store": True},
+    ),
+    ("response", "POST", "/responses", {"model": "stub", "input": "Hi", "max_output_tokens": 16}),
+    (
+        "background",
+        "POST",
+        "/responses",
+        {"model": "stub", "input": "Hi", "max_output_tokens": 16, "background": True},
+    ),
+    ("file", "POST", "/files", {"purpose": "batch"}),
+    ("batch", "POST", "/batches", BATCH),
+)
+"""(name, method, path, body): whose ids stand in paths and bodies, made in this order."""
+
+_BUILT_IN = (
+    "additional_tools|apply_patch|code_interpreter|compaction|computer|configuration_update|file_search|image_generation|"
+    "local_shell|mcp|namespace|program|programmatic_tool_calling|shell|tool_search|web_search"
+)
+EXCLUDED: tuple[tuple[str, str], ...] = (
+    (r"image", "images: the models that are served read and write text"),
+    (r"audio|voice", "audio: the models that are served read and write text"),
+    (
+        rf"type=[a-z_.]*({_BUILT_IN})",
+        "tools that run at OpenAI, or that its models alone are trained to call",
+    ),
+    (r" (web_search_options|max_tool_calls)", "tools that run at OpenAI"),
+    (r"url_citation|annotations\[\]", "what those tools cite"),
+    (r"moderation", "a service of OpenAI's, with models of its own"),
+    (r"encrypted_content", "sealed by OpenAI, to be opened there"),
+    (
+        r"^responses.create (access_programs|prompt)($|[.\[])",
+        "programmes and templates that are kept at OpenAI",
+    ),
+)
+"""(pattern of "operation path", why it has no meaning here). Tried out all the same: they must not be ignored.
+
+What this server merely does not do is not among them, and counts against it: cache breakpoints and lifetimes, files
+as input, conversations, expiry.
+"""
+
+
+def why_excluded(operation: str, path: str) -> str:
+    """Empty where the parameter has a meaning here."""
+    return next((reason for pattern, reason in EXCLUDED if re.search(pattern, f"{operation} {path}")), "")

@@ -1,0 +1,131 @@
+"""The page `docs/openai-compatibility.md`, from what was found. Pure."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from tests.compatibility.operations import EXCLUDED
+from tests.compatibility.probe import Found, Row
+
+COMMAND = "python -m tests.compatibility"
+WORDS = {
+    "honoured": "taken",
+    "partly": "taken in part",
+    "refused": "refused by name",
+    "missing": "**missing**",
+}
+
+
+class Count:
+    """Of rows: how many there are, and what has become of them."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        listed = list(rows)
+        self.all, self.meant = len(listed), sum(not row.excluded for row in listed)
+        self.honoured = sum(row.verdict == "honoured" for row in listed)
+        self.honoured_of_meant = sum(row.verdict == "honoured" and not row.excluded for row in listed)
+        self.partly = sum(row.verdict == "partly" for row in listed)
+        self.refused = sum(row.verdict == "refused" for row in listed)
+        self.missing = sum(row.verdict == "missing" for row in listed)
+
+    @property
+    def share_of_all(self) -> str:
+        return _share(self.honoured, self.all)
+
+    @property
+    def share_of_meant(self) -> str:
+        return _share(self.honoured_of_meant, self.meant)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def page(found: Sequence[Found], package: str) -> str:
+    """`package`: the version of the official package whose types were walked."""
+    parts = [_head(package), _summary(found), _excluded()]
+    return "\n".join(parts + [_operation(one) for one in found])
+
+
+def _head(package: str) -> str:
+    return f"""# How compatible it is with OpenAI's API
+
+Made by `{COMMAND}`, and held by a test: every parameter that the type definitions of the official Python package
+(openai {package}) have, nested ones too, is tried out against a server on the stub engine.
+
+- **taken**: a request with it is answered, with every value that its type lists. Fields of a body that nothing reads are
+  unknown, and refused, so what is taken has a use; that it has its *effect* is held by tests of each field
+  ([fields](fields.md)), not by this page, which asks for acceptance. A field of a query counts only where nonsense in its place is refused.
+- **taken in part**: some of its values are refused by name. It does not count as taken.
+- **refused by name**: the error names it. **missing**: there is no such operation or parameter.
+- What needs images, audio or a service of OpenAI's is named [below](#without-a-meaning-here) and left out of the last two columns. What
+  this server merely does not do is not left out.
+"""
+
+
+def _summary(found: Sequence[Found]) -> str:
+    lines = [
+        "| parameters of | there | in all | taken | in part | refused | missing | of all | with a meaning | of these |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for one in found:
+        lines.append(_summary_line(f"`{one.operation.name}`", "yes" if one.there else "no", one.parameters))
+    lines.append(_summary_line("**all**", "", [row for one in found for row in one.parameters]))
+    fields = [row for one in found for row in one.fields]
+    events = [row for one in found for row in one.events]
+    lines += [
+        "",
+        "What is sent, and how much of it was seen in the answers to all these requests:",
+        "",
+        "| | in all | seen | of all | with a meaning here | of these |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, rows in (("fields of answers and chunks", fields), ("types of stream events", events)):
+        count = Count(rows)
+        shares = f"{count.share_of_all} | {count.meant} | {count.share_of_meant}"
+        lines.append(f"| {name} | {count.all} | {count.honoured} | {shares} |")
+    return "\n".join(lines) + "\n"
+
+
+def _summary_line(name: str, there: str, rows: Sequence[Row]) -> str:
+    count = Count(rows)
+    numbers = f"{count.all} | {count.honoured} | {count.partly} | {count.refused} | {count.missing}"
+    return f"| {name} | {there} | {numbers} | {count.share_of_all} | {count.meant} | {count.share_of_meant} |"
+
+
+def _excluded() -> str:
+    lines = ["## Without a meaning here", "", "| parameters whose path matches | why |", "| --- | --- |"]
+    for pattern, reason in EXCLUDED:
+        escaped = pattern.replace("|", "\\|")
+        lines.append(f"| `{escaped}` | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def _operation(one: Found) -> str:
+    lines = [f"## `{one.operation.name}`", "", f"`{one.operation.method} /v1{one.operation.path}`", ""]
+    if one.parameters:
+        lines += ["| parameter | |", "| --- | --- |", *_lines(one.parameters), ""]
+    unseen = [row.path for row in one.fields if row.verdict != "honoured" and not row.excluded]
+    if one.there and unseen:
+        lines += ["Of the answer not seen: " + ", ".join(f"`{path}`" for path in unseen) + ".", ""]
+    missing = [row.path for row in one.events if row.verdict != "honoured" and not row.excluded]
+    if one.there and missing:
+        lines += ["Of the stream's events not seen: " + ", ".join(f"`{name}`" for name in missing) + ".", ""]
+    return "\n".join(lines)
+
+
+def _lines(rows: Sequence[Row]) -> Iterable[str]:
+    """A line for each, and one for what is excluded together."""
+    for (excluded, verdict, _), several in groupby(rows, key=_together):
+        listed = list(several)
+        note = f"{WORDS[verdict]}; {excluded}" if excluded else WORDS[verdict]
+        if listed[0].not_taken:
+            note += ", without " + ", ".join(f"`{value}`" for value in listed[0].not_taken)
+        if len(listed) > 1:
+            yield f"| `{listed[0].path}` and {len(listed) - 1} more | {note} |"
+        else:
+            yield f"| `{listed[0].path}` | {note} |"
+
+
+def _together(row: Row) -> tuple[str, str, str]:
+    """Rows of one excluded thing share a line."""
+    return (row.excluded, row.verdict, "" if row.excluded else row.path)

@@ -1,0 +1,195 @@
+"""Tries every parameter out against a running server.
+
+    200 for every value that its type lists    taken
+    200 for some, 4xx that names it for others taken in part
+    4xx that names it                          refused by name
+    404 unknown URL, unknown parameter, else   missing
+
+What is taken is taken to be honoured: the bodies' types know no field that nothing reads, and each field has tests of
+its effect. This asks for acceptance alone. A field of a query could be ignored unseen: it is taken only where nonsense
+in its place is refused.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import httpx
+
+from tests.compatibility.operations import BATCH_FILE, OPERATIONS, SETUP, Operation, why_excluded
+from tests.compatibility.samples import request_for, sample, values_for
+from tests.compatibility.walk import Parameter, event_types, parameters, response_fields, seen_in
+
+AT_ONCE = 8
+NOWHERE = ("unknown_url", "method_not_allowed", "unknown_parameter")
+"""Codes of errors about what is not there."""
+Verdict = Literal["honoured", "partly", "refused", "missing"]
+
+
+class Row(NamedTuple):
+    """One parameter, response field or event, and what has become of it."""
+
+    path: str
+    verdict: Verdict
+    excluded: str
+    """Why it has no meaning here; empty where it has."""
+    not_taken: tuple[str, ...] = ()
+    """Values that are refused where others are taken."""
+
+
+class Found(NamedTuple):
+    """An operation that was tried out."""
+
+    operation: Operation
+    there: bool
+    parameters: list[Row]
+    fields: list[Row]
+    """Of the answer and of its stream's chunks."""
+    events: list[Row]
+
+
+class Prober:
+    """Asks one server."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        """`http`: with the server's address as its base."""
+        self._http = http
+        self._gate = asyncio.Semaphore(AT_ONCE)
+        self._ids: dict[str, str] = {}
+
+    async def probe(self) -> list[Found]:
+        """All operations."""
+        for name, method, path, body in SETUP:
+            answer = await self._send(
+                Operation(name, method, path, form=path == "/files"), self._filled(body)
+            )
+            made = _json(answer) if answer.status_code == 200 else {}
+            self._ids[name] = made.get("id", "none")
+            for item in made.get("output", [])[:1]:
+                self._ids["item"] = item["id"]
+        return [await self._operation(operation) for operation in OPERATIONS]
+
+    async def _operation(self, operation: Operation) -> Found:
+        plain = await self._send(operation, self._filled(operation.base))
+        tried = await asyncio.gather(
+            *(self._parameter(operation, one) for one in parameters(*operation.kinds))
+        )
+        answers = [plain, *(answer for several, _ in tried for answer in several)]
+        seen = {path for answer in answers if answer.status_code < 400 for path in _paths(answer)}
+        names = event_types(operation.events) if operation.events else []
+        sent = {str(event.get("type")) for answer in answers for event in _events(answer)}
+        events = [
+            Row(name, _seen(name, sent), why_excluded(operation.name, f"type={name}")) for name in names
+        ]
+        rows = [row for _, row in tried]
+        return Found(operation, plain.status_code < 400, rows, _fields(operation, seen), events)
+
+    async def _parameter(self, operation: Operation, one: Parameter) -> tuple[list[httpx.Response], Row]:
+        excluded = why_excluded(operation.name, one.path)
+        if operation.method == "GET":
+            answer, verdict = await self._query(operation, one)
+            return [answer], Row(one.path, verdict, excluded)
+        values = values_for(operation.name, operation.base, one)
+        bodies = [self._filled(request_for(operation.name, operation.base, one, value)) for value in values]
+        answers = [await self._send(operation, body) for body in bodies]
+        tried = [_tried(body, operation, one) for body in bodies]
+        verdicts = [verdict_of(answer, names) for answer, names in zip(answers, tried, strict=True)]
+        refused = [
+            str(value) for value, verdict in zip(values, verdicts, strict=True) if verdict != "honoured"
+        ]
+        if "honoured" in verdicts and refused:
+            return answers, Row(one.path, "partly", excluded, tuple(refused))
+        verdict = "missing" if "missing" in verdicts else verdicts[0]
+        return answers, Row(one.path, verdict, excluded)
+
+    async def _query(self, operation: Operation, parameter: Parameter) -> tuple[httpx.Response, Verdict]:
+        taken = await self._send(operation, {}, {parameter.name: sample(parameter.path, parameter.kind)})
+        nonsense = await self._send(operation, {}, {parameter.name: "\x00 no such thing"})
+        if verdict_of(nonsense, (parameter.top,)) == "missing" or nonsense.status_code < 400:
+            return taken, "missing"
+        return taken, "honoured"
+
+    async def _send(
+        self, operation: Operation, body: dict[str, Any], query: dict[str, Any] | None = None
+    ) -> httpx.Response:
+        path = f"/v1{operation.path}".format(**self._ids) if self._ids else f"/v1{operation.path}"
+        options: dict[str, Any] = {"params": query} if query else {}
+        if operation.form:
+            options |= {"data": _form(body), "files": {"file": ("lines.jsonl", BATCH_FILE)}}
+        elif operation.method == "POST" and body:
+            options["json"] = body
+        async with self._gate:
+            answer = await self._http.request(operation.method, path, **options)
+        assert answer.status_code != 500, f"{operation.name} {body}: {answer.text}"
+        return answer
+
+    def _filled(self, body: dict[str, Any]) -> dict[str, Any]:
+        """`body` with the ids that the set-up has made."""
+        whole = json.dumps(body)
+        for name, identity in self._ids.items():
+            whole = whole.replace("{" + name + "}", identity)
+        filled: dict[str, Any] = json.loads(whole)
+        return filled
+
+
+def _tried(body: dict[str, Any], operation: Operation, parameter: Parameter) -> tuple[str, ...]:
+    """The names of what a request has beside the least: the parameter, and what it is of no use without."""
+    return (parameter.top, *(name for name, value in body.items() if operation.base.get(name) != value))
+
+
+def verdict_of(answer: httpx.Response, names: tuple[str, ...]) -> Verdict:
+    """`names`: of the fields that a refusal may be about."""
+    if answer.status_code < 400:
+        return "honoured"
+    error = _json(answer).get("error") or {}
+    param = str(error.get("param") or "")
+    if error.get("code") in NOWHERE or not param.startswith(names):
+        return "missing"
+    return "refused"
+
+
+def _fields(operation: Operation, seen: set[str]) -> list[Row]:
+    known = response_fields(operation.answers) if operation.answers else []
+    known += (
+        [path for path in response_fields(operation.chunks) if path not in known] if operation.chunks else []
+    )
+    return [Row(path, _seen(path, seen), why_excluded(operation.name, path)) for path in known]
+
+
+def _seen(name: str, seen: set[str]) -> Verdict:
+    return "honoured" if name in seen else "missing"
+
+
+def _form(body: dict[str, Any]) -> dict[str, Any]:
+    """Nested fields as forms have them: `a[b]`."""
+    flat: dict[str, Any] = {}
+    for name, value in body.items():
+        if name == "file":
+            continue
+        flat |= (
+            {f"{name}[{key}]": inner for key, inner in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+    return flat
+
+
+def _json(answer: httpx.Response) -> dict[str, Any]:
+    if not answer.headers.get("content-type", "").startswith("application/json"):
+        return {}
+    found = answer.json()
+    return found if isinstance(found, dict) else {}
+
+
+def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    if answer.headers.get("content-type", "").startswith("text/event-stream"):
+        for line in answer.text.splitlines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def _paths(answer: httpx.Response) -> Iterator[str]:
+    yield from seen_in(_json(answer))
+    for event in _events(answer):
+        yield from seen_in(event)

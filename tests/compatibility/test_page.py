@@ -1,0 +1,49 @@
+"""The compatibility page says what the server does, and nothing that a client sends is ignored in silence."""
+
+import openai
+import pytest
+
+from tests.compatibility.__main__ import PAGE, found_on_a_stack
+from tests.compatibility.operations import OPERATIONS
+from tests.compatibility.page import COMMAND, Count, page
+from tests.compatibility.probe import Found
+from tests.compatibility.walk import parameters
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return found_on_a_stack(tmp_path_factory.mktemp("compatibility"))
+
+
+def test_the_page_is_what_the_server_does(found: list[Found]) -> None:
+    made = page(found, openai.__version__)
+    assert made == PAGE.read_text(), f"run `{COMMAND}` and look at what has changed"
+
+
+@pytest.mark.parametrize("name", ["chat.completions.create", "completions.create", "embeddings.create"])
+def test_every_parameter_is_known(found: list[Found], name: str) -> None:
+    """Taken, or refused by its name as one that is not supported."""
+    (one,) = (one for one in found if one.operation.name == name)
+    assert one.there
+    assert [row.path for row in one.parameters if row.verdict == "missing"] == []
+
+
+def test_nearly_all_that_has_a_meaning_is_honoured(found: list[Found]) -> None:
+    for name in ("completions.create", "embeddings.create"):
+        (one,) = (one for one in found if one.operation.name == name)
+        count = Count(one.parameters)
+        assert count.honoured_of_meant >= 0.9 * count.meant, name
+
+
+def test_the_walk_finds_nested_parameters() -> None:
+    (chat,) = (one for one in OPERATIONS if one.name == "chat.completions.create")
+    paths = {one.path for one in parameters(*chat.kinds)}
+    assert {
+        "temperature",
+        "stream_options.include_usage",
+        "messages[role=user].content[type=text].text",
+        "tools[type=function].function.parameters",
+        "response_format[type=json_schema].json_schema.schema",
+    } <= paths

@@ -1,0 +1,44 @@
+"""What fields of a chat are for the model's template."""
+
+import pytest
+
+from services.gateway.chat_template import ChatTemplate, TemplateOptions
+from services.gateway.errors import InvalidParameter
+from services.gateway.extra_fields import template_options
+from services.gateway.schemas import ChatCompletionRequest, Message
+from services.gateway.tools.traits import Traits
+
+TEMPLATE = ChatTemplate(
+    "{% if verbosity %}{{ verbosity }}:{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    {},
+)
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Once upon "}]
+
+
+def asked(**fields: object) -> ChatCompletionRequest:
+    return ChatCompletionRequest(model="m", messages=[Message("user", "Hi")], **fields)  # type: ignore[arg-type]
+
+
+def test_verbosity_goes_to_templates_that_show_it() -> None:
+    options = template_options(asked(verbosity="low"), Traits(variables=TEMPLATE.variables))
+    assert TEMPLATE.render(TURNS[:1], options=options) == "low:<user>Hi</><assistant>"
+    with pytest.raises(InvalidParameter, match="verbosity"):
+        template_options(asked(verbosity="low"), Traits())
+    assert template_options(asked(verbosity="medium"), Traits()).variables == {}
+
+
+def test_an_answer_goes_on_with_the_last_message() -> None:
+    options = template_options(asked(continue_final_message=True), Traits())
+    assert TEMPLATE.render(TURNS, options=options) == "<user>Hi</><assistant>Once upon"
+    assert template_options(asked(), Traits()).add_generation_prompt
+    plain = TEMPLATE.render(TURNS, options=TemplateOptions(add_generation_prompt=False))
+    assert plain == "<user>Hi</><assistant>Once upon</>"
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_nothing_cannot_be_gone_on_with(content: str | None) -> None:
+    options = TemplateOptions(add_generation_prompt=False, continue_final=True)
+    with pytest.raises(InvalidParameter, match="continue_final_message"):
+        TEMPLATE.render([{"role": "assistant", "content": content}], options=options)
