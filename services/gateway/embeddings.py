@@ -170,4 +170,5 @@ def embedding_run(
     ]
     answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=now)
     answer.admission, answer.may_cost = context.admission, sum(map(len, prompts))
-    return new_run(answer, tokenizer, parts.answers, metrics=parts.metrics.of_model(card.model))
+    metrics = parts.metrics.of_model(card.model)
+    return new_run(answer, tokenizer, parts.answers, metrics=metrics, view=context.view)

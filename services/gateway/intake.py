@@ -33,6 +33,7 @@ from shared.records import Idempotency
 from shared.stores import Entry
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
+Decoded = ChatCompletionRequest | CompletionRequest | embeddings.EmbeddingRequest
 Endpoint = Literal["chat.completions", "completions", "responses", "embeddings"]
 
 
@@ -88,7 +89,7 @@ class Intake:
     async def prepare_decoded(
         self,
         endpoint: str,
-        request: ChatCompletionRequest | CompletionRequest,
+        request: Decoded,
         context: Context,
         print_: str = "",
     ) -> Run:
@@ -109,11 +110,17 @@ class Intake:
         card = self._catalog.card(model)
         return card, await self._tokenizers.get(card)
 
-    def check(self, endpoint: Endpoint, body: bytes | msgspec.Raw) -> GenerationFields | ResponseRequest:
+    def check(
+        self, endpoint: Endpoint, body: bytes | msgspec.Raw
+    ) -> GenerationFields | ResponseRequest | embeddings.EmbeddingRequest:
         """`body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
         if endpoint == "responses":
             assert self.responses is not None, "it is set before the first request"
             return self.responses.check(body)
+        if endpoint == "embeddings":
+            wanted = validation.decode(body, self._embedding)
+            embeddings.inputs_of(wanted)
+            return wanted
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat)
             validation.check_chat(chat)
@@ -211,9 +218,9 @@ class Intake:
         await admission.request()
         return msgspec.structs.replace(context, admission=admission)
 
-    async def _prepare_checked(
-        self, request: ChatCompletionRequest | CompletionRequest, context: Context
-    ) -> Run:
+    async def _prepare_checked(self, request: Decoded, context: Context) -> Run:
+        if isinstance(request, embeddings.EmbeddingRequest):
+            return await self._embed(request, context)
         if isinstance(request, ChatCompletionRequest):
             return await self.chat_run(request, context)
         return await self._prepare_completion(request, context)
@@ -274,7 +281,9 @@ class Intake:
                 status=400,
                 reason="unsupported_parameter",
             )
-        request = validation.decode(body, self._embedding)
+        return await self._embed(validation.decode(body, self._embedding), context)
+
+    async def _embed(self, request: embeddings.EmbeddingRequest, context: Context) -> Run:
         given = embeddings.inputs_of(request)
         card = self._catalog.card(request.model)
         embeddings.check(request, card)

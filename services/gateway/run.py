@@ -66,11 +66,14 @@ class Run:
         metrics: ModelMetrics | None,
         *,
         after: Sequence[int] | None = None,
+        as_recorded: bool = True,
     ) -> None:
+        """`as_recorded`: whether chunks are JSON with what the record asks for beside the text."""
         self.answer = answer
         self.mailbox = Mailbox()
         self._outputs = outputs
         self._shape = shape
+        self._as_recorded = as_recorded
         self._owner = owner
         self._metrics = metrics
         self._after = list(after) if after is not None else [0] * len(outputs)
@@ -193,6 +196,8 @@ class Run:
     def _chunk(self, data: bytes) -> Chunk:
         """`data` with what its record asks for beside the text."""
         record = self.answer.record
+        if not self._as_recorded:
+            return Chunk(data, show(self._shown))
         if record.continuous_usage:
             data = with_usage(data, self._usage())
         if record.obfuscate:

@@ -39,7 +39,8 @@ def new_run(
     positions; None: it has seen nothing. `view`: None for the format of its endpoint."""
     if view is not None:
         seen = [view.output(answer, generation.request, tokenizer) for generation in answer.generations]
-        return Run(answer, seen, view.shape(answer, tokenizer), answers, metrics, after=after)
+        seen_as = view.shape(answer, tokenizer)
+        return Run(answer, seen, seen_as, answers, metrics, after=after, as_recorded=False)
     record = answer.record
     if record.endpoint == "embeddings":
         vectors = VectorFormat(record.requests[0].model, as_base64=record.base64)

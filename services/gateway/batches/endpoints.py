@@ -30,7 +30,7 @@ class LineEndpoint(Protocol):
 
 
 class GenerationLines:
-    """Chat completions, completions and responses."""
+    """What a run makes: all endpoints that there are."""
 
     def __init__(self, endpoint: Endpoint, intake: Intake, catalog: Catalog) -> None:
         self._endpoint = endpoint
@@ -60,5 +60,6 @@ def line_endpoints(intake: Intake, catalog: Catalog) -> dict[str, LineEndpoint]:
     return {
         "/v1/chat/completions": GenerationLines("chat.completions", intake, catalog),
         "/v1/completions": GenerationLines("completions", intake, catalog),
+        "/v1/embeddings": GenerationLines("embeddings", intake, catalog),
         "/v1/responses": GenerationLines("responses", intake, catalog),
     }

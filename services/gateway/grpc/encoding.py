@@ -6,6 +6,7 @@ time are one message. That is a few concatenations; the generated classes would 
 A property test holds these bytes against the generated classes.
 """
 
+import base64
 from collections.abc import Iterable, Sequence
 
 from services.gateway.formats import Choice, Usage
@@ -125,6 +126,26 @@ def _piece_of(choice: Choice) -> Piece:
 
 def _call(call: CallDelta) -> pb.ToolCallDelta:
     return pb.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+
+
+class EmbedFormat:
+    """An `EmbedResponse`. On its way a vector is base64 of float32, little-endian: protobuf's own bytes."""
+
+    def first(self, index: int) -> bytes | None:
+        raise NotImplementedError
+
+    def delta(self, index: int, piece: Piece) -> bytes:
+        raise NotImplementedError
+
+    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
+        raise NotImplementedError
+
+    def usage(self, usage: Usage) -> bytes:
+        return field(2, pb.Usage(prompt_tokens=usage.prompt_tokens).SerializeToString())
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        vectors = [field(1, field(1, base64.b64decode(choice.text))) for choice in choices]
+        return b"".join((*vectors, self.usage(usage)))
 
 
 class TokenOutput:

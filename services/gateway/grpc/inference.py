@@ -10,7 +10,7 @@ from services.gateway.grpc import requests
 from services.gateway.grpc.call import Call
 from services.gateway.grpc.context import context_of
 from services.gateway.grpc.generated import inference_pb2 as pb
-from services.gateway.grpc.requests import EventView, decode
+from services.gateway.grpc.requests import EmbedView, EventView, decode
 from services.gateway.grpc.server import Method
 from services.gateway.grpc.session import CHAT, GENERATE, ChatSession, send_events
 from services.gateway.intake import chat_messages
@@ -145,8 +145,20 @@ class Inference:
         await call.send(pb.ListModelsResponse(models=models).SerializeToString())
 
     async def embed(self, call: Call) -> None:
-        """Embed: the place where embeddings are plugged in."""
-        raise _not_yet("Embeddings are")
+        """Embed."""
+        given = decode(pb.EmbedRequest, call.message)
+        with self._backend.active():
+            context = msgspec.structs.replace(context_of(call, self._settings), view=EmbedView())
+            print_ = requests.fingerprint(given) if context.key else ""
+            request = requests.embedding_request(given)
+            run = await self._backend.intake.prepare_decoded("grpc.Embed", request, context, print_)
+            call.model = run.model
+            try:
+                call.watch(run.mailbox)
+                await run.begin()
+                await call.send(await run.collect())
+            finally:
+                run.close()
 
     async def batches(self, call: Call) -> None:
         """SubmitBatch, GetBatch, CancelBatch, ListBatches: the place where batch jobs are plugged in."""

@@ -9,14 +9,16 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from services.gateway.answer import Answer
+from services.gateway.embeddings import EmbeddingRequest
 from services.gateway.errors import InvalidParameter
 from services.gateway.formats import Format
-from services.gateway.grpc.encoding import EventFormat, TokenOutput
+from services.gateway.grpc.encoding import EmbedFormat, EventFormat, TokenOutput
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.runs import output_of
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
 from services.gateway.text_output import Output
 from services.gateway.tokenization import Tokenizer
+from services.gateway.vectors import VectorOutput
 from shared.messages import GenerationRequest
 
 MessageT = TypeVar("MessageT", bound=Protobuf)
@@ -151,6 +153,28 @@ def _missing(name: str, wanted: str) -> InvalidParameter:
         param=name,
         reason="missing_required_parameter",
     )
+
+
+def embedding_request(given: pb.EmbedRequest) -> EmbeddingRequest:
+    """Raises `InvalidParameter`."""
+    inputs: list[Any] = []
+    for index, item in enumerate(given.inputs):
+        kind = item.WhichOneof("input")
+        if kind is None:
+            raise _missing(f"inputs[{index}]", "text or tokens")
+        inputs.append(item.text if kind == "text" else list(item.tokens.ids))
+    dimensions = given.dimensions if given.HasField("dimensions") else None
+    return EmbeddingRequest(model=given.model, input=inputs, dimensions=dimensions)
+
+
+class EmbedView:
+    """Vectors as an `EmbedResponse`."""
+
+    def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format:
+        return EmbedFormat()
+
+    def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
+        return VectorOutput(answer.record.dimensions)
 
 
 class EventView:

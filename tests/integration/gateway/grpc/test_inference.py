@@ -78,9 +78,7 @@ async def test_models(client: Client) -> None:
     assert model.create_time.seconds == 1_700_000_000
 
 
-@pytest.mark.parametrize(
-    ("name", "request_"), [("Embed", pb.EmbedRequest()), ("GetBatch", pb.GetBatchRequest())]
-)
+@pytest.mark.parametrize(("name", "request_"), [("GetBatch", pb.GetBatchRequest())])
 async def test_what_is_not_there_yet_says_so(client: Client, name: str, request_: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await getattr(client, name)(request_)

@@ -139,7 +139,8 @@ async def test_a_chat_over_rest_is_attached_to_as_text_and_as_tokens(
 ) -> None:
     ring.behave = saying(TEXT.decode())
     async with gateway.http() as http:
-        body = {"model": MODEL, "prompt": "x", "max_tokens": 100, "stream": True}
+        body: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 100, "stream": True}
+        body["stream_options"] = {"continuous_usage_stats": True, "include_usage": True}
         answer = (await http.post("/v1/completions", json=body)).text
     identity = answer.partition('"id":"')[2].partition('"')[0]
     events = [event async for event in client.Attach(pb.AttachRequest(generation_id=identity))]
