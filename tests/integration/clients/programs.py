@@ -60,7 +60,7 @@ def _javascript() -> Path:
     """A copy with its packages: the source tree stays as it is."""
     directory = BUILT / "javascript"
     shutil.copytree(EXAMPLES / "javascript", directory, dirs_exist_ok=True)
-    npm = [tool("npm"), "install", "--no-audit", "--no-fund", "--prefer-offline"]
+    npm = [tool("npm"), "ci", "--no-audit", "--no-fund", "--prefer-offline"]
     if not (directory / "node_modules" / "openai").exists():
         prepared(npm, directory, "npm cannot fetch the package openai")
     return directory

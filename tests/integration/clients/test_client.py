@@ -87,6 +87,23 @@ async def test_a_stream_survives(
     assert len(ring.requests) == 1
 
 
+async def test_choices_survive_side_by_side(gateway: RunningGateway, ring: FakeRing, way: Cutting) -> None:
+    """Each has a position of its own in the cursor."""
+    ring.behave = paced = Paced(TEXT.encode(), 7)
+    texts = ["", "", ""]
+    async with AsyncClient(way.url) as client, client.stream_chat(**CHAT, n=3, seed=1) as stream:
+        async for piece in stream:
+            texts[piece.choice] += piece.text
+            if paced.allowed == 7 and [len(text) for text in texts] == [7, 7, 7]:
+                assert stream.cursor is not None
+                assert stream.cursor.position == "7,7,7"
+                paced.allow(20)
+            elif paced.allowed == 20 and max(map(len, texts)) >= 20:
+                paced.allow()
+                way.cut()
+    assert texts == [TEXT] * 3
+
+
 async def test_another_process_goes_on(
     gateway: RunningGateway, other: RunningGateway, ring: FakeRing, tmp_path: Path
 ) -> None:
