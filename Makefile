@@ -50,6 +50,10 @@ test-only: $(INSTALLED) ## All tests, with coverage, without lint
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report --fail-under=90
 
+.PHONY: clients
+clients: $(INSTALLED) ## Run the examples of docs/clients and the tests of clients/python; says what it had to leave out
+	@$(BIN)/pytest tests/integration/clients tests/unit/clients $(ARGS)
+
 .PHONY: lint
 lint: $(INSTALLED) ## Format, lint, types and import rules
 	@$(BIN)/ruff format --check --quiet .

@@ -1,0 +1,219 @@
+"""The asynchronous client: what `client.py` has, for asyncio."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import stamina
+from httpx_sse import EventSource
+
+from ryzanstein_client import requests
+from ryzanstein_client.cursor import Cursor
+from ryzanstein_client.errors import ApiError, LostConnection, refusal, when_again
+from ryzanstein_client.reading import Ask, Reading
+from ryzanstein_client.types import GenerationState, Piece
+
+
+class AsyncStream:
+    """As `Stream`; leave it by `aclose`, or use it as a context manager."""
+
+    def __init__(self, client: "AsyncClient", reading: Reading) -> None:
+        self._reading = reading
+        self._pieces = client.pieces(reading)
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Behind the last piece that was handed out; None before the first."""
+        return self._reading.cursor
+
+    async def text(self) -> str:
+        """What is left of the first choice's text, to its end."""
+        return "".join([piece.text async for piece in self if piece.choice == 0])
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        return await anext(self._pieces)
+
+    async def aclose(self) -> None:
+        """As `Stream.close`."""
+        await self._pieces.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class AsyncClient:
+    """As `Client`, for one event loop."""
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        api_key: str = "",
+        *,
+        timeout: float = 60.0,
+        patience: float = 120.0,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
+        """As `Client`."""
+        self._gateways = requests.Gateways(url)
+        self._headers = requests.credentials(api_key)
+        self._patience = patience
+        self._owned = http is None
+        self._http = http or httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=min(timeout, 5.0)))
+
+    def stream_chat(
+        self,
+        *,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        idempotency_key: str | None = None,
+        background: float | None = None,
+        **fields: Any,
+    ) -> AsyncStream:
+        """As `Client.stream_chat`."""
+        body = {"model": model, "messages": list(messages), **fields}
+        return AsyncStream(self, requests.new_reading(requests.CHAT, body, idempotency_key, background))
+
+    def stream_completion(
+        self,
+        *,
+        model: str,
+        prompt: str | Sequence[int],
+        idempotency_key: str | None = None,
+        background: float | None = None,
+        **fields: Any,
+    ) -> AsyncStream:
+        """As `Client.stream_completion`."""
+        body = {"model": model, "prompt": prompt, **fields}
+        return AsyncStream(
+            self, requests.new_reading(requests.COMPLETIONS, body, idempotency_key, background)
+        )
+
+    async def start_chat(
+        self,
+        *,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        seconds: float = 600.0,
+        idempotency_key: str | None = None,
+        **fields: Any,
+    ) -> Cursor:
+        """As `Client.start_chat`."""
+        async with self.stream_chat(
+            model=model, messages=messages, idempotency_key=idempotency_key, background=seconds, **fields
+        ) as stream:
+            await anext(stream)
+            assert stream.cursor is not None
+            return Cursor(stream.cursor.generation)
+
+    def attach(self, generation: str | Cursor, after: str | None = None) -> AsyncStream:
+        """As `Client.attach`."""
+        return AsyncStream(self, requests.resumed(generation, after))
+
+    async def state(self, generation: str | Cursor) -> GenerationState:
+        """As `Client.state`."""
+        return requests.state_from(await self._call(Ask("GET", requests.path_of(generation))))
+
+    async def cancel(self, generation: str | Cursor) -> bool:
+        """As `Client.cancel`."""
+        return bool((await self._call(Ask("DELETE", requests.path_of(generation))))["cancelled"])
+
+    async def aclose(self) -> None:
+        if self._owned:
+            await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # --- shells of `Reading` and of retrying --------------------------------------------------------
+
+    async def pieces(self, reading: Reading) -> AsyncGenerator[Piece, None]:
+        """The loop behind `AsyncStream`, as `Client.pieces`."""
+        while not reading.done:
+            async for attempt in self._attempts():
+                with attempt:
+                    async with aclosing(self._one_connection(reading)) as pieces:
+                        async for piece in pieces:
+                            yield piece
+
+    async def _one_connection(self, reading: Reading) -> AsyncGenerator[Piece, None]:
+        """Ends with the stream, or when it was lost after something new had come; raises when nothing had."""
+        before, url = reading.cursor, self._gateways.current
+        try:
+            async with aclosing(self._events(reading, url)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            if not reading.done:
+                raise LostConnection("The stream ended in its middle.")
+        except (httpx.TransportError, ApiError) as error:
+            if not when_again(error):
+                raise
+            self._gateways.leave(url)
+            if reading.cursor == before:
+                raise
+
+    async def _events(self, reading: Reading, url: str) -> AsyncGenerator[Piece, None]:
+        ask = reading.ask()
+        async with self._http.stream(
+            ask.method, url + ask.path, headers={**self._headers, **ask.headers}, json=ask.body
+        ) as answer:
+            if answer.status_code != 200:
+                error = refusal(answer.status_code, answer.headers, await answer.aread())
+                raise await self._judged(error, reading)
+            async with aclosing(EventSource(answer).aiter_sse()) as events:
+                async for event in events:
+                    piece = reading.take(event.data, event.id)
+                    if piece is not None:
+                        yield piece
+                    if reading.done:
+                        return
+
+    async def _judged(self, error: ApiError, reading: Reading) -> ApiError:
+        """A generation that has failed or was cancelled says so for ever: trying again would not end."""
+        if error.again and reading.cursor is not None:
+            state = requests.state_from(await self._answer(Ask("GET", requests.path_of(reading.cursor))))
+            error.again = state.status not in ("failed", "cancelled")
+        return error
+
+    async def _call(self, ask: Ask) -> dict[str, Any]:
+        async for attempt in self._attempts():
+            with attempt:
+                return await self._answer(ask)
+        raise AssertionError("stamina ends with an answer or an exception")
+
+    async def _answer(self, ask: Ask) -> dict[str, Any]:
+        url = self._gateways.current
+        try:
+            answer = await self._http.request(ask.method, url + ask.path, headers=self._headers)
+            if answer.status_code != 200:
+                raise refusal(answer.status_code, answer.headers, answer.content)
+        except (httpx.TransportError, ApiError) as error:
+            if when_again(error):
+                self._gateways.leave(url)
+            raise
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def _attempts(self) -> Any:
+        return stamina.retry_context(
+            on=when_again,
+            attempts=None,
+            timeout=self._patience,
+            wait_initial=requests.FIRST_WAIT,
+            wait_max=requests.LONGEST_WAIT,
+            wait_jitter=requests.FIRST_WAIT,
+        )

@@ -1,0 +1,47 @@
+"""What callers get."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Status = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One event of a stream."""
+
+    text: str
+    """What it adds to the answer of its choice; empty where it says something else."""
+    position: str
+    """Where a reader stands who has it: what `attach` takes as `after`."""
+    choice: int
+    finish_reason: str | None
+    """`stop`, `length`, `tool_calls`, ... on the last piece of a choice."""
+    chunk: Mapping[str, Any]
+    """OpenAI's chunk: tool calls, log probabilities, usage."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationState:
+    """What has come of a generation."""
+
+    id: str
+    model: str
+    status: Status
+    position: str
+    """`attach(id, after=position)` goes on behind `response`."""
+    response: Mapping[str, Any] | None
+    """The endpoint's response, as far as it has come."""
+    error: Mapping[str, Any] | None
+
+    @property
+    def over(self) -> bool:
+        return self.status in ("completed", "failed", "cancelled")
+
+    @property
+    def text(self) -> str:
+        """Of the first choice, as far as it has come."""
+        choices = (self.response or {}).get("choices") or [{}]
+        message = choices[0].get("message") or {}
+        return str(message.get("content") or choices[0].get("text") or "")

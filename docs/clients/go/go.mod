@@ -1,0 +1,3 @@
+module ryzanstein-examples
+
+go 1.19

@@ -1,0 +1,195 @@
+"""The examples of docs/clients as programs: built where their language is at hand, else skipped with the reason."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "docs" / "clients"
+CLIENT = ROOT / "clients" / "python" / "src"
+BUILT = Path(tempfile.gettempdir()) / f"ryzanstein-examples-{os.getuid()}"
+"""Kept between runs: what is built is built once."""
+NODE_WITH_WEBSOCKET = 22
+"""The first major version whose WebSocket needs no flag."""
+
+Command = list[str]
+
+
+def tool(name: str) -> str:
+    """Skips the test where the language is missing."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"EXAMPLES NOT RUN: {name} is not on this machine")
+    return found
+
+
+@functools.cache
+def _failure(command: tuple[str, ...], directory: Path) -> str:
+    """What a step that needs packages from outside says when it fails; tried once."""
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=110, check=False)
+    return done.stderr.strip()[-200:] or "it failed" if done.returncode else ""
+
+
+def prepared(command: Command, directory: Path, why: str) -> None:
+    """Skips the test where the step fails."""
+    if failure := _failure(tuple(command), directory):
+        pytest.skip(f"EXAMPLES NOT RUN: {why}: {failure}")
+
+
+def python(name: str) -> Command:
+    return [sys.executable, str(EXAMPLES / "python" / f"{name}.py")]
+
+
+def python_script(source: str) -> Command:
+    """A piece of a page that uses the client of this repository."""
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(CLIENT)!r})\n{source}"]
+
+
+@functools.cache
+def _javascript() -> Path:
+    """A copy with its packages: the source tree stays as it is."""
+    directory = BUILT / "javascript"
+    shutil.copytree(EXAMPLES / "javascript", directory, dirs_exist_ok=True)
+    npm = [tool("npm"), "ci", "--no-audit", "--no-fund", "--prefer-offline"]
+    if not (directory / "node_modules" / "openai").exists():
+        prepared(npm, directory, "npm cannot fetch the package openai")
+    return directory
+
+
+def javascript(name: str) -> Command:
+    """Those that need no package run where npm reaches nothing."""
+    node = tool("node")
+    if name in ("resume", "websocket"):
+        flags = (
+            ["--experimental-websocket"]
+            if name == "websocket" and _node_major() < NODE_WITH_WEBSOCKET
+            else []
+        )
+        return [node, *flags, "--no-warnings", str(EXAMPLES / "javascript" / f"{name}.js")]
+    return [node, str(_javascript() / f"{name}.js")]
+
+
+def _node_major() -> int:
+    shown = subprocess.run([tool("node"), "--version"], capture_output=True, text=True, check=True).stdout
+    return int(shown.removeprefix("v").partition(".")[0])
+
+
+@functools.cache
+def go(name: str) -> Command:
+    BUILT.mkdir(exist_ok=True)
+    target = BUILT / f"go-{name}"
+    command = [tool("go"), "build", "-o", str(target), f"./{name}"]
+    done = subprocess.run(
+        command, cwd=EXAMPLES / "go", capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr  # it needs no packages
+    return [str(target)]
+
+
+@functools.cache
+def _rust() -> Path:
+    """Cargo's own settings say where crates come from; without a network those of its cache do."""
+    cargo = tool("cargo")
+    directory = BUILT / "rust"
+    shutil.copytree(
+        EXAMPLES / "rust",
+        directory,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("target", "Cargo.lock"),
+    )
+    if _failure((cargo, "fetch", "--offline"), directory):
+        fetch = [cargo, "--config", "net.retry=0", "fetch"]
+        prepared(fetch, directory, "cargo cannot fetch the crates")
+    done = subprocess.run(
+        [cargo, "build", "--offline"], cwd=directory, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return directory / "target" / "debug"
+
+
+def rust(name: str) -> Command:
+    return [str(_rust() / name)]
+
+
+def curl(name: str) -> Command:
+    tool("curl")
+    return [tool("bash"), str(EXAMPLES / "curl" / f"{name}.sh")]
+
+
+LANGUAGES: dict[str, Callable[[str], Command]] = {
+    "python": python,
+    "javascript": javascript,
+    "go": go,
+    "rust": rust,
+    "curl": curl,
+}
+
+
+class Program:
+    """One that runs, and what it has printed."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.shown = b""
+        assert process.stderr is not None
+        self.said = asyncio.create_task(process.stderr.read())
+
+    async def until(self, enough: Callable[[str], bool]) -> None:
+        """Reads what it prints until that is `enough`."""
+        async with asyncio.timeout(60):
+            while not enough(self.shown.decode()):
+                assert await self._more(), f"it has ended: {self.shown.decode()}\n{await self._complaints()}"
+
+    async def end(self) -> str:
+        """All that it prints; fails with what it says when it does not end well."""
+        async with asyncio.timeout(60):
+            while await self._more():
+                pass
+            code = await self.process.wait()
+        assert code == 0, f"{code}\n{self.shown.decode()}\n{await self._complaints()}"
+        return self.shown.decode()
+
+    async def _more(self) -> bytes:
+        assert self.process.stdout is not None
+        data = await self.process.stdout.read(65536)
+        self.shown += data
+        return data
+
+    async def _complaints(self) -> str:
+        return (await self.said).decode()
+
+
+@contextlib.asynccontextmanager
+async def running(command: Command, url: str, **environment: str) -> AsyncIterator[Program]:
+    """The program, speaking to the gateways at `url`; nothing of it is left."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env={**os.environ, "RYZANSTEIN_URL": url, **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    program = Program(process)
+    try:
+        yield program
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        await program.said
+
+
+async def run(command: Command, url: str, **environment: str) -> str:
+    """What the program prints, to its end."""
+    async with running(command, url, **environment) as program:
+        return await program.end()
