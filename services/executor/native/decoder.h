@@ -93,6 +93,9 @@ typedef struct {
     int64_t num_pools;
 } rz_step;
 
+/* Bytes of the four structures above: linear, layer, model, step. Whoever fills them asks whether theirs are these. */
+void rz_sizes(int64_t *sizes);
+
 typedef struct rz_decoder rz_decoder;
 
 /* What a step's time is spent on. */

@@ -129,17 +129,20 @@ def why_not() -> str:
         return f"{DISABLE} is 0"
     library = compiled()
     if library is None:
-        return "they were not compiled: installing found no C compiler"
+        return "they were not compiled, or not since they were changed: install the package again, with a C compiler"
     return "" if library.rz_supported() else "this processor lacks AVX512-BF16"
 
 
 @cache
 def compiled() -> Any | None:
-    """The library whatever the processor: shared memory asks nothing of it. None where it was not compiled."""
+    """The library whatever the processor: shared memory asks nothing of it. None where it was not compiled, or
+    its structures are not those above."""
     spec = importlib.util.find_spec(MODULE)
     if spec is None or spec.origin is None:
         return None
     library = ctypes.CDLL(spec.origin)
+    if not _has_our_structures(library):
+        return None
     library.rz_supported.restype = c_int
     library.rz_packed_bytes.argtypes, library.rz_packed_bytes.restype = [c_long, c_long], c_size_t
     library.rz_pack.argtypes = [c_void_p, c_void_p, *[c_long] * 6]
@@ -157,3 +160,14 @@ def compiled() -> Any | None:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def _has_our_structures(library: Any) -> bool:
+    """A package that was changed and not installed again has a library that would read past ours."""
+    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Step)]
+    if not hasattr(library, "rz_sizes"):
+        return False
+    theirs = (c_int64 * len(ours))()
+    library.rz_sizes.argtypes, library.rz_sizes.restype = [c_void_p], None
+    library.rz_sizes(theirs)
+    return list(theirs) == ours

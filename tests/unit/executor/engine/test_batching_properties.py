@@ -141,28 +141,35 @@ class BatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flying is None)
     @rule()
     def schedule(self) -> None:
-        running = list(self.batcher._planner.running)
+        running, placeable = list(self.batcher._planner.running), self.placeable()
         self.flying = self.batcher.schedule(self.now)
         if self.flying is None:
             self.receive(self.batcher.take_entries())
             return
-        self.check_lanes(running)
+        self.check_lanes(running, placeable)
 
-    def check_lanes(self, before: list[Sequence]) -> None:
-        """A step has something of the batch lane only where it leaves nobody more urgent without a place or
-        a token that the batch lane could have given. `before`: those that ran before it was planned."""
-        planner, tables = self.batcher._planner, self.batcher._tables
-        chunks = {chunk.sequence: chunk for chunk in self.batcher._under_way.batch}
+    def placeable(self) -> Sequence | None:
+        """The first that waits and is not of the batch lane, where that has what it needs."""
+        planner = self.batcher._planner
         lent = [s for s in planner.running if s.is_batch]
+        first = next((s for s in planner.waiting if not s.is_batch), None)
+        could = first is not None and self.batcher._tables.could_place(first, planner.running, lent)
+        return first if could else None
+
+    def check_lanes(self, before: list[Sequence], placeable: Sequence | None) -> None:
+        """A step has something of the batch lane only where it leaves nobody more urgent without a place or
+        a token that the batch lane could have given. `before`: those that ran before it was planned;
+        `placeable` then. What gets room only because the step gives some up has it in the next one."""
+        planner = self.batcher._planner
+        chunks = {chunk.sequence: chunk for chunk in self.batcher._under_way.batch}
         if not any(s.is_batch for s in chunks):
             return
         for sequence, chunk in chunks.items():
             short = not sequence.is_batch and not chunk.samples
             assert not short or chunk.end % BLOCK == 0, "a prompt is cut though tokens were left"
         preempted = [s for s in before if not s.is_batch and s not in planner.running]
-        waiting = [s for s in planner.waiting if not s.is_batch]
-        if waiting and not preempted:
-            assert not tables.could_place(waiting[0], planner.running, lent), "batch work is in the way"
+        if not preempted and placeable is not None:
+            assert self.placeable() is not placeable, "batch work is in the way"
 
     @precondition(lambda self: self.flying is not None)
     @rule()
