@@ -26,9 +26,7 @@ async def nats_settings(tmp_path: Path) -> AsyncIterator[CommonSettings]:
     server = LocalNats(tmp_path / "nats")
     await server.start()
     try:
-        yield CommonSettings(
-            nats_url=server.url, nats_user=server.user, nats_password=server.password, beat_interval=0.1
-        )
+        yield server.settings(beat_interval=0.1)
     finally:
         await server.stop()
 

@@ -7,9 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic import SecretStr
+
 from services.cli.nats_config import MAX_PAYLOAD, accounts, one_user, quoted, service_users
+from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.permissions import USERS
 
@@ -51,6 +55,12 @@ class LocalNats:
         self.url = ""
         self.log = directory / "nats.log"
         self._process: asyncio.subprocess.Process | None = None
+
+    def settings(self, user: str = "", **more: Any) -> CommonSettings:
+        """For a service, or a client, of this server: as `user`, by default its own, with `more` settings."""
+        name = user or self.user
+        password = SecretStr(self.passwords[name])
+        return CommonSettings(nats_url=self.url, nats_user=name, nats_password=password, **more)
 
     @property
     def returncode(self) -> int | None:

@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
-from pydantic import SecretStr
 
 from services.cli.child import Child, ending, set_aside
 from services.cli.nats_server import LocalNats
 from services.cli.settings import StackSettings
+from services.cli.store_watch import StoreWatch
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
@@ -109,11 +109,7 @@ class LocalStack:
             self._nats = LocalNats(self._plan.data_dir / "nats", least_rights=True)
             set_aside(self._plan.data_dir / "nats")
             await self._nats.start(die_with_parent())
-            self.nats_settings = CommonSettings(
-                nats_url=self._nats.url,
-                nats_user=self._nats.user,
-                nats_password=SecretStr(self._nats.password),
-            )
+            self.nats_settings = self._nats.settings()
         self._bus = await Bus.connect(self.nats_settings, "ryzanstein up")
         await self._bus.ensure_streams()
         await self._bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
@@ -137,6 +133,7 @@ class LocalStack:
         async with asyncio.TaskGroup() as group:
             if self._nats is not None:
                 group.create_task(self._keep_nats_up(self._nats, on_event))
+                group.create_task(StoreWatch(self._nats, self._plan.data_dir / "nats", on_event).run())
             for child in self.children:
                 group.create_task(self._keep_up(child, on_event))
 

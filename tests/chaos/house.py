@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from pydantic import SecretStr
 
 from services.cli.serve import MODULES
 from shared.bus import Bus
-from shared.config import CommonSettings
 from shared.process import die_with_parent
 from tests.chaos.broker import Broker, SmallDisk
 from tests.chaos.links import Direct, Link, NamespaceLink, Pass, ProxyLink, namespaces_work
@@ -177,10 +175,7 @@ class House:
             self.disk.mount()
         self._broker = Broker(self.directory / "nats", quota=QUOTA if self.plan.store == "quota" else 0)
         await self._broker.up()
-        common = CommonSettings(
-            nats_url=self._broker.url,
-            nats_user=self._broker.user,
-            nats_password=SecretStr(self._broker.password),
+        common = self._broker.settings(
             journal_max_bytes=8 << 20 if self.plan.store else 1 << 30,
         )
         self._environment = {

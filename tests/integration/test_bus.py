@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from nats.errors import SlowConsumerError
 from nats.js.api import RetentionPolicy, StreamConfig
-from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from services.cli.nats_server import LocalNats
@@ -146,7 +145,7 @@ async def test_a_broker_without_jetstream_is_told_with_the_remedy(tmp_path: Path
     server = NatsWithoutJetStream(tmp_path)
     await server.start()
     try:
-        settings = CommonSettings(nats_url=server.url, nats_user=server.user, nats_password=server.password)
+        settings = server.settings()
         connection = await Bus.connect(settings, "test")
         with pytest.raises(ConfigurationError, match="without JetStream; start nats-server with -js"):
             await connection.ensure_streams()
@@ -220,9 +219,7 @@ async def restartable(tmp_path: Path) -> AsyncIterator[LocalNats]:
 
 
 async def test_a_watcher_sees_changes_at_once_after_the_broker_was_away(restartable: LocalNats) -> None:
-    settings = CommonSettings(
-        nats_url=restartable.url, nats_user=restartable.user, nats_password=SecretStr(restartable.password)
-    )
+    settings = restartable.settings()
     bus, other = await Bus.connect(settings, "test"), await Bus.connect(settings, "other")
     pins = await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin)
     for key in ("stays", "goes"):

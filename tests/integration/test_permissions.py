@@ -122,7 +122,7 @@ async def server(tmp_path: Path) -> AsyncIterator[LocalNats]:
 
 
 def settings_of(server: LocalNats, user: str) -> CommonSettings:
-    return CommonSettings(nats_url=server.url, nats_user=user, nats_password=server.passwords[user])
+    return server.settings(user)
 
 
 @pytest.mark.parametrize("user", USERS)

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from pydantic import SecretStr
 
 from services.cli.nats_server import LocalNats
 from services.executor.engine.stub import stub_token
@@ -371,10 +370,7 @@ async def test_no_token_is_lost_when_the_broker_is_killed(tmp_path: Path) -> Non
         port = probe.getsockname()[1]
     server = LocalNats(tmp_path / "nats", port=port)
     await server.start()
-    settings = CommonSettings(
-        nats_url=server.url,
-        nats_user=server.user,
-        nats_password=SecretStr(server.password),
+    settings = server.settings(
         beat_interval=0.1,
     )
     bus = await Bus.connect(settings, "test")

@@ -195,10 +195,7 @@ async def tls_nats(tmp_path: Path, files: Files) -> AsyncIterator[LocalNats]:
 
 
 def nats_of(server: LocalNats, **more: str) -> CommonSettings:
-    return CommonSettings(
-        nats_url=server.url,
-        nats_user=server.user,
-        nats_password=server.password,
+    return server.settings(
         nats_connect_timeout=20,
         **more,
     )

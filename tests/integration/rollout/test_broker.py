@@ -7,12 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
 
 from services.cli.nats_server import LocalNats
 from shared import subjects
 from shared.bus import Bus
-from shared.config import CommonSettings
 from shared.journal import replay
 from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, GroupRecord, SamplingParams
 from shared.stores import Bucket
@@ -42,10 +40,7 @@ async def cluster_bus(cluster: NatsCluster) -> AsyncIterator[Bus]:
 async def test_a_killed_and_restarted_nats_loses_nothing_and_restarts_no_executor(tmp_path: Path) -> None:
     server = LocalNats(tmp_path / "nats")
     await server.start()
-    settings = CommonSettings(
-        nats_url=server.url,
-        nats_user=server.user,
-        nats_password=SecretStr(server.password),
+    settings = server.settings(
         beat_interval=0.1,
     )
     bus = await Bus.connect(settings, "test")

@@ -39,9 +39,7 @@ class HouseOfUsers(House):
 
 
 def settings_of(server: LocalNats, user: User) -> CommonSettings:
-    return CommonSettings(
-        nats_url=server.url, nats_user=user, nats_password=server.passwords[user], beat_interval=0.1
-    )
+    return server.settings(user, beat_interval=0.1)
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ async def test_a_scheduler_can_leave_while_nats_is_away(
     monkeypatch.setattr(bus_module, "CLOSE_TIMEOUT", 0.2)
     server = LocalNats(tmp_path)
     await server.start()
-    settings = CommonSettings(nats_url=server.url, nats_user=server.user, nats_password=server.password)
+    settings = server.settings()
     bus = await Bus.connect(settings, "test")
     try:
         async with scheduler(settings) as service:

@@ -151,7 +151,7 @@ async def test_the_ring_is_killed(served: openai.AsyncOpenAI, ring: FakeRing) ->
 async def test_nats_is_started_again(tmp_path: Path) -> None:
     server = LocalNats(tmp_path / "nats")
     await server.start()
-    settings = CommonSettings(nats_url=server.url, nats_user=server.user, nats_password=server.password)
+    settings = server.settings()
     bus = await Bus.connect(settings, "test")
     ring = FakeRing(bus)
     ring.behave = echo
