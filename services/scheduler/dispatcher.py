@@ -97,6 +97,7 @@ class Dispatcher:
     def refresh(self, group: Group) -> None:
         """Asks a group how full it is, unless an answer is due from it anyway."""
         if not self._in_flight.get(group.name, 0):
+            group.asked = asyncio.get_running_loop().time()
             self._begin(group, [])
 
     async def finish(self) -> None:

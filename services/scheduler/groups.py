@@ -32,6 +32,7 @@ BATCH_SHARE = 0.75
 SERVING = ("ready", "busy")
 _OUT = ("hung", "gone")
 _REPORTED = attrgetter("reported")
+_ASKED = attrgetter("asked")
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,8 @@ class Group:
     sent_tokens: int = 0
     reported: float = 0.0
     """Monotonic seconds of the last load report in a reply."""
+    asked: float = 0.0
+    """Monotonic seconds at which it was last asked how full it is, with nothing sent along."""
     lost_at: float = 0.0
     """`at` of the last event that took it out of service: older records do not bring it back."""
     chosen: int = 0
@@ -142,16 +145,21 @@ class GroupTable:
 
     def stalest(self, model: str, lane: Lane, count: int, before: float) -> list[Group]:
         """`count` groups at most that could be asked whether they have room for `lane` again: full as far as is
-        known, and last heard of before `before` (monotonic seconds), the longest ago first."""
+        known, and last heard of before `before` (monotonic seconds), the longest ago first.
+
+        For batch work what counts is when they were last asked: a reply to a request names that request among
+        what waits, so that a steady trickle of others' requests would keep an idle group looking busy.
+        """
+        heard = _ASKED if lane == "batch" else _REPORTED
         full = (
             group
             for group in self.of(model)
             if group.up
             and group.breaker.state == "closed"
-            and group.reported < before
+            and heard(group) < before
             and not group.may_take(lane)
         )
-        return heapq.nsmallest(count, full, key=_REPORTED)
+        return heapq.nsmallest(count, full, key=heard)
 
     # --- what others say -------------------------------------------------------------------------
 

@@ -55,6 +55,10 @@ def test_a_group_has_room_for_its_places_and_a_backlog() -> None:
     assert open_names(table) == ["g"]
     assert table.stalest("m", "interactive", 5, 9.0) == []
     assert table.stalest("m", "batch", 5, 9.0) == [home]
+    home.reported = 8.9
+    assert table.stalest("m", "batch", 5, 8.0) == [home], "others' requests are answered all the time"
+    home.asked = 8.5
+    assert table.stalest("m", "batch", 5, 8.0) == []
 
 
 def test_no_group_has_more_than_a_bounded_number_in_hand() -> None:
