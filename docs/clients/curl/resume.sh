@@ -6,7 +6,7 @@ IFS=, read -ra GATEWAYS <<<"${RYZANSTEIN_URL:-http://127.0.0.1:8000}"
 AUTHORIZATION="Authorization: Bearer ${RYZANSTEIN_API_KEY:-none}"
 TRIES=20 # in a row without anything new
 MODEL=$(curl -sSf "${GATEWAYS[0]}/v1/models" -H "$AUTHORIZATION" | grep -o '"id": *"[^"]*"' | head -1 | cut -d'"' -f4)
-BODY='{"model": "'"$MODEL"'", "stream": true, "messages": [{"role": "user", "content": "Tell me a story."}]}'
+BODY='{"model": "'"$MODEL"'", "stream": true, "max_tokens": 200, "messages": [{"role": "user", "content": "Tell me a story."}]}'
 KEY=$(cat /proc/sys/kernel/random/uuid) # the same request under the same key is the same generation, everywhere
 last= tries=0
 

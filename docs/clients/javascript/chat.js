@@ -9,6 +9,7 @@ const model = (await client.models.list()).data[0].id;
 const stream = await client.chat.completions.create({
   model,
   messages: [{ role: "user", content: "Tell me a story." }],
+  max_tokens: 200,
   stream: true,
 });
 for await (const chunk of stream) {

@@ -63,7 +63,7 @@ const listed = await fetch(`${gateways[0]}/v1/models`, { headers: { authorizatio
 if (!listed.ok) throw new Error(await listed.text());
 const model = (await listed.json()).data[0].id;
 const messages = [{ role: "user", content: "Tell me a story." }];
-for await (const text of stream({ model, messages, stream: true })) {
+for await (const text of stream({ model, messages, max_tokens: 200, stream: true })) {
   process.stdout.write(text);
 }
 console.log();

@@ -12,7 +12,8 @@ const running = new Set(Object.keys(questions));
 const socket = new WebSocket(url.replace("http", "ws") + "/v1/stream", { headers });
 socket.onopen = () => {
   for (const [id, content] of Object.entries(questions)) {
-    socket.send(JSON.stringify({ type: "generate", id, request: { model, messages: [{ role: "user", content }] } }));
+    const request = { model, messages: [{ role: "user", content }], max_tokens: 200 };
+    socket.send(JSON.stringify({ type: "generate", id, request }));
   }
 };
 socket.onmessage = ({ data }) => {

@@ -10,7 +10,7 @@ client = OpenAI(
 )
 model = client.models.list().data[0].id
 stream = client.chat.completions.create(
-    model=model, messages=[{"role": "user", "content": "Tell me a story."}], stream=True
+    model=model, messages=[{"role": "user", "content": "Tell me a story."}], max_tokens=200, stream=True
 )
 for chunk in stream:
     if chunk.choices:

@@ -70,6 +70,6 @@ def stream(body):
 with request(GATEWAYS[0], "/v1/models") as answer:
     model = json.load(answer)["data"][0]["id"]
 question = {"role": "user", "content": "Tell me a story."}
-for text in stream({"model": model, "messages": [question], "stream": True}):
+for text in stream({"model": model, "messages": [question], "max_tokens": 200, "stream": True}):
     print(text, end="", flush=True)
 print()

@@ -17,7 +17,7 @@ async def main(model):
     running = set(QUESTIONS)
     async with connect(URL.replace("http", "ws", 1) + "/v1/stream", additional_headers=HEADERS) as socket:
         for name, question in QUESTIONS.items():
-            request = {"model": model, "messages": [{"role": "user", "content": question}]}
+            request = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 200}
             await socket.send(json.dumps({"type": "generate", "id": name, "request": request}))
         while running:
             message = json.loads(await socket.recv())

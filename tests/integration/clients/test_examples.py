@@ -28,7 +28,7 @@ def said(language: str, shown: str) -> str:
     """The text of an answer; curl's examples show events."""
     if language != "curl":
         return shown.removesuffix("\n")
-    return text_of([(data, "") for data in re.findall(r"^data: (.*)\n\n", shown, re.MULTILINE)])
+    return text_of([(data, "") for data in re.findall(r"^data: (.*)\n", shown, re.MULTILINE)])
 
 
 @pytest.fixture(params=LANGUAGES)

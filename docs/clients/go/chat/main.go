@@ -67,9 +67,10 @@ func main() {
 	answer.Body.Close()
 
 	answer = ask("POST", "/v1/chat/completions", map[string]any{
-		"model":    models.Data[0].ID,
-		"messages": []any{map[string]string{"role": "user", "content": "Tell me a story."}},
-		"stream":   true,
+		"model":      models.Data[0].ID,
+		"messages":   []any{map[string]string{"role": "user", "content": "Tell me a story."}},
+		"max_tokens": 200,
+		"stream":     true,
 	})
 	defer answer.Body.Close()
 	lines := bufio.NewReader(answer.Body)

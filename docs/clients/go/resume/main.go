@@ -142,9 +142,10 @@ func main() {
 	}
 	answer.Body.Close()
 	body, err := json.Marshal(map[string]any{
-		"model":    models.Data[0].ID,
-		"messages": []any{map[string]string{"role": "user", "content": "Tell me a story."}},
-		"stream":   true,
+		"model":      models.Data[0].ID,
+		"messages":   []any{map[string]string{"role": "user", "content": "Tell me a story."}},
+		"max_tokens": 200,
+		"stream":     true,
 	})
 	if err != nil {
 		log.Fatal(err)

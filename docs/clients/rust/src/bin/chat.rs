@@ -11,6 +11,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .send_json(json!({
             "model": first_model(&gateway)?,
             "messages": [{"role": "user", "content": "Tell me a story."}],
+            "max_tokens": 200,
             "stream": true,
         }))?;
     let mut lines = BufReader::new(answer.into_reader());

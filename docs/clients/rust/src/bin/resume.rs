@@ -74,6 +74,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let body = json!({
         "model": first_model(gateways[0])?,
         "messages": [{"role": "user", "content": "Tell me a story."}],
+        "max_tokens": 200,
         "stream": true,
     });
     // The same request under the same key is the same generation, at every gateway.
