@@ -33,7 +33,12 @@ tools = [
 ]
 messages = [{"role": "user", "content": "What is the weather in Rome?"}]
 answer = client.chat.completions.create(
-    model=model, messages=messages, tools=tools, tool_choice="required", max_tokens=200
+    model=model,
+    messages=messages,
+    tools=tools,
+    tool_choice="required",
+    parallel_tool_calls=False,  # a small model goes on calling until it is cut off
+    max_tokens=200,
 )
 messages.append(answer.choices[0].message)
 for call in answer.choices[0].message.tool_calls:

@@ -163,13 +163,12 @@ async def test_what_is_cancelled_ends(gateway: RunningGateway, ring: FakeRing) -
     ring.behave = Paced(TEXT.encode(), 5)
     async with AsyncClient(gateway.url) as client:
         cursor = await client.start_chat(**CHAT)
-        reading = asyncio.create_task(client.attach(cursor).text())
-        answers = gateway.service._answers
-        assert answers is not None
-        await until(lambda: [answer for answer in answers.all() if answer.readers])
+        stream, text = client.attach(cursor), ""
+        while len(text) < 5:
+            text += (await anext(stream)).text
         assert await client.cancel(cursor)
         with refused("unavailable", 503):
-            await asyncio.wait_for(reading, 20)
+            await asyncio.wait_for(stream.text(), 20)
         assert (await client.state(cursor)).status == "cancelled"
 
     def blocking() -> None:
