@@ -43,7 +43,7 @@ _OPENAIS = ("service_tier", "prompt_cache_retention")
 """Fields of which OpenAI's API knows more values than there are here."""
 MAX_BAD_WORDS = 128
 MAX_ALLOWED = 4096
-_METADATA = (16, 64, 512)
+METADATA = (16, 64, 512)
 """Entries, characters of a key, characters of a value: OpenAI's limits."""
 
 
@@ -159,7 +159,7 @@ def _check_choice(name: str, value: str | None, known: tuple[str, ...]) -> None:
 
 
 def _check_metadata(metadata: dict[str, str] | None) -> None:
-    entries, key_length, value_length = _METADATA
+    entries, key_length, value_length = METADATA
     if not metadata:
         return
     if len(metadata) > entries:

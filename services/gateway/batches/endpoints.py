@@ -14,6 +14,15 @@ from services.gateway.build import Context
 from services.gateway.catalog import Catalog
 from services.gateway.intake import Endpoint, Intake
 
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "chat.completions",
+    "/v1/completions": "completions",
+    "/v1/embeddings": "embeddings",
+    "/v1/responses": "responses",
+}
+"""The table: an endpoint's name by its URL."""
+URLS = tuple(ENDPOINTS)
+
 
 class LineEndpoint(Protocol):
     """One endpoint, for lines of batches."""
@@ -56,10 +65,5 @@ class GenerationLines:
 
 
 def line_endpoints(intake: Intake, catalog: Catalog) -> dict[str, LineEndpoint]:
-    """The table."""
-    return {
-        "/v1/chat/completions": GenerationLines("chat.completions", intake, catalog),
-        "/v1/completions": GenerationLines("completions", intake, catalog),
-        "/v1/embeddings": GenerationLines("embeddings", intake, catalog),
-        "/v1/responses": GenerationLines("responses", intake, catalog),
-    }
+    """What works off the lines of each URL."""
+    return {url: GenerationLines(name, intake, catalog) for url, name in ENDPOINTS.items()}

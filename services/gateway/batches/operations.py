@@ -99,5 +99,5 @@ CANCEL = Operation(
     TAG,
     response=BatchObject,
     parameters=(ID,),
-    errors=(404, 503),
+    errors=(404, 409, 503),
 )

@@ -12,11 +12,12 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.errors import InvalidParameter
+from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.validation import check_range
 from shared.batches import OVER, BatchError, BatchJob, Counts, Ending, TokenCounts
 
-_WINDOW = re.compile(r"(\d{1,6})([smhd])")
+WINDOW = "([1-9][0-9]{0,5})([smhd])"
+_WINDOW = re.compile(WINDOW)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_METADATA, KEY_CHARACTERS, VALUE_CHARACTERS = 16, 64, 512
 
@@ -73,12 +74,12 @@ def failed(job: BatchJob, now: float, errors: list[BatchError]) -> BatchJob:
 
 
 def cancelling(job: BatchJob, now: float) -> BatchJob:
-    """Somebody wants no more of it. Raises `InvalidParameter` when it is over for another reason."""
+    """Somebody wants no more of it. Raises `RouteError` (409, as OpenAI does) when it is over for another reason."""
     if job.status in ("cancelling", "cancelled", "finalizing"):
         return job
     if job.status in OVER:
-        raise InvalidParameter(
-            f"Cannot cancel a batch with status '{job.status}'.", param=None, reason="batch_is_over"
+        raise RouteError(
+            f"Cannot cancel a batch with status '{job.status}'.", status=409, reason="batch_is_over"
         )
     return _replace(job, status="cancelling", cancelling_at=now, ending="cancelled")
 

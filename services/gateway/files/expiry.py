@@ -3,6 +3,7 @@
 from services.gateway.errors import InvalidParameter
 from services.gateway.validation import check_range
 
+ANCHOR = "created_at"
 LEAST_EXPIRY, MOST_EXPIRY = 3600, 2_592_000
 
 
@@ -10,9 +11,9 @@ def expiry(anchor: str | None, seconds: int | None, param: str) -> float:
     """Seconds of an expiration policy, 0 where there is none. Raises `InvalidParameter`."""
     if anchor is None and seconds is None:
         return 0.0
-    if anchor != "created_at":
+    if anchor != ANCHOR:
         raise InvalidParameter(
-            f"Invalid value for '{param}.anchor': supported values are: 'created_at'.",
+            f"Invalid value for '{param}.anchor': supported values are: '{ANCHOR}'.",
             param=f"{param}.anchor",
             reason="invalid_value",
         )

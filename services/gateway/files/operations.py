@@ -4,12 +4,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.files.expiry import ANCHOR, LEAST_EXPIRY, MOST_EXPIRY
 from services.gateway.openapi.operation import Operation, Parameter
 
 PATH = "/v1/files"
 TAG = "Files"
 PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 """What clients may say that a file is for. Only `batch` makes a difference here."""
+EXPIRY_ANCHOR, EXPIRY_SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 MOST = 10_000
 """Files of a page."""
 ID = Parameter(
@@ -64,7 +66,8 @@ UPLOAD = Operation(
     "uploadFile",
     "Stores a file.",
     TAG,
-    "`purpose` stands before `file` in the form; the input of a batch has the purpose `batch`.",
+    "With `purpose` before `file` in the form a wrong one is refused before the file is read; the input of a batch "
+    "has the purpose `batch`.",
     request_content={
         "multipart/form-data": {
             "type": "object",
@@ -72,7 +75,11 @@ UPLOAD = Operation(
             "properties": {
                 "purpose": {"type": "string", "enum": list(PURPOSES)},
                 "file": {"type": "string", "format": "binary"},
+                EXPIRY_ANCHOR: {"const": ANCHOR},
+                EXPIRY_SECONDS: {"type": "integer", "minimum": LEAST_EXPIRY, "maximum": MOST_EXPIRY},
             },
+            "dependentRequired": {EXPIRY_ANCHOR: [EXPIRY_SECONDS], EXPIRY_SECONDS: [EXPIRY_ANCHOR]},
+            "additionalProperties": False,
         }
     },
     response=FileObject,

@@ -83,7 +83,7 @@ class FilesRoute:
 
 
 def _purpose(fields: dict[str, str]) -> str:
-    known = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+    known = ("purpose", operations.EXPIRY_ANCHOR, operations.EXPIRY_SECONDS)
     for name in fields:
         if name not in known:
             raise InvalidParameter(
@@ -105,14 +105,16 @@ def _purpose(fields: dict[str, str]) -> str:
 
 
 def _expires_after(fields: dict[str, str]) -> float:
-    given = fields.get("expires_after[seconds]")
+    given = fields.get(operations.EXPIRY_SECONDS)
     if given is not None and not (given.isascii() and given.isdigit() and len(given) < 10):
         raise InvalidParameter(
             "Invalid type for 'expires_after.seconds': expected an integer.",
             param="expires_after.seconds",
             reason="invalid_type",
         )
-    return expiry(fields.get("expires_after[anchor]"), None if given is None else int(given), "expires_after")
+    return expiry(
+        fields.get(operations.EXPIRY_ANCHOR), None if given is None else int(given), "expires_after"
+    )
 
 
 async def _list(files: Files, tenant: str, scope: Scope) -> dict[str, Any]:

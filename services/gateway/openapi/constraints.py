@@ -4,7 +4,9 @@ Ranges, neutral values and lengths come from the very tables that the checks rea
 less than the server does would be found by `make fuzz`.
 """
 
-from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow, only, refuse
+from services.gateway.batches.constraints import constrain_batches
+from services.gateway.openapi.extra_constraints import TOKEN, constrain_extras, constrain_others
+from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow, refuse
 from services.gateway.responses.constraints import constrain_responses
 from services.gateway.schemas import NEUTRAL, NEUTRAL_IN_MESSAGE
 from services.gateway.validation import (
@@ -20,12 +22,13 @@ from services.gateway.validation import (
 
 REQUESTS = ("ChatCompletionRequest", "CompletionRequest")
 """Components to which the tables of `validation.py` apply."""
-TOKEN: Schema = {"type": "integer", "minimum": 0}
 
 
 def constrain(components: dict[str, Schema]) -> None:
     """Narrows the request schemas among `components` to what is accepted, in place."""
     constrain_responses(components)
+    constrain_batches(components)
+    constrain_others(components)
     for name in REQUESTS:
         if name in components:
             _constrain_request(components[name])
@@ -33,8 +36,6 @@ def constrain(components: dict[str, Schema]) -> None:
         _constrain_message(components["Message"])
     if "ContentPart" in components:
         _constrain_part(components["ContentPart"])
-    if "StreamOptions" in components:
-        components["StreamOptions"]["properties"]["include_obfuscation"] |= only((False,))
     if "ChatCompletionRequest" in components:
         components["ChatCompletionRequest"]["properties"]["messages"]["minItems"] = 1
     if "CompletionRequest" in components:
@@ -61,6 +62,7 @@ def _constrain_request(schema: Schema) -> None:
     names = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,8})$"}
     narrow(properties["logit_bias"], "object", additionalProperties=bias, propertyNames=names)
     schema["allOf"] = [given_needs(*rule) for rule in _rules() if rule[0] in properties]
+    schema["allOf"] += constrain_extras(properties)
 
 
 def _rules() -> list[tuple[str, Schema, Schema]]:

@@ -96,3 +96,14 @@ async def elsewhere(other: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest.fixture
 async def keys(bus: Bus) -> Keys:
     return Keys(await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord))
+
+
+@pytest.fixture
+async def no_trace(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> AsyncIterator[None]:
+    """Whatever a client does, no stack trace is in the log, ours or a library's."""
+    yield
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.out + shown.err

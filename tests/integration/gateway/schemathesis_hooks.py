@@ -1,8 +1,9 @@
 """For schemathesis: puts what only this gateway knows into its requests, so that they reach the ring.
 
-A document cannot say which models and generations there are, how large a vocabulary is, or which keys were used
-before, what a valid grammar, JSON Schema or tool call is, and which messages may follow which: most valid
-requests get values that fit, and those fields are left to tests of their own; the rest stays as it was generated.
+A document cannot say which models, generations, files and batches there are, how large a vocabulary is, or which
+keys were used before, what a valid grammar, JSON Schema or tool call is, and which messages may follow which: most
+valid requests get values that fit, and those fields are left to tests of their own; the rest stays as it was
+generated.
 """
 
 import itertools
@@ -13,6 +14,8 @@ from typing import Any
 import schemathesis
 from schemathesis import Case, GenerationMode, HookContext, Response
 
+FILE = os.environ.get("RYZANSTEIN_FUZZED_FILE", "")
+"""The input of a batch."""
 MODEL = os.environ.get("RYZANSTEIN_FUZZED_MODEL", "stub")
 VOCABULARY = 256
 DEEP = (
@@ -33,12 +36,19 @@ DEEP = (
         "guided_choice",
         "guided_grammar",
     ),
-    *("chat_template_kwargs", "text", "reasoning", "service_tier"),
+    *("chat_template_kwargs", "text", "reasoning", "service_tier", "verbosity"),
 )
 """Fields whose values have a language of their own."""
-_ID = re.compile(rb'"id":"((?:chatcmpl-|cmpl-|resp_)[0-9a-f]{32})"')
+_ID = re.compile(rb'"id":"((?:chatcmpl-|cmpl-|resp_|file-|batch_)[0-9a-f]{24,32}[a-z]*)"')
+KINDS = {
+    "generation": ("chatcmpl-", "cmpl-"),
+    "response": ("resp_",),
+    "file": ("file-",),
+    "batch": ("batch_",),
+}
+"""How the ids begin that a part of a path may be."""
 _count = itertools.count()
-_generations: list[str] = []
+_seen: list[str] = []
 
 
 @schemathesis.hook
@@ -49,12 +59,27 @@ def map_case(context: HookContext, case: Case) -> Case:
         return case
     if case.headers and "Idempotency-Key" in case.headers:
         case.headers["Idempotency-Key"] = f"{case.headers['Idempotency-Key'][:200]}-{os.getpid()}-{number}"
-    if isinstance(case.body, dict) and "model" in case.body:
+    if isinstance(case.body, dict) and case.media_type == "application/json":
         case.body = shallow(whole_numbers(case.body))
-        if number % 4 or case.body["model"] == MODEL:
+        if number % 4 or case.body.get("model") in (None, MODEL):
             case.body = fitting(case.body)
+        _fit_endpoint(case.path, case.body, number)
     _know_places(case, number)
     return case
+
+
+def _fit_endpoint(path: str, body: dict[str, Any], number: int) -> None:
+    """What the body of one endpoint alone has."""
+    if path == "/v1/chat/completions" and number % 2:
+        body["store"] = True
+    if path.startswith("/v1/responses") and (
+        body.pop("previous_response_id", None) is not None or isinstance(body.get("input"), list)
+    ):
+        body["input"] = "Hi"
+    if path == "/v1/batches":
+        if number % 4:
+            body["input_file_id"] = FILE
+        body["completion_window"] = f"{1 + number % 7}{'smhd'[number % 4]}"  # the most of it is a setting
 
 
 def _know_places(case: Case, number: int) -> None:
@@ -62,17 +87,24 @@ def _know_places(case: Case, number: int) -> None:
     case.headers.pop("Last-Event-ID", None)
     for name in ("after", "starting_after"):
         case.query.pop(name, None)
-    for name in ("generation", "response"):
-        known = [item for item in _generations if item.startswith("resp_") == (name == "response")]
+    for name, beginnings in KINDS.items():
+        known = [item for item in _seen if item.startswith(beginnings)]
         if name in case.path_parameters and known and number % 4:
             case.path_parameters[name] = known[number % len(known)]
 
 
 @schemathesis.hook
+def before_call(context: HookContext, case: Case, kwargs: dict[str, Any]) -> None:
+    """Keeps the input of the batches, which schemathesis finds in lists."""
+    if case.method == "DELETE" and case.path_parameters.get("file") == FILE:
+        case.path_parameters["file"] = "file-0"
+
+
+@schemathesis.hook
 def after_call(context: HookContext, case: Case, response: Response) -> None:
-    """Remembers the generations that have begun."""
-    _generations.extend(name.decode() for name in _ID.findall(response.content)[:1])
-    del _generations[:-64]
+    """Remembers what has been made."""
+    _seen.extend(name.decode() for name in _ID.findall(response.content)[:1] if name.decode() != FILE)
+    del _seen[:-64]
 
 
 def whole_numbers(value: Any) -> Any:
@@ -87,8 +119,6 @@ def whole_numbers(value: Any) -> Any:
 def shallow(body: dict[str, Any]) -> dict[str, Any]:
     """`body` without what only its own checks know to be valid."""
     body = {name: value for name, value in body.items() if name not in DEEP}
-    if body.pop("previous_response_id", None) is not None or isinstance(body.get("input"), list):
-        body["input"] = "Hi"
     if isinstance(body.get("messages"), list):
         body["messages"] = [_plain(message) for message in body["messages"]]
     return body
@@ -100,19 +130,37 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     return kept | {"role": role, "content": "Hi" if kept.get("content") is None else kept["content"]}
 
 
+MOST = {
+    "max_tokens": 64,
+    "max_output_tokens": 64,
+    "min_tokens": 1,
+    "n": 2,
+    "dimensions": 4,
+    "truncate_prompt_tokens": 64,
+}
+
+
 def fitting(body: dict[str, Any]) -> dict[str, Any]:
     """`body` for the model that is there."""
-    body = body | {"model": MODEL}
+    body = body | ({"model": MODEL} if "model" in body else {})
     body.pop("max_completion_tokens", None)
-    for name, most in (("max_tokens", 64), ("min_tokens", 1), ("n", 2), ("max_output_tokens", 64)):
+    for name, most in MOST.items():
         if isinstance(body.get(name), int):
             body[name] = min(body[name], most)
-    if body.get("stop_token_ids"):
-        body["stop_token_ids"] = [token % VOCABULARY for token in body["stop_token_ids"]]
+    if body.get("best_of"):
+        body["best_of"] = body.get("n") or 1
+    if body.get("continue_final_message"):
+        body["messages"] = [*(body.get("messages") or []), {"role": "assistant", "content": "Hi"}]
+    return _with_known_tokens(body)
+
+
+def _with_known_tokens(body: dict[str, Any]) -> dict[str, Any]:
+    """`body` with ids of the vocabulary alone."""
+    for name in ("stop_token_ids", "allowed_token_ids", "tokens", "prompt", "input"):
+        if isinstance(body.get(name), list):
+            body[name] = [_known(item) for item in body[name][:8]]
     if body.get("logit_bias"):
         body["logit_bias"] = {str(int(key) % VOCABULARY): bias for key, bias in body["logit_bias"].items()}
-    if isinstance(body.get("prompt"), list):
-        body["prompt"] = [_known(item) for item in body["prompt"][:8]]
     return body
 
 

@@ -5,19 +5,46 @@ not tell of, server errors, bad requests that are accepted, and good ones that a
 """
 
 import asyncio
+import json
 import os
 import re
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from shared.bus import Bus
+from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, stub_card
+from tests.integration.gateway.test_embeddings import embed
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = int(os.environ.get("RYZANSTEIN_FUZZ_EXAMPLES") or 10)
 SEED = os.environ.get("RYZANSTEIN_FUZZ_SEED") or "1"
+
+
+LINE = {
+    "custom_id": "1",
+    "method": "POST",
+    "url": "/v1/completions",
+    "body": {"model": MODEL, "prompt": "Hi", "max_tokens": 4},
+}
+
+
+async def say_or_embed(ring: FakeRing, request: GenerationRequest) -> None:
+    await (embed if request.embed else say)(ring, request)
+
+
+@pytest.fixture
+async def ring(bus: Bus) -> AsyncIterator[FakeRing]:
+    """One whose model gives embeddings too."""
+    fake = FakeRing(bus)
+    fake.behave = say_or_embed
+    await fake.start(stub_card(embedding_size=4))
+    yield fake
+    await fake.stop()
 
 
 @pytest.mark.timeout(120 + 4 * EXAMPLES)
@@ -25,9 +52,13 @@ async def test_schemathesis_finds_nothing(
     gateway: RunningGateway, ring: FakeRing, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     await ring.put_record("ready")
+    async with gateway.http() as http:
+        form = {"file": ("input.jsonl", json.dumps(LINE).encode())}
+        file = (await http.post("/v1/files", data={"purpose": "batch"}, files=form)).json()["id"]
     hooks = {
         "SCHEMATHESIS_HOOKS": "tests.integration.gateway.schemathesis_hooks",
         "RYZANSTEIN_FUZZED_MODEL": MODEL,
+        "RYZANSTEIN_FUZZED_FILE": file,
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{gateway.url}/openapi.json"]
@@ -62,4 +93,7 @@ async def test_schemathesis_finds_nothing(
     assert cases is not None, shown
     assert int(cases[1]) > 200
     assert any(request.max_tokens for request in ring.requests), "some reached the ring"
+    assert any(request.embed for request in ring.requests)
+    async with gateway.http() as http:
+        assert (await http.get("/v1/batches")).json()["data"]
     assert "Traceback" not in capfd.readouterr().err

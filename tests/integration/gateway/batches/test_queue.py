@@ -87,7 +87,7 @@ async def test_json_and_messagepack_say_the_same(bus: Bus, served: openai.AsyncO
     listed = await ask(bus, subjects.BATCH_LIST, b'{"tenant": "t"}')
     assert [each["id"] for each in listed["batches"]] == [first["batch"]["id"]]
     again = await ask(bus, subjects.BATCH_CANCEL, json.dumps(asked).encode())
-    assert again["error"]["code"] == "batch_is_over"
+    assert (again["status"], again["error"]["code"]) == (409, "batch_is_over")
 
 
 WRONG = [

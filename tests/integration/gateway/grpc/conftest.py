@@ -31,6 +31,8 @@ class Client:
 
     def __getattr__(self, name: str) -> Any:
         """A method of the service, for calls."""
+        if name not in _SERVICE.methods_by_name:
+            raise AttributeError(name)
         method = _SERVICE.methods_by_name[name]
         request, response = (getattr(pb, kind.name) for kind in (method.input_type, method.output_type))
         kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
