@@ -89,7 +89,7 @@ def completion_request(given: pb.GenerateRequest) -> CompletionRequest:
     """Raises `InvalidParameter`."""
     kind = given.WhichOneof("prompt")
     if kind is None:
-        raise _missing("prompt", "text or tokens")
+        raise missing("prompt", "text or tokens")
     return CompletionRequest(
         model=given.model,
         prompt=given.text if kind == "text" else [list(given.tokens.ids)],
@@ -105,7 +105,7 @@ def messages_of(given: Sequence[pb.ChatMessage]) -> list[Message]:
     for index, message in enumerate(given):
         role = _ROLES.get(message.role)
         if role is None:
-            raise _missing(f"messages[{index}].role", "one of the values of Role")
+            raise missing(f"messages[{index}].role", "one of the values of Role")
         found.append(
             Message(
                 role,
@@ -147,7 +147,8 @@ def _delivery(output: pb.OutputOptions) -> dict[str, Any]:
     return {} if output.whole else {"stream": True, "stream_options": _USAGE}
 
 
-def _missing(name: str, wanted: str) -> InvalidParameter:
+def missing(name: str, wanted: str) -> InvalidParameter:
+    """The error for a field that must be there."""
     return InvalidParameter(
         f"Missing required parameter: '{name}'; send {wanted}.",
         param=name,
@@ -161,7 +162,7 @@ def embedding_request(given: pb.EmbedRequest) -> EmbeddingRequest:
     for index, item in enumerate(given.inputs):
         kind = item.WhichOneof("input")
         if kind is None:
-            raise _missing(f"inputs[{index}]", "text or tokens")
+            raise missing(f"inputs[{index}]", "text or tokens")
         inputs.append(item.text if kind == "text" else list(item.tokens.ids))
     dimensions = given.dimensions if given.HasField("dimensions") else None
     return EmbeddingRequest(model=given.model, input=inputs, dimensions=dimensions)

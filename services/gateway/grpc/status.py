@@ -41,6 +41,7 @@ _CODES = {
     501: UNIMPLEMENTED,
     503: UNAVAILABLE,
     504: DEADLINE_EXCEEDED,
+    507: RESOURCE_EXHAUSTED,
 }
 """By the status that the REST API answers with."""
 

@@ -419,7 +419,7 @@ class BatchError(_message.Message):
     def __init__(self, line: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("id", "status", "endpoint", "input_file_id", "output_file_id", "error_file_id", "total", "completed", "failed", "create_time", "expire_time", "end_time", "errors", "metadata")
+    __slots__ = ("id", "status", "endpoint", "input_file_id", "output_file_id", "error_file_id", "total", "completed", "failed", "create_time", "expire_time", "end_time", "errors", "metadata", "model", "usage")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -441,6 +441,8 @@ class Batch(_message.Message):
     END_TIME_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
     id: str
     status: BatchStatus
     endpoint: str
@@ -455,7 +457,9 @@ class Batch(_message.Message):
     end_time: _timestamp_pb2.Timestamp
     errors: _containers.RepeatedCompositeFieldContainer[BatchError]
     metadata: _containers.ScalarMap[str, str]
-    def __init__(self, id: _Optional[str] = ..., status: _Optional[_Union[BatchStatus, str]] = ..., endpoint: _Optional[str] = ..., input_file_id: _Optional[str] = ..., output_file_id: _Optional[str] = ..., error_file_id: _Optional[str] = ..., total: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[BatchError, _Mapping]]] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    model: str
+    usage: Usage
+    def __init__(self, id: _Optional[str] = ..., status: _Optional[_Union[BatchStatus, str]] = ..., endpoint: _Optional[str] = ..., input_file_id: _Optional[str] = ..., output_file_id: _Optional[str] = ..., error_file_id: _Optional[str] = ..., total: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[BatchError, _Mapping]]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class SubmitBatchRequest(_message.Message):
     __slots__ = ("endpoint", "input_file_id", "jsonl", "completion_window", "metadata")
