@@ -17,6 +17,7 @@ from services.gateway.files.rest import BATCH_EXPIRY
 from services.gateway.grpc import requests
 from services.gateway.grpc.call import Call
 from services.gateway.grpc.generated import inference_pb2 as pb
+from services.gateway.grpc.refusals import missing
 from shared.batches import BatchJob
 from shared.errors import InvalidRequest
 
@@ -77,7 +78,7 @@ class BatchMethods:
     async def _submitted(self, given: pb.SubmitBatchRequest, principal: Principal, key: str) -> BatchJob:
         kind = given.WhichOneof("input")
         if kind is None:
-            raise requests.missing("input", "input_file_id or jsonl")
+            raise missing("input", "input_file_id or jsonl")
         print_ = requests.fingerprint(given) if key else ""
         batches = self._backend.batches
         if key and (known := await batches.known(principal, key, print_)) is not None:
@@ -110,7 +111,7 @@ class BatchMethods:
 
 def _named(batch: str) -> str:
     if not batch:
-        raise requests.missing("batch_id", "the id of a batch")
+        raise missing("batch_id", "the id of a batch")
     return batch
 
 

@@ -14,7 +14,6 @@ from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.requests import EmbedView, EventView, decode
 from services.gateway.grpc.server import Method
 from services.gateway.grpc.session import CHAT, GENERATE, ChatSession, send_events
-from services.gateway.intake import chat_messages
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.settings import GatewaySettings
 from shared.messages import ModelCard
@@ -121,10 +120,8 @@ class Inference:
             if kind == "text":
                 ids = await tokenizer.encode(given.text)
             else:
-                messages = requests.messages_of(given.conversation.messages)
-                chat = ChatCompletionRequest(model=given.model, messages=messages)
-                validation.check_chat(chat)
-                ids = await tokenizer.encode_chat(chat_messages(chat))
+                chat = requests.conversation_request(given.model, given.conversation)
+                ids = await self._backend.intake.chat_prompt(chat)
         shown = pb.TokenizeResponse(token_ids=ids, context_length=card.context_length)
         await call.send(shown.SerializeToString())
 
