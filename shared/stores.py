@@ -32,6 +32,8 @@ log = structlog.get_logger(__name__)
 
 READ_TIMEOUT = 10.0
 """Seconds to read a whole bucket or object: nats-py waits for ever for a part that is lost."""
+READINGS = 20
+"""Of a bucket whose keys are written faster than it is read, before what was seen is taken for all."""
 WATCH_PAUSE = 0.2
 """Seconds before a lost watcher is opened again."""
 _WRONG_LAST_SEQUENCE = 10071  # error code of the JetStream API
@@ -138,17 +140,36 @@ class Bucket(Generic[T]):
         return True
 
     async def items(self) -> dict[str, T]:
-        """All keys and values."""
+        """All keys and values.
+
+        A watcher says that all has been shown while what changed in the meantime is still to come, so a key that
+        is being written could be missing. The stream has one message for each key, deleted ones too: while fewer
+        keys were seen, it is read again.
+        """
         found: dict[str, T] = {}
+        seen: set[str] = set()
         with translated(f"read the bucket {self._name}"):
-            async with asyncio.timeout(READ_TIMEOUT), self._watcher(ignore_deletes=True) as watcher:
-                async for update in watcher:
-                    if update is None:
+            async with asyncio.timeout(READ_TIMEOUT):
+                for _ in range(READINGS):
+                    held = (await self._store.status()).values
+                    await self._read(found, seen)
+                    if len(seen) >= held:
                         break
-                    key = unescape(update.key)
-                    if (value := self._decode(key, update.value)) is not None:
-                        found[key] = value
         return found
+
+    async def _read(self, found: dict[str, T], seen: set[str]) -> None:
+        """Adds what a new watcher shows: values to `found`, keys to `seen`."""
+        async with self._watcher() as watcher:
+            async for update in watcher:
+                if update is None:
+                    return
+                key = unescape(update.key)
+                seen.add(key)
+                value = self._decode(key, update.value) if update.operation is None else None
+                if value is None:
+                    found.pop(key, None)
+                else:
+                    found[key] = value
 
     async def watch(self) -> AsyncIterator[tuple[str, T | None] | None]:
         """Yields every present (key, value), then None once, then each change; a value of None is a deletion.
@@ -193,11 +214,11 @@ class Bucket(Generic[T]):
             await asyncio.sleep(WATCH_PAUSE)
 
     @contextlib.asynccontextmanager
-    async def _watcher(self, *, ignore_deletes: bool = False) -> AsyncIterator[KeyValue.KeyWatcher]:
+    async def _watcher(self) -> AsyncIterator[KeyValue.KeyWatcher]:
         """A watcher of all keys, which ends when the connection was lost, or a cluster has lost a server: the
         broker may have forgotten it, and nats-py would notice that only after many seconds. Always stopped:
         else it would stay."""
-        watcher = await self._store.watchall(ignore_deletes=ignore_deletes)
+        watcher = await self._store.watchall()
         stopping: set[asyncio.Task[None]] = set()
 
         def end(*_: object) -> None:

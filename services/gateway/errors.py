@@ -80,10 +80,12 @@ class InvalidParameter(InvalidRequest):
 
 
 class RouteError(InvalidRequest):
-    """The URL or method is wrong."""
+    """The URL or method is wrong, or what it names is not there."""
 
-    def __init__(self, message: str, *, status: int, reason: str, allow: str = "") -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *, status: int, reason: str, allow: str = "", param: str | None = None
+    ) -> None:
+        super().__init__(message, param=param)
         self.status = status
         self.reason = reason
         self.allow = allow

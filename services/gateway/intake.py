@@ -252,6 +252,10 @@ class Intake:
 
     async def chat_tokens(self, request: ChatCompletionRequest) -> int:
         """Tokens of the prompt, however many the context has. Raises as `prepare`."""
+        return len(await self.chat_prompt(request))
+
+    async def chat_prompt(self, request: ChatCompletionRequest) -> list[int]:
+        """What the model would read. Raises as `prepare`."""
         validation.check_chat(request)
         extra_fields.check(request)
         card = self._catalog.card(request.model)
@@ -259,7 +263,7 @@ class Intake:
         plan = plan_of(request, card, tokenizer.traits)
         options = extra_fields.template_options(request, tokenizer.traits)
         text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables, options)
-        return len(await tokenizer.encode_rendered(text))
+        return await tokenizer.encode_rendered(text)
 
     async def _grammar(self, plan: ChatPlan, wanted: Wanted | None) -> Grammar | None:
         """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`."""

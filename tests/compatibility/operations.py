@@ -58,8 +58,22 @@ class Operation(NamedTuple):
     """The type of a chunk of its stream."""
     events: Any = None
     """The union of its stream's events."""
+    also: tuple[dict[str, Any], ...] = ()
+    """Changes of the least, whose answers show fields and events that no single parameter brings about."""
+    anew: str = ""
+    """What of the set-up is made again just before it."""
 
 
+CHAT_TOOL = {
+    "type": "function",
+    "function": {"name": "x", "parameters": {"type": "object", "properties": {}}},
+}
+RESPONSE_TOOL = {
+    "type": "function",
+    "name": "x",
+    "strict": None,
+    "parameters": {"type": "object", "properties": {}},
+}
 BATCH = {"input_file_id": "{file}", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 OPERATIONS = (
     Operation(
@@ -73,6 +87,11 @@ OPERATIONS = (
         {"model": "stub", "messages": HELLO, "max_tokens": 4},
         answers=ChatCompletion,
         chunks=ChatCompletionChunk,
+        also=(
+            {"stream": True, "tools": [CHAT_TOOL], "tool_choice": "required", "max_tokens": 64},
+            {"stream": True, "logprobs": True, "top_logprobs": 2},
+            {"stream": True, "functions": [{"name": "x"}], "function_call": {"name": "x"}, "max_tokens": 64},
+        ),
     ),
     Operation("chat.completions.retrieve", "GET", "/chat/completions/{chat}", answers=ChatCompletion),
     Operation(
@@ -113,6 +132,12 @@ OPERATIONS = (
         {"model": "stub", "input": "Hi", "max_output_tokens": 16},
         answers=Response,
         events=ResponseStreamEvent,
+        also=(
+            {"stream": True},
+            {"stream": True, "text": {"format": {"type": "json_object"}}, "max_output_tokens": 64},
+            {"stream": True, "tools": [RESPONSE_TOOL], "tool_choice": "required", "max_output_tokens": 64},
+            {"stream": True, "background": True},
+        ),
     ),
     Operation(
         "responses.retrieve",
@@ -157,7 +182,7 @@ OPERATIONS = (
     ),
     Operation("batches.retrieve", "GET", "/batches/{batch}", answers=Batch),
     Operation("batches.list", "GET", "/batches", (batch_list_params.BatchListParams,)),
-    Operation("batches.cancel", "POST", "/batches/{batch}/cancel", answers=Batch),
+    Operation("batches.cancel", "POST", "/batches/{long}/cancel", answers=Batch, anew="long"),
     Operation("files.delete", "DELETE", "/files/{file}", answers=FileDeleted),
 )
 
@@ -165,6 +190,8 @@ BATCH_FILE = (
     b'{"custom_id":"1","method":"POST","url":"/v1/chat/completions",'
     b'"body":{"model":"stub","messages":[{"role":"user","content":"Hi"}],"max_tokens":4}}\n'
 )
+LONG_FILE = b"".join(BATCH_FILE.replace(b'"1"', b'"%d"' % number) for number in range(2000))
+"""Of a batch that is under way for a while."""
 SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     (
         "chat",
@@ -181,6 +208,8 @@ SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ),
     ("file", "POST", "/files", {"purpose": "batch"}),
     ("batch", "POST", "/batches", BATCH),
+    ("long_file", "POST", "/files", {"purpose": "batch"}),
+    ("long", "POST", "/batches", BATCH | {"input_file_id": "{long_file}"}),
 )
 """(name, method, path, body): whose ids stand in paths and bodies, made in this order."""
 

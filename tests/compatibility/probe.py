@@ -7,7 +7,7 @@
 
 What is taken is taken to be honoured: the bodies' types know no field that nothing reads, and each field has tests of
 its effect. This asks for acceptance alone. A field of a query could be ignored unseen: it is taken only where nonsense
-in its place is refused.
+in its place is refused, or a filter finds something else.
 """
 
 import asyncio
@@ -17,8 +17,15 @@ from typing import Any, Literal, NamedTuple
 
 import httpx
 
-from tests.compatibility.operations import BATCH_FILE, OPERATIONS, SETUP, Operation, why_excluded
-from tests.compatibility.samples import request_for, sample, values_for
+from tests.compatibility.operations import (
+    BATCH_FILE,
+    LONG_FILE,
+    OPERATIONS,
+    SETUP,
+    Operation,
+    why_excluded,
+)
+from tests.compatibility.samples import QUERIES, QUERY_BESIDE, request_for, sample, values_for
 from tests.compatibility.walk import Parameter, event_types, parameters, response_fields, seen_in
 
 AT_ONCE = 8
@@ -60,22 +67,32 @@ class Prober:
 
     async def probe(self) -> list[Found]:
         """All operations."""
-        for name, method, path, body in SETUP:
-            answer = await self._send(
-                Operation(name, method, path, form=path == "/files"), self._filled(body)
-            )
-            made = _json(answer) if answer.status_code == 200 else {}
-            self._ids[name] = made.get("id", "none")
-            for item in made.get("output", [])[:1]:
-                self._ids["item"] = item["id"]
+        for step in SETUP:
+            await self._set_up(*step)
+        items = Operation("input_items", "GET", "/responses/{response}/input_items")
+        for item in _json(await self._send(items, {})).get("data", [])[:1]:
+            self._ids["input_item"] = item["id"]
         return [await self._operation(operation) for operation in OPERATIONS]
 
+    async def _set_up(self, name: str, method: str, path: str, body: dict[str, Any]) -> None:
+        file = LONG_FILE if name == "long_file" else BATCH_FILE
+        operation = Operation(name, method, path, form=path == "/files")
+        answer = await self._send(operation, self._filled(body), file=file)
+        made = _json(answer) if answer.status_code == 200 else {}
+        self._ids[name] = made.get("id", "none")
+        for item in made.get("output", [])[:1]:
+            self._ids["item"] = item["id"]
+
     async def _operation(self, operation: Operation) -> Found:
+        for step in SETUP:
+            if step[0] == operation.anew:
+                await self._set_up(*step)
         plain = await self._send(operation, self._filled(operation.base))
         tried = await asyncio.gather(
             *(self._parameter(operation, one) for one in parameters(*operation.kinds))
         )
-        answers = [plain, *(answer for several, _ in tried for answer in several)]
+        more = [await self._send(operation, self._filled(operation.base | body)) for body in operation.also]
+        answers = [plain, *more, *(answer for several, _ in tried for answer in several)]
         seen = {path for answer in answers if answer.status_code < 400 for path in _paths(answer)}
         names = event_types(operation.events) if operation.events else []
         sent = {str(event.get("type")) for answer in answers for event in _events(answer)}
@@ -104,19 +121,28 @@ class Prober:
         return answers, Row(one.path, verdict, excluded)
 
     async def _query(self, operation: Operation, parameter: Parameter) -> tuple[httpx.Response, Verdict]:
-        taken = await self._send(operation, {}, {parameter.name: sample(parameter.path, parameter.kind)})
-        nonsense = await self._send(operation, {}, {parameter.name: "\x00 no such thing"})
-        if verdict_of(nonsense, (parameter.top,)) == "missing" or nonsense.status_code < 400:
-            return taken, "missing"
-        return taken, "honoured"
+        which = (operation.name, parameter.name)
+        value = QUERIES.get(which, sample(parameter.path, parameter.kind))
+        beside = QUERY_BESIDE.get(which, {})
+        taken = await self._send(operation, {}, self._filled({parameter.name: value} | beside))
+        nonsense = await self._send(operation, {}, {parameter.name: "\x00 no such thing"} | beside)
+        verdict = verdict_of(taken, (parameter.top,))
+        if nonsense.status_code < 400:  # nothing is nonsense to a filter: it must find something else
+            return taken, verdict if _json(nonsense) != _json(taken) else "missing"
+        return taken, "missing" if verdict_of(nonsense, (parameter.top,)) == "missing" else verdict
 
     async def _send(
-        self, operation: Operation, body: dict[str, Any], query: dict[str, Any] | None = None
+        self,
+        operation: Operation,
+        body: dict[str, Any],
+        query: dict[str, Any] | None = None,
+        *,
+        file: bytes = BATCH_FILE,
     ) -> httpx.Response:
         path = f"/v1{operation.path}".format(**self._ids) if self._ids else f"/v1{operation.path}"
         options: dict[str, Any] = {"params": query} if query else {}
         if operation.form:
-            options |= {"data": _form(body), "files": {"file": ("lines.jsonl", BATCH_FILE)}}
+            options |= {"data": _form(body), "files": {"file": ("lines.jsonl", file)}}
         elif operation.method == "POST" and body:
             options["json"] = body
         async with self._gate:

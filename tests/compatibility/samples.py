@@ -4,6 +4,7 @@ import copy
 import re
 from typing import Any
 
+from tests.compatibility.operations import CHAT_TOOL, RESPONSE_TOOL
 from tests.compatibility.walk import (
     Parameter,
     Step,
@@ -29,6 +30,7 @@ VALUES: dict[str, Any] = {
     r"allowed_tools\.tools$": [{"type": "function", "function": {"name": "x"}}],
     r"tool_choice\[type=allowed_tools\]\.tools$": [{"type": "function", "name": "x"}],
     r"^dimensions$": 8,
+    r"expires_after\.seconds$": 3600,
     r"^(max_output_tokens|max_tokens|max_completion_tokens)$": 16,
     r"^best_of$": 2,
     r"^suffix$": "end",
@@ -72,21 +74,11 @@ AROUND: tuple[tuple[str, list[dict[str, Any]], list[dict[str, Any]]], ...] = (
 )
 """(pattern, what comes before, what comes after) in a conversation where a message alone would make no sense."""
 
-_CHAT_TOOL = {
-    "type": "function",
-    "function": {"name": "x", "parameters": {"type": "object", "properties": {}}},
-}
-_RESPONSE_TOOL = {
-    "type": "function",
-    "name": "x",
-    "strict": None,
-    "parameters": {"type": "object", "properties": {}},
-}
 BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "chat.completions.create": [
         (r"^stream_options", {"stream": True}),
         (r"^top_logprobs", {"logprobs": True}),
-        (r"^(tool_choice|parallel_tool_calls)", {"tools": [_CHAT_TOOL]}),
+        (r"^(tool_choice|parallel_tool_calls)", {"tools": [CHAT_TOOL]}),
         (r"^tool_choice\[type=custom\]", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}),
         (r"^function_call", {"functions": [{"name": "x"}]}),
         (r"^(tools|functions|function_call|tool_choice|response_format)", {"max_tokens": 64}),
@@ -96,12 +88,26 @@ BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "completions.create": [(r"^stream_options", {"stream": True}), (r"^best_of", {"n": 2})],
     "responses.create": [
         (r"^stream_options", {"stream": True}),
-        (r"^(tool_choice|parallel_tool_calls|max_tool_calls)", {"tools": [_RESPONSE_TOOL]}),
+        (r"^(tool_choice|parallel_tool_calls|max_tool_calls)", {"tools": [RESPONSE_TOOL]}),
         (r"^(tools|tool_choice|text)", {"max_output_tokens": 64}),
         (r"^top_logprobs", {"include": ["message.output_text.logprobs"]}),
     ],
 }
 """By operation: what stands beside a parameter that is of no use alone."""
+
+
+QUERIES: dict[tuple[str, str], Any] = {
+    ("batches.list", "after"): "{batch}",
+    ("files.list", "after"): "{file}",
+    ("files.list", "purpose"): "batch",
+    ("responses.input_items.list", "after"): "{input_item}",
+    ("responses.retrieve", "starting_after"): 0,
+}
+"""By operation and field of its query: what makes sense there."""
+QUERY_BESIDE: dict[tuple[str, str], dict[str, Any]] = {
+    ("responses.retrieve", "starting_after"): {"stream": "true"},
+}
+"""By the same: what stands beside one that is of no use alone."""
 
 
 def sample(path: str, kind: Any, depth: int = 0) -> Any:
@@ -137,10 +143,14 @@ def minimal(kind: Any, path: str = "", depth: int = 0) -> dict[str, Any]:
 
 
 def values_for(operation: str, base: dict[str, Any], parameter: Parameter) -> list[Any]:
-    """What to try a parameter with: all values that its type lists, since the first may be the one that asks for
-    nothing; else one that fits."""
+    """What to try a parameter with: all values that its type lists, alone or in an array, since the first may be the
+    one that asks for nothing; else one that fits."""
     if not parameter.parents and isinstance(base.get(parameter.name), str):
         return [base[parameter.name]]
+    for one in members(parameter.kind):
+        inner = element(one)
+        if inner is not None and (values := literals(inner)) and str not in members(inner):
+            return [[value] for value in values]
     listed = list(literals(parameter.kind))
     beside_text = any(one is str for one in members(parameter.kind))
     if listed and not beside_text and not parameter.names_its_member:

@@ -93,6 +93,26 @@ async def test_watch_shows_what_is_there_then_changes(bus: Bus) -> None:
     assert seen == [("org/model v1", SessionPin("g1", 1)), None, ("org/model v1", None)]
 
 
+async def test_a_key_that_is_being_written_is_among_the_items(bus: Bus) -> None:
+    bucket = await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin)
+    names = ["a", "b", "c"]
+    for name in [*names, "gone"]:
+        await bucket.put(name, SessionPin("g1", 1))
+    await bucket.delete("gone")
+    reading = True
+
+    async def write() -> None:
+        while reading:
+            for name in names:
+                await bucket.put(name, SessionPin("g2", 1))
+
+    writer = asyncio.create_task(write())
+    readings = [sorted(await bucket.items()) for _ in range(50)]
+    reading = False
+    await writer
+    assert readings == [names] * 50
+
+
 async def test_objects_come_back_whole(bus: Bus) -> None:
     store = ObjectStore(bus, subjects.TOKENIZERS_STORE)
     assert await store.get("missing") is None

@@ -44,8 +44,8 @@ class Batches:
         self._endpoints = endpoints
         self._settings = settings
 
-    async def submit(self, wanted: BatchCreate, principal: Principal, key: str = "") -> BatchJob:
-        """A new batch; under an idempotency key the one that there is."""
+    def check(self, wanted: BatchCreate) -> float:
+        """The seconds of its window. Raises `InvalidParameter` for what is wrong, its file aside."""
         if wanted.endpoint not in self._endpoints:
             names = ", ".join(f"'{name}'" for name in self._endpoints)
             raise InvalidParameter(
@@ -55,6 +55,14 @@ class Batches:
             )
         seconds = states.window_seconds(wanted.completion_window, self._settings.batch_window_limit)
         states.check_metadata(wanted.metadata)
+        return seconds
+
+    async def submit(
+        self, wanted: BatchCreate, principal: Principal, key: str = "", print_: str = ""
+    ) -> BatchJob:
+        """A new batch; under an idempotency key the one that there is. `print_`: the fingerprint of a request that
+        came in another form than JSON."""
+        seconds = self.check(wanted)
         kept = wanted.output_expires_after
         expires = expiry(kept.anchor, kept.seconds, "output_expires_after") if kept else 0.0
         file = await self._files.get(wanted.input_file_id, principal.tenant)
@@ -76,16 +84,20 @@ class Batches:
             expires_at=now + seconds,
             metadata=wanted.metadata,
             output_expires_after=expires,
-            fingerprint=_fingerprint(wanted) if key else "",
+            fingerprint=(print_ or _fingerprint(wanted)) if key else "",
             key=principal.key,
         )
         if await self._jobs.create(job):
             return job
-        return await self._repeated(job)
+        known = await self.known(principal, key, job.fingerprint)
+        if known is None:
+            raise unknown_batch(job.id)
+        return known
 
-    async def _repeated(self, job: BatchJob) -> BatchJob:
-        known = await self.get(job.id, job.tenant)
-        if known.fingerprint != job.fingerprint:
+    async def known(self, principal: Principal, key: str, print_: str) -> BatchJob | None:
+        """The batch that there is under an idempotency key. Raises `KeyReused` where `print_` is not its request's."""
+        known = await self._jobs.get(_id_of(principal.tenant, key))
+        if known is not None and known.fingerprint != print_:
             raise KeyReused(
                 "This Idempotency-Key was used with another request body; use a new key for another request.",
                 param="Idempotency-Key",

@@ -36,6 +36,7 @@ def page(
                 f"No object with the id '{after[:64]}' (parameter 'after') is in the list.",
                 status=404,
                 reason="not_found",
+                param="after",
             )
         begin = place + 1
     return ordered[begin : begin + limit], len(ordered) > begin + limit

@@ -5,15 +5,15 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from services.gateway import cursor, validation
 from services.gateway.backend import Backend
-from services.gateway.errors import InvalidParameter, RouteError
+from services.gateway.errors import InvalidParameter
 from services.gateway.grpc import requests
+from services.gateway.grpc.batches import BatchMethods
 from services.gateway.grpc.call import Call
 from services.gateway.grpc.context import context_of
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.requests import EmbedView, EventView, decode
 from services.gateway.grpc.server import Method
 from services.gateway.grpc.session import CHAT, GENERATE, ChatSession, send_events
-from services.gateway.intake import chat_messages
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.settings import GatewaySettings
 from shared.messages import ModelCard
@@ -31,6 +31,7 @@ class Inference:
     def methods(self) -> dict[str, Method]:
         """By path."""
         session = ChatSession(self._backend, self._settings)
+        batches = BatchMethods(self._backend)
         unary = {
             "Generate": self.generate,
             "Chat": self.chat,
@@ -40,10 +41,10 @@ class Inference:
             "Detokenize": self.detokenize,
             "ListModels": self.list_models,
             "Embed": self.embed,
-            "SubmitBatch": self.batches,
-            "GetBatch": self.batches,
-            "CancelBatch": self.batches,
-            "ListBatches": self.batches,
+            "SubmitBatch": batches.submit,
+            "GetBatch": batches.get,
+            "CancelBatch": batches.cancel,
+            "ListBatches": batches.listed,
         }
         found = {f"/{SERVICE}/{name}": Method(answer) for name, answer in unary.items()}
         return found | {f"/{SERVICE}/ChatSession": Method(session.serve, streamed=True)}
@@ -119,10 +120,8 @@ class Inference:
             if kind == "text":
                 ids = await tokenizer.encode(given.text)
             else:
-                messages = requests.messages_of(given.conversation.messages)
-                chat = ChatCompletionRequest(model=given.model, messages=messages)
-                validation.check_chat(chat)
-                ids = await tokenizer.encode_chat(chat_messages(chat))
+                chat = requests.conversation_request(given.model, given.conversation)
+                ids = await self._backend.intake.chat_prompt(chat)
         shown = pb.TokenizeResponse(token_ids=ids, context_length=card.context_length)
         await call.send(shown.SerializeToString())
 
@@ -160,10 +159,6 @@ class Inference:
             finally:
                 run.close()
 
-    async def batches(self, call: Call) -> None:
-        """SubmitBatch, GetBatch, CancelBatch, ListBatches: the place where batch jobs are plugged in."""
-        raise _not_yet("Batch jobs are")
-
 
 def _model(card: ModelCard) -> pb.Model:
     return pb.Model(
@@ -171,10 +166,4 @@ def _model(card: ModelCard) -> pb.Model:
         create_time=Timestamp(seconds=int(card.created)),
         context_length=card.context_length,
         vocabulary_size=card.vocab_size,
-    )
-
-
-def _not_yet(what: str) -> RouteError:
-    return RouteError(
-        f"{what} not served over gRPC by this server; use its REST API.", status=501, reason="not_implemented"
     )

@@ -14,6 +14,8 @@ from services.gateway.errors import InvalidParameter
 from services.gateway.formats import Format
 from services.gateway.grpc.encoding import EmbedFormat, EventFormat, TokenOutput
 from services.gateway.grpc.generated import inference_pb2 as pb
+from services.gateway.grpc.refusals import missing
+from services.gateway.grpc.tools import calls_of, choice_of, format_of, tools_of
 from services.gateway.runs import output_of
 from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
 from services.gateway.text_output import Output
@@ -80,6 +82,10 @@ def chat_request(given: pb.ChatRequest) -> ChatCompletionRequest:
         model=given.model,
         messages=messages_of(given.messages),
         prompt_cache_key=given.prompt_cache_key if given.HasField("prompt_cache_key") else None,
+        tools=tools_of(given.tools),
+        tool_choice=choice_of(given.tool_choice) if given.HasField("tool_choice") else None,
+        parallel_tool_calls=given.parallel_tool_calls if given.HasField("parallel_tool_calls") else None,
+        **format_of(given),
         **_delivery(given.output),
         **fields,
     )
@@ -89,13 +95,21 @@ def completion_request(given: pb.GenerateRequest) -> CompletionRequest:
     """Raises `InvalidParameter`."""
     kind = given.WhichOneof("prompt")
     if kind is None:
-        raise _missing("prompt", "text or tokens")
+        raise missing("prompt", "text or tokens")
     return CompletionRequest(
         model=given.model,
         prompt=given.text if kind == "text" else [list(given.tokens.ids)],
         prompt_cache_key=given.prompt_cache_key if given.HasField("prompt_cache_key") else None,
+        **format_of(given),
         **_delivery(given.output),
         **_fields(given.sampling),
+    )
+
+
+def conversation_request(model: str, given: pb.Conversation) -> ChatCompletionRequest:
+    """A chat of which only the prompt is wanted. Raises `InvalidParameter`."""
+    return ChatCompletionRequest(
+        model=model, messages=messages_of(given.messages), tools=tools_of(given.tools)
     )
 
 
@@ -105,13 +119,16 @@ def messages_of(given: Sequence[pb.ChatMessage]) -> list[Message]:
     for index, message in enumerate(given):
         role = _ROLES.get(message.role)
         if role is None:
-            raise _missing(f"messages[{index}].role", "one of the values of Role")
+            raise missing(f"messages[{index}].role", "one of the values of Role")
+        calls = calls_of(message.tool_calls)
         found.append(
             Message(
                 role,
-                message.content,
+                (message.content or None) if calls else message.content,
                 message.name if message.HasField("name") else None,
                 message.tool_call_id if message.HasField("tool_call_id") else None,
+                calls,
+                reasoning_content=message.reasoning if message.HasField("reasoning") else None,
             )
         )
     return found
@@ -147,21 +164,13 @@ def _delivery(output: pb.OutputOptions) -> dict[str, Any]:
     return {} if output.whole else {"stream": True, "stream_options": _USAGE}
 
 
-def _missing(name: str, wanted: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"Missing required parameter: '{name}'; send {wanted}.",
-        param=name,
-        reason="missing_required_parameter",
-    )
-
-
 def embedding_request(given: pb.EmbedRequest) -> EmbeddingRequest:
     """Raises `InvalidParameter`."""
     inputs: list[Any] = []
     for index, item in enumerate(given.inputs):
         kind = item.WhichOneof("input")
         if kind is None:
-            raise _missing(f"inputs[{index}]", "text or tokens")
+            raise missing(f"inputs[{index}]", "text or tokens")
         inputs.append(item.text if kind == "text" else list(item.tokens.ids))
     dimensions = given.dimensions if given.HasField("dimensions") else None
     return EmbeddingRequest(model=given.model, input=inputs, dimensions=dimensions)

@@ -3,8 +3,10 @@
 Source: google/rpc/code.proto, error_details.proto, and AIP-193.
 """
 
+import re
 from collections.abc import Mapping
 
+import msgspec
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
@@ -22,6 +24,15 @@ INTERNAL, UNAVAILABLE, DATA_LOSS, UNAUTHENTICATED = range(13, 17)
 
 _SAMPLING = frozenset(field.name for field in SamplingParameters.DESCRIPTOR.fields)
 _RENAMED = {"top_logprobs": "logprobs"}
+_PATHS = (
+    (re.compile(r"^structured_outputs\b"), "response_format"),
+    (re.compile(r"^(response_format\.json_schema\.schema)$"), r"\1_json"),
+    (re.compile(r"^(tools\[\d+\]\.function\.parameters)$"), r"\1_json"),
+    (re.compile(r"^tool_choice\.function\.name$"), "tool_choice.function"),
+    (re.compile(r"^tool_choice\.allowed_tools\.tools\b"), "tool_choice.allowed.functions"),
+    (re.compile(r"^tool_choice\.allowed_tools\b"), "tool_choice.allowed"),
+)
+"""What the REST API calls fields of protobuf requests."""
 DOMAIN = "ryzanstein"
 MESSAGE_LIMIT = 1024
 """Bytes of `grpc-message`: clients take 8 KiB of headers, and the details say it again."""
@@ -41,6 +52,7 @@ _CODES = {
     501: UNIMPLEMENTED,
     503: UNAVAILABLE,
     504: DEADLINE_EXCEEDED,
+    507: RESOURCE_EXHAUSTED,
 }
 """By the status that the REST API answers with."""
 
@@ -55,7 +67,11 @@ def code_of(error: BaseException) -> int:
 def status_message(error: BaseException, request_id: str) -> Status:
     """`error` with its details, as a google.rpc.Status."""
     shown = describe(error, request_id).error
-    status = Status(code=code_of(error), message=shown.message)
+    message = shown.message
+    if shown.param:  # it names the field; a client knows it by its own name alone
+        message = message.replace(f"'{shown.param}'", f"'{_path(shown.param)}'")
+        shown = msgspec.structs.replace(shown, message=message)
+    status = Status(code=code_of(error), message=message)
     for detail in _details(error, shown, request_id):
         status.details.add().Pack(detail)
     return status
@@ -77,6 +93,8 @@ def _details(error: BaseException, shown: ErrorDetail, request_id: str) -> list[
 def _path(param: str) -> str:
     """The field of a protobuf request that the REST API calls `param`."""
     name = _RENAMED.get(param, param)
+    for pattern, path in _PATHS:
+        name = pattern.sub(path, name)
     return f"sampling.{name}" if name.partition(".")[0] in _SAMPLING else name
 
 

@@ -3,12 +3,20 @@
 from collections.abc import Collection
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.responses.schemas import NEUTRAL, InputFields, ReasoningOptions, ResponseRequest
+from services.gateway.responses.schemas import (
+    NEUTRAL,
+    NEUTRAL_IN_TOOL,
+    InputFields,
+    ReasoningOptions,
+    ResponseRequest,
+)
 from services.gateway.validation import check_range
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """What `include` may name; no reasoning is ever encrypted here, so the second adds nothing."""
+TOOL_CHOICES = ("function", "allowed_tools")
+"""Types of a `tool_choice` that is more than a word: there are no other tools."""
 METADATA_ENTRIES, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 """OpenAI's limits: entries, and characters of a key and a value."""
 IDENTIFIER = 128
@@ -38,6 +46,10 @@ def check_input_fields(request: InputFields) -> None:
             param="input",
             reason="empty_array",
         )
+    _check_tools(request)
+
+
+def _check_tools(request: InputFields) -> None:
     for index, tool in enumerate(request.tools or []):
         if tool.get("type") != "function":
             raise InvalidParameter(
@@ -46,6 +58,14 @@ def check_input_fields(request: InputFields) -> None:
                 param=f"tools[{index}].type",
                 reason="invalid_value",
             )
+        for name, values in NEUTRAL_IN_TOOL.items():
+            value = tool.get(name)
+            if value is not None and value not in values:
+                raise unsupported(f"tools[{index}].{name}")
+
+    choice = request.tool_choice
+    if isinstance(choice, dict) and choice.get("type") not in TOOL_CHOICES:
+        raise _not_one_of("tool_choice.type", str(choice.get("type")), TOOL_CHOICES)
 
 
 def check_request(request: ResponseRequest) -> None:

@@ -90,6 +90,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's API that are not supported, with the values that ask for nothing (null always)."""
 
+NEUTRAL_IN_TOOL: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+    "output_schema": (),
+}
+"""The same for a function among `tools`."""
+
 
 # --- input items ---------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import msgspec
 from services.gateway.errors import InvalidParameter
 from services.gateway.responses.checks import wants_logprobs
 from services.gateway.responses.items import Item, chat_messages
-from services.gateway.responses.schemas import InputFields, ResponseRequest
+from services.gateway.responses.schemas import NEUTRAL_IN_TOOL, InputFields, ResponseRequest
 from services.gateway.schemas import ChatCompletionRequest
 from services.gateway.validation import decode
 from shared.errors import ContextLengthExceeded
@@ -100,7 +100,11 @@ def _nested(tool: Any) -> Any:
     """A function as chat completions have it: its members in an object of their own."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
-    members = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    members = {
+        name: value
+        for name, value in tool.items()
+        if name != "type" and name not in NEUTRAL_IN_TOOL and value is not None
+    }
     return {"type": "function", "function": members}
 
 

@@ -67,7 +67,23 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [{"type": "function", "name": "f", "defer_loading": True}]},
         "tools[0].defer_loading",
-        "unknown_parameter",
+        "unsupported_parameter",
+    ),
+    (
+        {"tools": [{"type": "function", "name": "f", "output_schema": {}}]},
+        "tools[0].output_schema",
+        "unsupported_parameter",
+    ),
+    ({"tools": [{"type": "function", "name": "f", "nonsense": 1}]}, "tools[0].nonsense", "unknown_parameter"),
+    (
+        {
+            "tools": [
+                {"type": "function", "name": "f", "defer_loading": False, "allowed_callers": ["direct"]}
+            ],
+            "tool_choice": {"type": "custom", "name": "f"},
+        },
+        "tool_choice.type",
+        "invalid_value",
     ),
     ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "empty_string"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "invalid_value"),

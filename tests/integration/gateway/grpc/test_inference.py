@@ -1,9 +1,6 @@
 """The methods of the gRPC API, called by grpcio's client."""
 
-from typing import Any
-
 import grpc
-import pytest
 
 from services.gateway.grpc.generated import inference_pb2 as pb
 from tests.integration.gateway.conftest import RunningGateway
@@ -76,14 +73,6 @@ async def test_models(client: Client) -> None:
     (model,) = (await client.ListModels(pb.ListModelsRequest())).models
     assert (model.id, model.context_length, model.vocabulary_size) == (MODEL, 2048, 256)
     assert model.create_time.seconds == 1_700_000_000
-
-
-@pytest.mark.parametrize(("name", "request_"), [("GetBatch", pb.GetBatchRequest())])
-async def test_what_is_not_there_yet_says_so(client: Client, name: str, request_: Any) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await getattr(client, name)(request_)
-    assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
-    assert "REST" in raised.value.details()
 
 
 async def test_calls_are_counted_beside_the_rest_apis(client: Client, gateway: RunningGateway) -> None:
