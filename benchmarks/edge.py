@@ -19,18 +19,18 @@ from prometheus_client import CollectorRegistry
 from benchmarks.control_plane_systems import HOST
 from benchmarks.errors import BenchError
 from benchmarks.peers.servers import free_port
-from services.gateway.answer import Answer
 from services.gateway.app import GatewayApp
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.backend import Backend
-from services.gateway.build import Parts
-from services.gateway.generation import Deliver
 from services.gateway.grpc.api import make_server
-from services.gateway.intake import Intake
+from services.gateway.life.answer import Answer
+from services.gateway.life.generation import Deliver
 from services.gateway.limits.limiter import Limiter
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.requests.build import Parts
+from services.gateway.requests.intake import Intake
 from services.gateway.settings import GatewaySettings
-from services.gateway.tokenization import StubTokenizer
+from services.gateway.text.tokenization import StubTokenizer
 from shared.http_server import HttpServer, bind
 from shared.lifecycle import tame_collector
 from shared.messages import ModelCard, TokenEntry

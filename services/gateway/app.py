@@ -17,18 +17,18 @@ from services.gateway.console.pages import PATHS, page_routes
 from services.gateway.errors import RouteError, describe, headers_of, status_of
 from services.gateway.files.rest import file_routes
 from services.gateway.http_io import header, send_json
-from services.gateway.mailbox import ClientGone
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openapi import operations
 from services.gateway.openapi.document import document
 from services.gateway.openapi.operation import TEMPLATE, ApiRoute
 from services.gateway.openapi.routes import DocumentRoute
+from services.gateway.readers.mailbox import ClientGone
+from services.gateway.requests.validation import check_request_id
 from services.gateway.responses.routes import response_routes
 from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
 from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute, StoredChatRoute
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizing import TokenizerRoute
-from services.gateway.validation import check_request_id
 from services.gateway.websocket import StreamSocket
 from shared.errors import InvalidRequest
 from shared.telemetry import OpsApp, Receive, Scope, Send

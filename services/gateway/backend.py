@@ -9,8 +9,8 @@ from services.gateway.auth.authenticator import Authenticator
 from services.gateway.batches.service import Batches
 from services.gateway.catalog import Catalog
 from services.gateway.files.store import Files
-from services.gateway.intake import Intake
-from services.gateway.reading import Reading
+from services.gateway.readers.reading import Reading
+from services.gateway.requests.intake import Intake
 from services.gateway.responses.lookup import ResponseLookup
 from shared.errors import Unavailable
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from services.gateway.errors import InvalidParameter, RequestTimeout
-from services.gateway.mailbox import ClientGone, Mailbox
+from services.gateway.readers.mailbox import ClientGone, Mailbox
 from shared.errors import PayloadTooLarge
 from shared.telemetry import Receive, Scope, Send
 

@@ -17,7 +17,7 @@ from services.gateway.batches.runners import Runners
 from services.gateway.batches.service import Batches
 from services.gateway.catalog import Catalog
 from services.gateway.files.store import Files
-from services.gateway.intake import Intake
+from services.gateway.requests.intake import Intake
 from services.gateway.settings import GatewaySettings
 from shared.bus import Bus
 

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import structlog
 
-from services.gateway import cursor
 from services.gateway.backend import Backend
-from services.gateway.build import Context
 from services.gateway.errors import InvalidParameter, describe
 from services.gateway.http_io import EventStream, header, read_body, send_json, watch_disconnect
-from services.gateway.intake import Endpoint
-from services.gateway.mailbox import ClientGone
-from services.gateway.run import Run
+from services.gateway.readers import cursor
+from services.gateway.readers.mailbox import ClientGone
+from services.gateway.readers.run import Run
+from services.gateway.requests.build import Context
+from services.gateway.requests.intake import Endpoint
+from services.gateway.requests.validation import check_background, check_idempotency_key, check_session_id
 from services.gateway.settings import GatewaySettings
-from services.gateway.validation import check_background, check_idempotency_key, check_session_id
 from shared.errors import InternalError, RyzansteinError
 from shared.messages import ModelCard
 from shared.telemetry import Receive, Scope, Send

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from services.gateway.generation import Limits
+from services.gateway.life.generation import Limits
 from shared.config import CommonSettings
 
 

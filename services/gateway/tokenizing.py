@@ -5,14 +5,14 @@ from typing import Any
 
 import msgspec
 
-from services.gateway import extra_fields, validation
 from services.gateway.backend import Backend
 from services.gateway.errors import InvalidParameter
 from services.gateway.http_io import read_body, send_json
-from services.gateway.intake import Intake
-from services.gateway.schemas import ChatCompletionRequest, Message
+from services.gateway.requests import extra_fields, validation
+from services.gateway.requests.intake import Intake
+from services.gateway.requests.schemas import ChatCompletionRequest, Message
 from services.gateway.settings import GatewaySettings
-from services.gateway.tokenization import LONG_TEXT, Tokenizer
+from services.gateway.text.tokenization import LONG_TEXT, Tokenizer
 from services.gateway.tools.plan import plan_of
 from services.gateway.tools.schemas import Tool
 from shared.messages import ModelCard

@@ -40,17 +40,22 @@ import msgspec
 import structlog
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from services.gateway import cursor
 from services.gateway.backend import Backend
-from services.gateway.build import Context
 from services.gateway.errors import InvalidParameter, describe
 from services.gateway.http_io import header
-from services.gateway.intake import Endpoint
-from services.gateway.mailbox import ClientGone, Mailbox
+from services.gateway.readers import cursor
+from services.gateway.readers.mailbox import ClientGone, Mailbox
+from services.gateway.readers.run import Run
+from services.gateway.requests.build import Context
+from services.gateway.requests.intake import Endpoint
+from services.gateway.requests.validation import (
+    check_background,
+    check_idempotency_key,
+    check_session_id,
+    decode,
+)
 from services.gateway.rest import log_failure
-from services.gateway.run import Run
 from services.gateway.settings import GatewaySettings
-from services.gateway.validation import check_background, check_idempotency_key, check_session_id, decode
 from shared.errors import QueueFull
 from shared.telemetry import Receive, Scope, Send
 

@@ -9,28 +9,28 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from services.gateway.answers import Answers
 from services.gateway.auth.watch import KeyWatch
 from services.gateway.backend import Backend, shutting_down
-from services.gateway.build import Parts
 from services.gateway.catalog import Catalog
 from services.gateway.console.cluster import Cluster
-from services.gateway.generations import Generations
-from services.gateway.heirs import Heirs
-from services.gateway.idempotency import IdempotencyKeys
-from services.gateway.intake import Intake
 from services.gateway.jobs import FilesAndBatches
+from services.gateway.life.answers import Answers
+from services.gateway.life.generations import Generations
+from services.gateway.life.heirs import Heirs
+from services.gateway.life.idempotency import IdempotencyKeys
 from services.gateway.limits.limiter import Limiter
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.reading import Reading
+from services.gateway.readers.reading import Reading
+from services.gateway.requests.build import Parts
+from services.gateway.requests.intake import Intake
+from services.gateway.requests.structured import Grammars
 from services.gateway.responses.history import History
 from services.gateway.responses.intake import ResponseIntake
 from services.gateway.responses.keeper import ResponseKeeper
 from services.gateway.responses.lookup import ResponseLookup
 from services.gateway.responses.store import ResponseStore
 from services.gateway.settings import GatewaySettings
-from services.gateway.structured import Grammars
-from services.gateway.tokenizer_store import TokenizerStore
+from services.gateway.text.tokenizer_store import TokenizerStore
 from shared.bus import Bus
 from shared.errors import BrokerUnavailable
 

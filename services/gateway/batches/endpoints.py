@@ -10,9 +10,9 @@ from typing import Protocol
 import msgspec
 
 from services.gateway.batches.checking import refuse_for_lines
-from services.gateway.build import Context
 from services.gateway.catalog import Catalog
-from services.gateway.intake import Endpoint, Intake
+from services.gateway.requests.build import Context
+from services.gateway.requests.intake import Endpoint, Intake
 
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat.completions",

@@ -19,7 +19,7 @@ from services.gateway.batches.parts import BatchParts
 from services.gateway.batches.room import backoff, room
 from services.gateway.batches.tally import Tally
 from services.gateway.batches.tasks import end_all
-from services.gateway.build import Context
+from services.gateway.requests.build import Context
 from shared.batches import BatchJob, LineResult
 from shared.errors import InternalError, RyzansteinError
 

@@ -11,13 +11,13 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
-from services.gateway import validation
 from services.gateway.auth.principal import Principal
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import batch_object
 from services.gateway.errors import InvalidParameter, describe, status_of
 from services.gateway.files.store import Files
-from services.gateway.validation import check_range
+from services.gateway.requests import validation
+from services.gateway.requests.validation import check_range
 from shared import subjects
 from shared.batches import BatchAsk, BatchJob, BatchListing, BatchReply, BatchSubmit
 from shared.broker_errors import BROKER_ERRORS, reason_of

@@ -3,7 +3,6 @@
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway import validation
 from services.gateway.backend import Backend
 from services.gateway.batches import operations
 from services.gateway.batches.service import BatchCreate
@@ -11,6 +10,7 @@ from services.gateway.batches.states import batch_object
 from services.gateway.files.listing import limit_of, query, shown
 from services.gateway.http_io import header, read_body, send_json
 from services.gateway.openapi.operation import ApiRoute
+from services.gateway.requests import validation
 from services.gateway.settings import GatewaySettings
 from shared.batches import BatchJob
 from shared.telemetry import Receive, Scope, Send

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.errors import InvalidParameter, RouteError
-from services.gateway.validation import check_range
+from services.gateway.requests.validation import check_range
 from shared.batches import OVER, BatchError, BatchJob, Counts, Ending, TokenCounts
 
 WINDOW = "([1-9][0-9]{0,5})([smhd])"

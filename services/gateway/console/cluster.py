@@ -9,11 +9,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from services.gateway.answer import Answer
-from services.gateway.answers import Answers
 from services.gateway.backend import Backend
 from services.gateway.catalog import Catalog
 from services.gateway.http_io import send_json
+from services.gateway.life.answer import Answer
+from services.gateway.life.answers import Answers
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import Unavailable

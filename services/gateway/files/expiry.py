@@ -1,7 +1,7 @@
 """OpenAI's expiration policies. Pure."""
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.validation import check_range
+from services.gateway.requests.validation import check_range
 
 ANCHOR = "created_at"
 LEAST_EXPIRY, MOST_EXPIRY = 3600, 2_592_000

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.datastructures import QueryParams
 
 from services.gateway.errors import InvalidParameter, RouteError
-from services.gateway.validation import check_range
+from services.gateway.requests.validation import check_range
 
 
 class Listed(Protocol):

@@ -14,7 +14,7 @@ from python_multipart.multipart import MultipartParser
 
 from services.gateway.errors import InvalidParameter, RequestTimeout
 from services.gateway.http_io import header
-from services.gateway.mailbox import ClientGone
+from services.gateway.readers.mailbox import ClientGone
 from shared.telemetry import Receive, Scope
 
 MAX_FIELDS = 32

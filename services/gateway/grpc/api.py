@@ -17,8 +17,8 @@ from services.gateway.grpc.inference import SERVICE, Inference
 from services.gateway.grpc.reflection import ReflectionService
 from services.gateway.grpc.server import GrpcServer, ServerOptions
 from services.gateway.grpc.status import code_of
-from services.gateway.mailbox import ClientGone
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.readers.mailbox import ClientGone
 from services.gateway.rest import log_failure
 from services.gateway.settings import GatewaySettings
 from shared.errors import InvalidRequest

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 import msgspec
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from services.gateway import validation
 from services.gateway.auth.principal import Principal
 from services.gateway.backend import Backend
 from services.gateway.batches.operations import MOST
@@ -18,6 +17,7 @@ from services.gateway.grpc import requests
 from services.gateway.grpc.call import Call
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.refusals import missing
+from services.gateway.requests import validation
 from shared.batches import BatchJob
 from shared.errors import InvalidRequest
 

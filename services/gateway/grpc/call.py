@@ -10,7 +10,7 @@ from services.gateway.grpc.framing import MessageReader
 from services.gateway.grpc.headers import RESPONSE, Headers
 from services.gateway.grpc.http2 import Connection
 from services.gateway.grpc.status import trailers
-from services.gateway.mailbox import Mailbox
+from services.gateway.readers.mailbox import Mailbox
 
 
 class Peer(Protocol):

@@ -2,12 +2,12 @@
 
 import msgspec
 
-from services.gateway import cursor
-from services.gateway.build import Context
 from services.gateway.errors import InvalidParameter
 from services.gateway.grpc.call import Call
+from services.gateway.readers import cursor
+from services.gateway.requests.build import Context
+from services.gateway.requests.validation import check_background, check_idempotency_key, check_session_id
 from services.gateway.settings import GatewaySettings
-from services.gateway.validation import check_background, check_idempotency_key, check_session_id
 
 _NEED_KEY = (
     "Invalid '{}': a call goes on with a generation only under the idempotency key that began it; send that too, or "

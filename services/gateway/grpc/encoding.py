@@ -9,11 +9,11 @@ A property test holds these bytes against the generated classes.
 import base64
 from collections.abc import Iterable, Sequence
 
-from services.gateway.formats import Choice, Usage
 from services.gateway.grpc.generated import inference_pb2 as pb
-from services.gateway.run import Chunk
-from services.gateway.text_output import Output, Piece, ScoredToken
-from services.gateway.tokenization import Tokenizer
+from services.gateway.readers.run import Chunk
+from services.gateway.text.formats import Choice, Usage
+from services.gateway.text.text_output import Output, Piece, ScoredToken
+from services.gateway.text.tokenization import Tokenizer
 from services.gateway.tools.calls import CallDelta
 from shared.messages import TokenEntry
 

@@ -3,7 +3,6 @@
 import msgspec
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from services.gateway import cursor, validation
 from services.gateway.backend import Backend
 from services.gateway.errors import InvalidParameter
 from services.gateway.grpc import requests
@@ -14,7 +13,9 @@ from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.requests import EmbedView, EventView, decode
 from services.gateway.grpc.server import Method
 from services.gateway.grpc.session import CHAT, GENERATE, ChatSession, send_events
-from services.gateway.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.readers import cursor
+from services.gateway.requests import validation
+from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.settings import GatewaySettings
 from shared.messages import ModelCard
 

@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
-from services.gateway.answer import Answer
-from services.gateway.embeddings import EmbeddingRequest
 from services.gateway.errors import InvalidParameter
-from services.gateway.formats import Format
 from services.gateway.grpc.encoding import EmbedFormat, EventFormat, TokenOutput
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.refusals import missing
 from services.gateway.grpc.tools import calls_of, choice_of, format_of, tools_of
-from services.gateway.runs import output_of
-from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
-from services.gateway.text_output import Output
-from services.gateway.tokenization import Tokenizer
-from services.gateway.vectors import VectorOutput
+from services.gateway.life.answer import Answer
+from services.gateway.readers.runs import output_of
+from services.gateway.requests.embeddings import EmbeddingRequest
+from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
+from services.gateway.text.formats import Format
+from services.gateway.text.text_output import Output
+from services.gateway.text.tokenization import Tokenizer
+from services.gateway.text.vectors import VectorOutput
 from shared.messages import GenerationRequest
 
 MessageT = TypeVar("MessageT", bound=Protobuf)

@@ -15,8 +15,8 @@ from services.gateway.grpc.call import Call
 from services.gateway.grpc.frames import Limits, Stream
 from services.gateway.grpc.headers import Headers, refusal
 from services.gateway.grpc.http2 import Connection
-from services.gateway.mailbox import ClientGone
-from services.gateway.validation import check_request_id
+from services.gateway.readers.mailbox import ClientGone
+from services.gateway.requests.validation import check_request_id
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
 
 log = structlog.get_logger(__name__)

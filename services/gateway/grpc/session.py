@@ -15,9 +15,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from services.gateway import cursor
 from services.gateway.backend import Backend
-from services.gateway.build import Context
 from services.gateway.errors import InvalidParameter
 from services.gateway.grpc import requests
 from services.gateway.grpc.call import Call
@@ -26,11 +24,13 @@ from services.gateway.grpc.encoding import field
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.requests import EventView, decode
 from services.gateway.grpc.status import status_message
-from services.gateway.mailbox import ClientGone, Mailbox
+from services.gateway.readers import cursor
+from services.gateway.readers.mailbox import ClientGone, Mailbox
+from services.gateway.readers.run import Run
+from services.gateway.requests.build import Context
+from services.gateway.requests.validation import check_background, check_idempotency_key, check_session_id
 from services.gateway.rest import log_failure
-from services.gateway.run import Run
 from services.gateway.settings import GatewaySettings
-from services.gateway.validation import check_background, check_idempotency_key, check_session_id
 from shared.errors import DeadlineExceeded, QueueFull
 
 REFUSED = b"\x28\x01"

@@ -6,7 +6,7 @@ from typing import Any
 from services.gateway.errors import InvalidParameter
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.refusals import missing, schema_in
-from services.gateway.structured_fields import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from services.gateway.requests.structured_fields import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from services.gateway.tools.schemas import (
     AllowedTools,
     CalledFunction,

@@ -7,9 +7,8 @@ less than the server does would be found by `make fuzz`.
 from services.gateway.batches.constraints import constrain_batches
 from services.gateway.openapi.extra_constraints import TOKEN, constrain_extras, constrain_others
 from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow, refuse
-from services.gateway.responses.constraints import constrain_responses
-from services.gateway.schemas import NEUTRAL, NEUTRAL_IN_MESSAGE
-from services.gateway.validation import (
+from services.gateway.requests.schemas import NEUTRAL, NEUTRAL_IN_MESSAGE
+from services.gateway.requests.validation import (
     MAX_BIAS,
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -19,6 +18,7 @@ from services.gateway.validation import (
     RANGES,
     ROLES,
 )
+from services.gateway.responses.constraints import constrain_responses
 
 REQUESTS = ("ChatCompletionRequest", "CompletionRequest")
 """Components to which the tables of `validation.py` apply."""

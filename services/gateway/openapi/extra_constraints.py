@@ -1,9 +1,9 @@
 """What the checks of `extra_fields.py`, embeddings and tokens enforce beyond types, written into the schemas."""
 
-from services.gateway import extra_fields
-from services.gateway.embeddings import MAX_INPUTS
 from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow
-from services.gateway.validation import MAX_CHOICES
+from services.gateway.requests import extra_fields
+from services.gateway.requests.embeddings import MAX_INPUTS
+from services.gateway.requests.validation import MAX_CHOICES
 
 TOKEN: Schema = {"type": "integer", "minimum": 0}
 LAST_TOKENS: Schema = {

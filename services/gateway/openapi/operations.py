@@ -1,12 +1,12 @@
 """The operations of chat, completions, models and generations, and of what every service answers."""
 
 from services.gateway.console.cluster import ClusterState
-from services.gateway.embeddings import EmbeddingRequest
 from services.gateway.openapi import parameters, shapes
 from services.gateway.openapi.operation import GENERATING, TEXT, Operation
+from services.gateway.requests.embeddings import EmbeddingRequest
+from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.rest import Model
 from services.gateway.rest_generations import Cancelled
-from services.gateway.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.tokenizing import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from shared.telemetry import Health
 

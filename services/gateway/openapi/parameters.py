@@ -3,7 +3,7 @@
 from typing import Any
 
 from services.gateway.openapi.operation import Parameter
-from services.gateway.validation import IDEMPOTENCY_KEY, REQUEST_ID
+from services.gateway.requests.validation import IDEMPOTENCY_KEY, REQUEST_ID
 
 MAX_SECONDS = "x-max-seconds"
 """Stands in a schema for the gateway's own limit, which the document fills in."""

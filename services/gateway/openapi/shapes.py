@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.formats import Usage
-from services.gateway.reading import GenerationState as GenerationState
+from services.gateway.readers.reading import GenerationState as GenerationState
 from services.gateway.rest import Model
+from services.gateway.text.formats import Usage
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.validation import check_range
 from services.gateway.responses.schemas import (
     NEUTRAL,
     NEUTRAL_IN_TOOL,
@@ -10,7 +11,6 @@ from services.gateway.responses.schemas import (
     ReasoningOptions,
     ResponseRequest,
 )
-from services.gateway.validation import check_range
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")

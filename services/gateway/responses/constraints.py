@@ -1,6 +1,7 @@
 """What the checks of responses enforce beyond types, written into the schemas of their requests."""
 
 from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow, only, refuse
+from services.gateway.requests.validation import MAX_LOGPROBS
 from services.gateway.responses.checks import (
     IDENTIFIER,
     INCLUDABLE,
@@ -9,7 +10,6 @@ from services.gateway.responses.checks import (
     METADATA_VALUE,
 )
 from services.gateway.responses.schemas import NEUTRAL
-from services.gateway.validation import MAX_LOGPROBS
 
 TRUNCATION = (None, "auto", "disabled")
 REASONING = {"summary": (), "generate_summary": (), "context": ("auto",), "mode": ("standard",)}

@@ -15,7 +15,6 @@ gateway, and `starting_after` n goes on exactly.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from services.gateway.formats import Usage
 from services.gateway.responses.items import Item
 from services.gateway.responses.shape import INCOMPLETE, ItemStatus, ResponseShape, Status
 from services.gateway.responses.writing import (
@@ -25,7 +24,8 @@ from services.gateway.responses.writing import (
     ReasoningWriting,
     Writing,
 )
-from services.gateway.text_output import ScoredToken
+from services.gateway.text.formats import Usage
+from services.gateway.text.text_output import ScoredToken
 
 
 class Event(NamedTuple):

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 
 from services.gateway.errors import InvalidParameter, RouteError
-from services.gateway.identity import PREFIXES
+from services.gateway.life.identity import PREFIXES
 from services.gateway.responses.items import Item, Reference, identity_in
 from services.gateway.responses.lookup import Found, ResponseLookup
 

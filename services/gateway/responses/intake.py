@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from services.gateway.identity import new_identity
+from services.gateway.life.identity import new_identity
+from services.gateway.readers.run import Run
+from services.gateway.requests.schemas import ChatCompletionRequest
+from services.gateway.requests.validation import check_streamed, decode
 from services.gateway.responses.checks import check_input_fields, check_request, unsupported
 from services.gateway.responses.history import History
 from services.gateway.responses.items import Item, droppable, read_input
 from services.gateway.responses.making import MakeResponse
 from services.gateway.responses.schemas import InputFields, InputTokensRequest, ResponseRequest
 from services.gateway.responses.translation import chat_request, renamed
-from services.gateway.run import Run
-from services.gateway.schemas import ChatCompletionRequest
 from services.gateway.settings import GatewaySettings
-from services.gateway.validation import check_streamed, decode
 from shared.errors import ContextLengthExceeded
 
 if TYPE_CHECKING:
-    from services.gateway.build import Context
+    from services.gateway.requests.build import Context
 
 
 class Chat(Protocol):

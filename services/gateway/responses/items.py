@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.validation import decode
 from services.gateway.responses.schemas import (
     AnyItem,
     FunctionCallItem,
@@ -23,7 +24,6 @@ from services.gateway.responses.schemas import (
     Part,
     ReasoningItem,
 )
-from services.gateway.validation import decode
 
 Item = dict[str, Any]
 """As it is listed: JSON."""

@@ -7,9 +7,9 @@ import asyncio
 
 import structlog
 
-from services.gateway.answer import Answer
-from services.gateway.answers import Answers
-from services.gateway.reading import Reading
+from services.gateway.life.answer import Answer
+from services.gateway.life.answers import Answers
+from services.gateway.readers.reading import Reading
 from services.gateway.responses.kept import stored_of
 from services.gateway.responses.store import ResponseStore
 from shared.errors import RyzansteinError

@@ -4,8 +4,8 @@ import asyncio
 
 import msgspec
 
-from services.gateway.answer import Answer
-from services.gateway.generation import Deliver, Generation, Limits
+from services.gateway.life.answer import Answer
+from services.gateway.life.generation import Deliver, Generation, Limits
 from shared.errors import Unavailable, error_from_code
 from shared.messages import TokenEntry
 from shared.records import StoredResponse

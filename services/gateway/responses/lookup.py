@@ -15,18 +15,18 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.answer import Answer
-from services.gateway.answers import Answers
 from services.gateway.catalog import Catalog
 from services.gateway.errors import RouteError
-from services.gateway.identity import PREFIXES, parse
-from services.gateway.reading import Reading
+from services.gateway.life.answer import Answer
+from services.gateway.life.answers import Answers
+from services.gateway.life.identity import PREFIXES, parse
+from services.gateway.readers.reading import Reading
+from services.gateway.readers.run import Run
+from services.gateway.readers.runs import new_run
 from services.gateway.responses.keeper import ResponseKeeper
 from services.gateway.responses.kept import StoreOwner, answer_of
 from services.gateway.responses.store import ResponseStore
-from services.gateway.run import Run
-from services.gateway.runs import new_run
-from services.gateway.tokenizer_store import TokenizerStore
+from services.gateway.text.tokenizer_store import TokenizerStore
 from shared.records import GenerationRecord, StoredResponse
 
 _PREFIX = PREFIXES["responses"]

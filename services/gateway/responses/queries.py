@@ -6,9 +6,9 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.validation import check_range
 from services.gateway.responses.checks import check_include, unsupported
 from services.gateway.responses.items import Item
-from services.gateway.validation import check_range
 
 PAGE = 20
 """Items of a page where no limit is given, as OpenAI has it."""

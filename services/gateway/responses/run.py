@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from services.gateway.answer import Answer
 from services.gateway.errors import InvalidParameter, status_of
+from services.gateway.life.answer import Answer
 from services.gateway.metrics import ModelMetrics
+from services.gateway.readers.run import Chunk, Owner, Run
 from services.gateway.responses.events import Event, ResponseEvents
 from services.gateway.responses.shape import ResponseShape
-from services.gateway.run import Chunk, Owner, Run
-from services.gateway.text_output import Output, Piece
-from services.gateway.tokenization import Tokenizer
+from services.gateway.text.text_output import Output, Piece
+from services.gateway.text.tokenization import Tokenizer
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
 
 if TYPE_CHECKING:
-    from services.gateway.formats import Format
+    from services.gateway.text.formats import Format
 
 _json = msgspec.json.Encoder()
 

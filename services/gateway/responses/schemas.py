@@ -1,6 +1,6 @@
 """Bodies of /v1/responses, as OpenAI defines them (API reference, "Responses").
 
-As in `services/gateway/schemas.py` fields that this server does not have are declared too, so that they can
+As in `services/gateway/requests/schemas.py` fields that this server does not have are declared too, so that they can
 be refused by name.
 """
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.schemas import StreamOptions
+from services.gateway.requests.schemas import StreamOptions
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

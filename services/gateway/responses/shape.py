@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.formats import Usage
 from services.gateway.responses.items import Item
-from services.gateway.text_output import ScoredToken
-from services.gateway.tokenization import Tokenizer
+from services.gateway.text.formats import Usage
+from services.gateway.text.text_output import ScoredToken
+from services.gateway.text.tokenization import Tokenizer
 from shared.records import GenerationRecord
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]

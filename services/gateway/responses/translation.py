@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.schemas import ChatCompletionRequest
+from services.gateway.requests.validation import decode
 from services.gateway.responses.checks import wants_logprobs
 from services.gateway.responses.items import Item, chat_messages
 from services.gateway.responses.schemas import NEUTRAL_IN_TOOL, InputFields, ResponseRequest
-from services.gateway.schemas import ChatCompletionRequest
-from services.gateway.validation import decode
 from shared.errors import ContextLengthExceeded
 
 _NAMES = {

@@ -9,7 +9,7 @@ from services.gateway.tools.depth import DEEPEST, too_deep
 from services.gateway.tools.schemas import FunctionDefinition, Tool, ToolCall, ToolChoice, ToolName
 
 if TYPE_CHECKING:
-    from services.gateway.schemas import ChatCompletionRequest, Message
+    from services.gateway.requests.schemas import ChatCompletionRequest, Message
 
 MAX_TOOLS = 128
 MAX_NAME = 64

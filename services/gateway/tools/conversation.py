@@ -18,7 +18,7 @@ from services.gateway.tools.schemas import FunctionDefinition
 from services.gateway.tools.traits import Traits
 
 if TYPE_CHECKING:
-    from services.gateway.schemas import Message
+    from services.gateway.requests.schemas import Message
 
 _NINE = re.compile(r"[a-zA-Z0-9]{9}")
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.structured import Wanted, grammar_of_schema
+from services.gateway.requests.structured import Wanted, grammar_of_schema
 from services.gateway.tools.forms import NO_PARAMETERS
 from services.gateway.tools.grammar import (
     Calling,

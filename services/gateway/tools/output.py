@@ -4,7 +4,7 @@ What the parser holds back depends on the tokens alone, as with stop strings (`c
 many tokens in silence goes on within a call exactly where another stood.
 """
 
-from services.gateway.text_output import Piece, ScoredToken, TextOutput
+from services.gateway.text.text_output import Piece, ScoredToken, TextOutput
 from services.gateway.tools.calls import CallNumbering
 from services.gateway.tools.families import FAMILIES
 from services.gateway.tools.parser import Parser

@@ -21,7 +21,7 @@ from shared.messages import ModelCard
 from shared.records import Parsing
 
 if TYPE_CHECKING:
-    from services.gateway.schemas import ChatCompletionRequest
+    from services.gateway.requests.schemas import ChatCompletionRequest
 
 AUTO = "auto"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

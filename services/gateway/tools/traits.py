@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.chat_template import ChatTemplate
+from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.tools.families import family_of, reasoning_of, variant_of
 
 _TOOL, _ARGUMENT, _VALUE, _RESULT = "probe_tool", "probe_argument", "probe_value", "probe_result"

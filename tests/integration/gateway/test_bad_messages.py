@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from websockets.asyncio.client import connect as websocket
 
-from services.gateway.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing
 

@@ -304,7 +304,7 @@ async def test_what_has_run_for_long_is_found_by_the_list(
         answers = gateway.service.work.answers
         assert heirs is not None
         assert answers is not None
-        monkeypatch.setattr("services.gateway.heirs.LISTED_AFTER", 0.0)
+        monkeypatch.setattr("services.gateway.life.heirs.LISTED_AFTER", 0.0)
         await heirs.write_list()
         lists = await Bucket.open(bus, subjects.UNFINISHED_BUCKET, Unfinished)
         entry = await lists.get(gateway.service.instance)

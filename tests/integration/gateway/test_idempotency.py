@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.gateway.generations import SWEEP_INTERVAL
+from services.gateway.life.generations import SWEEP_INTERVAL
 from shared import subjects
 from shared.config import CommonSettings
 from shared.records import Idempotency
@@ -75,7 +75,7 @@ async def test_a_log_that_takes_long_to_read_is_not_forgotten_meanwhile(
         await read_sources(*given)
 
     monkeypatch.setattr(answers, "read_sources", slowly)
-    monkeypatch.setattr("services.gateway.answer.KEPT", 2 * SWEEP_INTERVAL)
+    monkeypatch.setattr("services.gateway.life.answer.KEPT", 2 * SWEEP_INTERVAL)
     async with gateway.http() as http, other.http() as elsewhere:
         posts = [asyncio.create_task(http.post(CHAT, json=BODY, headers=KEY))]
         await until(lambda: ring.requests)
@@ -161,8 +161,8 @@ async def test_a_failed_request_frees_its_key(nats_settings: CommonSettings, rin
 async def test_a_key_whose_gateway_died_before_it_wrote_the_record(
     gateway: RunningGateway, ring: FakeRing
 ) -> None:
-    from services.gateway.idempotency import entry_name, fingerprint
-    from services.gateway.identity import new_identity
+    from services.gateway.life.idempotency import entry_name, fingerprint
+    from services.gateway.life.identity import new_identity
 
     async with gateway.http() as http:
         sent = http.build_request("POST", CHAT, json=BODY, headers=KEY)

@@ -7,7 +7,7 @@ import pytest
 from nats.js.api import StreamConfig
 from nats.js.client import JetStreamContext
 
-from services.gateway.consumer import TokenConsumer
+from services.gateway.life.consumer import TokenConsumer
 from shared import subjects
 from shared.bus import Bus
 from shared.journal import JournalReader

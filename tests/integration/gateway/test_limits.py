@@ -11,8 +11,8 @@ import pytest
 from websockets.asyncio.client import connect
 
 from services.gateway.auth.principal import Principal
-from services.gateway.build import Context
 from services.gateway.limits.limiter import Limiter
+from services.gateway.requests.build import Context
 from services.gateway.settings import GatewaySettings
 from shared import subjects
 from shared.bus import Bus

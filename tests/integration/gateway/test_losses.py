@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.generations import IDLE_MARGIN, Generations
+from services.gateway.life.generations import IDLE_MARGIN, Generations
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings

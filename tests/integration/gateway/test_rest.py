@@ -7,8 +7,8 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.sampling import seed_of_choice
-from services.gateway.sessions import cache_key
+from services.gateway.requests.sampling import seed_of_choice
+from services.gateway.requests.sessions import cache_key
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, stub_card, until

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway import identity
-from services.gateway.answer import KEPT, Answer, followed_answer, requests_of
-from services.gateway.generation import Limits
+from services.gateway.life import identity
+from services.gateway.life.answer import KEPT, Answer, followed_answer, requests_of
+from services.gateway.life.generation import Limits
 from shared.messages import GenerationRequest, SamplingParams
 from shared.records import GenerationRecord
 

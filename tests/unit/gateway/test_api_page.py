@@ -17,7 +17,7 @@ def kinds(root: type[errors.RyzansteinError]) -> set[str]:
 
 
 def codes() -> set[str]:
-    source = "".join(path.read_text() for path in (ROOT / "services" / "gateway").glob("*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "services" / "gateway").rglob("*.py"))
     reasons = set(re.findall(r'reason="(\w+)"', source))
     ranges = {
         f"{kind}_{side}_value" for kind in ("integer", "decimal") for side in ("below_min", "above_max")

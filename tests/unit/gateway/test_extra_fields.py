@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.gateway.chat_template import ChatTemplate, TemplateOptions
 from services.gateway.errors import InvalidParameter
-from services.gateway.extra_fields import template_options
-from services.gateway.schemas import ChatCompletionRequest, Message
+from services.gateway.requests.extra_fields import template_options
+from services.gateway.requests.schemas import ChatCompletionRequest, Message
+from services.gateway.text.chat_template import ChatTemplate, TemplateOptions
 from services.gateway.tools.traits import Traits
 
 TEMPLATE = ChatTemplate(

@@ -14,9 +14,9 @@ from openai.types.chat import (
 )
 from openai.types.chat import completion_create_params as chat_create_params
 
-from services.gateway import validation
 from services.gateway.errors import InvalidParameter
-from services.gateway.schemas import (
+from services.gateway.requests import validation
+from services.gateway.requests.schemas import (
     NEUTRAL,
     NEUTRAL_IN_MESSAGE,
     ChatCompletionRequest,

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway import cursor
-from services.gateway.answer import Answer, merged, requests_of
 from services.gateway.errors import InvalidParameter
-from services.gateway.generation import Decision, Deliver, Generation, Limits
-from services.gateway.records import _parts
-from services.gateway.run import Chunk, Run
-from services.gateway.runs import new_run
-from services.gateway.tokenization import ModelTokenizer
+from services.gateway.life.answer import Answer, merged, requests_of
+from services.gateway.life.generation import Decision, Deliver, Generation, Limits
+from services.gateway.life.records import _parts
+from services.gateway.readers import cursor
+from services.gateway.readers.run import Chunk, Run
+from services.gateway.readers.runs import new_run
+from services.gateway.text.tokenization import ModelTokenizer
 from shared.errors import RyzansteinError
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
 from shared.records import GenerationRecord

@@ -15,16 +15,16 @@ from services.gateway.errors import (
     headers_of,
     status_of,
 )
-from services.gateway.formats import CompletionFormat, Usage
 from services.gateway.http_io import EventStream
-from services.gateway.losses import Losses
-from services.gateway.mailbox import ClientGone, Event, Mailbox
+from services.gateway.life.losses import Losses
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.sampling import max_tokens, sampling_params, seed_of_choice
-from services.gateway.schemas import ChatCompletionRequest, CompletionRequest, Message
-from services.gateway.sessions import cache_key, conversation_key
-from services.gateway.text_output import Piece, ScoredToken
-from services.gateway.tokenization import ModelTokenizer
+from services.gateway.readers.mailbox import ClientGone, Event, Mailbox
+from services.gateway.requests.sampling import max_tokens, sampling_params, seed_of_choice
+from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest, Message
+from services.gateway.requests.sessions import cache_key, conversation_key
+from services.gateway.text.formats import CompletionFormat, Usage
+from services.gateway.text.text_output import Piece, ScoredToken
+from services.gateway.text.tokenization import ModelTokenizer
 from shared import errors
 from shared.messages import ModelCard, TokenEntry, TokenLogprobs
 from tests.unit.gateway.tiny_tokenizer import tiny_files

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.stop_strings import StopStrings
+from services.gateway.text.stop_strings import StopStrings
 
 letters = st.text("ab", max_size=40)
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway import structured, validation
 from services.gateway.errors import InvalidParameter
-from services.gateway.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.structured import Grammars, grammar_of_choices, grammar_of_schema, wanted_by
+from services.gateway.requests import structured, validation
+from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.requests.structured import Grammars, grammar_of_choices, grammar_of_schema, wanted_by
 from shared.errors import QueueFull
 from shared.grammars import ANY_OBJECT, MAX_BYTES
 from shared.messages import Grammar

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.text_output import TextOutput
-from services.gateway.tokenization import ModelTokenizer, StubTokenizer
+from services.gateway.text.text_output import TextOutput
+from services.gateway.text.tokenization import ModelTokenizer, StubTokenizer
 from shared.messages import FinishReason, TokenEntry, TokenLogprobs
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.token_stream import TokenStream
+from services.gateway.life.token_stream import TokenStream
 from shared.messages import FinishReason, TokenEntry, TokenLogprobs
 
 

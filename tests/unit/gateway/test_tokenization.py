@@ -3,7 +3,7 @@
 import pytest
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.tokenization import LONG_TEXT, ModelTokenizer, StubTokenizer
+from services.gateway.text.tokenization import LONG_TEXT, ModelTokenizer, StubTokenizer
 from shared.errors import InternalError
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.gateway.errors import InvalidParameter, RequestTimeout
 from services.gateway.files.multipart import MultipartForm
-from services.gateway.mailbox import ClientGone
+from services.gateway.readers.mailbox import ClientGone
 
 
 def scope(content_type: str = "multipart/form-data; boundary=XyZ") -> dict[str, Any]:

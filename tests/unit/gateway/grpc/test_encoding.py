@@ -5,12 +5,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.formats import Choice, Usage
 from services.gateway.grpc.encoding import EventFormat, TokenOutput, field, varint
 from services.gateway.grpc.generated import inference_pb2 as pb
-from services.gateway.run import Chunk
-from services.gateway.text_output import Piece, ScoredToken, TextOutput
-from services.gateway.tokenization import StubTokenizer
+from services.gateway.readers.run import Chunk
+from services.gateway.text.formats import Choice, Usage
+from services.gateway.text.text_output import Piece, ScoredToken, TextOutput
+from services.gateway.text.tokenization import StubTokenizer
 from services.gateway.tools.calls import CallDelta
 from shared.messages import TokenEntry, TokenLogprobs
 

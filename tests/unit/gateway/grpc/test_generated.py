@@ -8,7 +8,7 @@ from services.gateway.backend import Backend
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.inference import Inference
 from services.gateway.grpc.requests import chat_request, completion_request
-from services.gateway.schemas import GenerationFields
+from services.gateway.requests.schemas import GenerationFields
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.grpc.generate import GENERATED, generate
 

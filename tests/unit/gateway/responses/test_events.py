@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.answer import Answer
 from services.gateway.errors import InvalidParameter
-from services.gateway.generation import Generation
+from services.gateway.life.answer import Answer
+from services.gateway.life.generation import Generation
+from services.gateway.readers.run import Chunk, Run
+from services.gateway.readers.runs import new_run
 from services.gateway.responses.kept import StoreOwner, answer_of, stored_of
-from services.gateway.run import Chunk, Run
-from services.gateway.runs import new_run
 from shared.errors import RingLost, Unavailable
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
 from shared.records import GenerationRecord, Parsing, ResponseRecord, StoredResponse

@@ -17,10 +17,10 @@ from openai.types.responses import (
 from openai.types.shared_params import reasoning
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.schemas import StreamOptions
 from services.gateway.responses import schemas
 from services.gateway.responses.checks import check_input_fields, check_request
 from services.gateway.responses.schemas import NEUTRAL, InputTokensRequest, ResponseRequest
-from services.gateway.schemas import StreamOptions
 
 PAGE = (Path(__file__).parents[4] / "docs" / "responses.md").read_text()
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.structured import wanted_by
+from services.gateway.requests.validation import check_chat, decode
 from services.gateway.responses.checks import check_request
 from services.gateway.responses.items import Item, chat_messages, droppable, read_input
 from services.gateway.responses.schemas import ResponseRequest
 from services.gateway.responses.translation import chat_request, renamed, shown_fields
-from services.gateway.structured import wanted_by
 from services.gateway.tools.plan import plan_of
 from services.gateway.tools.traits import Traits
-from services.gateway.validation import check_chat, decode
 from shared.errors import ContextLengthExceeded
 from shared.messages import ModelCard
 

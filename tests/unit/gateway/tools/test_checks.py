@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway import validation
 from services.gateway.errors import InvalidParameter
-from services.gateway.schemas import ChatCompletionRequest
+from services.gateway.requests import validation
+from services.gateway.requests.schemas import ChatCompletionRequest
 from services.gateway.tools.checks import Asked, asked_of
 from services.gateway.tools.depth import DEEPEST, too_deep
 from services.gateway.tools.parameters import types_of

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.schemas import ChatCompletionRequest
-from services.gateway.structured import Wanted, wanted_by
+from services.gateway.requests.schemas import ChatCompletionRequest
+from services.gateway.requests.structured import Wanted, wanted_by
 from services.gateway.tools.demand import demanded, schemas_of
 from services.gateway.tools.plan import plan_of
 from services.gateway.tools.traits import traits_of

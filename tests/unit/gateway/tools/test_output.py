@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway import cursor
-from services.gateway.answer import Answer
-from services.gateway.runs import new_run
+from services.gateway.life.answer import Answer
+from services.gateway.readers import cursor
+from services.gateway.readers.runs import new_run
 from services.gateway.tools.calls import call_id
 from shared.bus import encode
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs

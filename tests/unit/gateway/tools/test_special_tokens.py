@@ -4,7 +4,7 @@ import json
 
 from tokenizers import AddedToken, Tokenizer
 
-from services.gateway.tokenization import ModelTokenizer
+from services.gateway.text.tokenization import ModelTokenizer
 from services.gateway.tools.families import markers_of
 from shared.records import Parsing
 from tests.unit.gateway.tiny_tokenizer import tiny_files

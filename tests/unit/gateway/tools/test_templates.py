@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from services.gateway.chat_template import ChatTemplate
 from services.gateway.errors import InvalidParameter
-from services.gateway.schemas import ChatCompletionRequest
+from services.gateway.requests.schemas import ChatCompletionRequest
+from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.tools.families import FAMILIES
 from services.gateway.tools.parser import Parser
 from services.gateway.tools.plan import ChatPlan, plan_of

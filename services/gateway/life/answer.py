@@ -1,0 +1,187 @@
+"""A client's generation as one gateway knows it: its record, its choices, and who listens. Pure.
+
+    submitted here ──▶ owned ◀──claimed── followed ◀── found by its id, another gateway's
+                         │ └────yielded────▶ │
+    nobody listens for `linger`: cancelled   nobody reads it here: forgotten
+
+Its owner decides about it. Times are seconds of a monotonic clock.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from services.gateway.life.generation import Generation, Limits
+from services.gateway.life.identity import PREFIXES
+from services.gateway.requests.sampling import seed_of_choice
+from shared.messages import GenerationRequest
+from shared.records import GenerationRecord
+
+KEPT = 2.0
+"""Seconds that a generation which nobody reads here stays at hand, when it need not."""
+
+
+class Reservation(Protocol):
+    """What an answer takes of its owner's limits."""
+
+    async def begin(self, tokens: int) -> None:
+        """Raises `RateLimited`."""
+        ...
+
+    def end(self, tokens: int) -> None:
+        """It has come to so many tokens."""
+        ...
+
+
+class Answer:
+    """What clients know under one id. Readers are counted by those who attach them."""
+
+    __slots__ = (
+        "admission",
+        "consumers",
+        "generations",
+        "listened_until",
+        "may_cost",
+        "owned",
+        "owner",
+        "quiet_since",
+        "readers",
+        "record",
+        "silent_asks",
+        "watched",
+    )
+
+    def __init__(
+        self,
+        record: GenerationRecord,
+        generations: Sequence[Generation],
+        *,
+        owner: str,
+        owned: bool,
+        now: float,
+    ) -> None:
+        self.record = record
+        self.generations = generations
+        self.owned = owned
+        self.owner = owner
+        """The instance that looks after it."""
+        self.consumers: list[str] = [record.requests[0].consumer]
+        """Instances whose token subjects have parts of its log, in order."""
+        self.readers = 0
+        self.quiet_since = now
+        """When the last reader here left."""
+        self.listened_until = 0.0
+        """Until when another gateway has said that it listens."""
+        self.silent_asks = 0
+        """How often its owner has not answered in a row."""
+        self.watched = False
+        """Whether it is read here for its stop strings' sake, by no client."""
+        self.admission: Reservation | None = None
+        """What it has taken of its owner's limits, where it began here."""
+        self.may_cost = 0
+        """Tokens that it may come to."""
+
+    @property
+    def identity(self) -> str:
+        return self.record.identity
+
+    @property
+    def public_id(self) -> str:
+        return PREFIXES[self.record.endpoint] + self.record.identity
+
+    @property
+    def ended(self) -> bool:
+        return all(generation.ended for generation in self.generations)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a choice ended with an error or was cancelled: unless a stop string had ended its text
+        before, a repeat of the request is a new one."""
+        return any(item.error is not None for item in self.generations)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a client can come back to it: it has seen the id, or has a key that leads there."""
+        return self.record.stream or bool(self.record.idempotency) or self.record.background > 0
+
+    def linger(self, grace: float) -> float:
+        """Seconds that it goes on while nobody listens."""
+        if not self.resumable:
+            return 0.0
+        return self.record.background or grace
+
+    def forsaken(self, now: float, grace: float) -> bool:
+        """Whether nobody has listened for as long as it may go on so. Only its owner asks."""
+        if self.readers or now < self.listened_until:
+            return False
+        return now - max(self.quiet_since, self.listened_until) >= self.linger(grace)
+
+    def forgettable(self, now: float) -> bool:
+        """Whether nothing is lost here when it is dropped."""
+        if self.readers or now - self.quiet_since < KEPT:
+            return False
+        return self.ended or not self.owned
+
+    @property
+    def cost(self) -> int:
+        """Tokens that it has come to: each prompt once, however many choices share it."""
+        prompts = {id(item.request.prompt): len(item.request.prompt) for item in self.generations}
+        return sum(prompts.values()) + sum(len(item.tokens) for item in self.generations)
+
+    def limits(self) -> list[int]:
+        """Output tokens of each choice at most."""
+        return [generation.request.max_tokens for generation in self.generations]
+
+
+def requests_of(record: GenerationRecord) -> list[GenerationRequest]:
+    """The request of every choice, from a record that is whole."""
+    if record.choices == 1:
+        return list(record.requests)
+    return [
+        _request_of_choice(request, record.identity, prompt * record.choices + choice, choice)
+        for prompt, request in enumerate(record.requests)
+        for choice in range(record.choices)
+    ]
+
+
+def _request_of_choice(
+    request: GenerationRequest, identity: str, index: int, choice: int
+) -> GenerationRequest:
+    params = request.sampling
+    if choice:
+        params = msgspec.structs.replace(params, seed=seed_of_choice(params.seed, choice))
+    return msgspec.structs.replace(request, generation_id=f"{identity}-{index}", sampling=params)
+
+
+def followed_answer(
+    record: GenerationRecord,
+    limits: Limits,
+    *,
+    owner: str,
+    now: float,
+    now_unix: float,
+) -> Answer:
+    """An answer of another gateway, with its generations, from a record that is whole.
+
+    Its attempts count as handed in when the record was made: a loss that was heard of since then is theirs.
+    """
+    generations = []
+    for index, request in enumerate(requests_of(record)):
+        generation = Generation(request, index, limits, now=now, started_at=record.created, followed=True)
+        age = max(0.0, now_unix - record.created)
+        generation.attempt_at = now - age
+        generation.ends_at -= age
+        generations.append(generation)
+    return Answer(record, generations, owner=owner, owned=False, now=now)
+
+
+def merged(parts: Sequence[GenerationRecord]) -> GenerationRecord | None:
+    """The whole record of its parts, in any order, some of them twice perhaps; None while some are missing."""
+    by_prompt = {
+        part.first_prompt + offset: request for part in parts for offset, request in enumerate(part.requests)
+    }
+    if not parts or len(by_prompt) < parts[0].prompts:
+        return None
+    requests = [by_prompt[prompt] for prompt in sorted(by_prompt)]
+    return msgspec.structs.replace(parts[0], first_prompt=0, requests=requests)

@@ -1,0 +1,406 @@
+"""The life of one generation, decided without I/O: entries, losses and time in, decisions out.
+
+received ──▶ queued ──▶ dispatched ──▶ running ──▶ finished | failed | cancelled
+               ▲            │             │
+               └── recovering ◀───────────┘         attempt + 1, prompt plus the tokens so far
+
+A generation that another gateway looks after is *followed*: its log is read here all the same, newer
+attempts are taken as they come, and nothing is decided about it until it is taken over.
+"""
+
+import enum
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from services.gateway.life.token_stream import TokenStream
+from shared.errors import RingLost, RyzansteinError, Unavailable, error_from_code
+from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
+
+State = Literal[
+    "received", "queued", "dispatched", "running", "recovering", "finished", "failed", "cancelled"
+]
+Deliver = Callable[[int, TokenEntry | RyzansteinError], None]
+
+SLICE = 256
+"""Tokens of one entry when a reader is given what there is already."""
+MAX_GAP_REPLAYS = 5
+"""Replays that may leave a gap open: the journal is written a moment after the live message."""
+
+
+class Decision(enum.Enum):
+    """What the shell has to do now."""
+
+    NOTHING = enum.auto()
+    REPLAY = enum.auto()
+    """Read the journal: tokens are missing, or have not come for too long."""
+    RECOVER = enum.auto()
+    """Hand the request in again."""
+    REJECT = enum.auto()
+    """Tell the ring that sent the entry to end this attempt: it is not the one that is listened to."""
+    EXPIRE = enum.auto()
+    """Nobody produced a token in time: end it with an error."""
+    ENDED = enum.auto()
+    """Forget it; the client has been told."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bounds of a generation's life."""
+
+    max_attempts: int
+    """Times that a request is handed in again."""
+    token_timeout: float
+    """Seconds without a new token after which the generation has failed."""
+    stall: float
+    """Seconds without anything new from the ring after which the journal is read; doubles each time."""
+    whole: float = 0.0
+    """Seconds that it may take in all; 0: any time. The batch lane has a clock of its own."""
+
+
+class Generation:
+    """One choice of a client's request. Times are seconds of a monotonic clock, `started_at` is unix time."""
+
+    __slots__ = (
+        "_behind",
+        "_end_came_alone",
+        "_gap_replays",
+        "_limits",
+        "_readers",
+        "_rejected",
+        "_stall",
+        "attempt_at",
+        "cached_tokens",
+        "ends_at",
+        "epoch",
+        "error",
+        "finish",
+        "followed",
+        "group",
+        "heard_at",
+        "index",
+        "intake_sequence",
+        "last_progress",
+        "own_since",
+        "request",
+        "scores",
+        "sources",
+        "started_at",
+        "state",
+        "stream",
+        "tokens",
+        "vector",
+    )
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        index: int,
+        limits: Limits,
+        *,
+        now: float,
+        started_at: float,
+        followed: bool = False,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self._limits = limits
+        self._readers: list[Deliver] = []
+        self.followed = followed
+        self.state: State = "queued" if followed else "received"
+        self.stream = TokenStream()
+        self.tokens: list[int] = []
+        self.scores: list[TokenLogprobs] | None = [] if request.sampling.logprobs >= 0 else None
+        """Log probabilities of `tokens`, where they were asked for."""
+        self.finish: FinishReason = ""
+        self._end_came_alone = False
+        """Whether `finish` came behind the last tokens: with them it says more of the last one."""
+        self.vector = b""
+        """Of a request to embed."""
+        self.error: RyzansteinError | None = None
+        self.sources: tuple[str, ...] = ()
+        """Other gateways whose token subjects have a part of the log."""
+        self.own_since = float("inf") if followed else started_at
+        """Unix seconds since when the log may be on this gateway's token subject."""
+        self.cached_tokens = 0
+        self.group = ""
+        """The ring whose entry of the current attempt came first; empty while none has come."""
+        self.epoch = 0
+        self.heard_at = now
+        """When that ring last sent something new."""
+        self.intake_sequence = 0
+        """Where the request stands in the intake stream."""
+        self.started_at = started_at
+        self.attempt_at = now
+        """When the current attempt was handed in."""
+        self.last_progress = now
+        self.ends_at = now + limits.whole if limits.whole and request.lane != "batch" else float("inf")
+        """By when it has to be over."""
+        self._stall = limits.stall
+        self._gap_replays = 0
+        self._behind = False
+        """Whether a newer attempt speaks already, and tokens of the older one are missing."""
+        self._rejected: set[tuple[str, int, int]] = set()
+
+    @property
+    def id(self) -> str:
+        return self.request.generation_id
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("finished", "failed", "cancelled")
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it has been handed in and no ring has said that it has it."""
+        return self.state == "queued" and not self.group and not self.followed
+
+    @property
+    def may_be_queued(self) -> bool:
+        """Whether it is batch work whose first attempt no ring has spoken of: that may wait for long."""
+        first = self.request.lane == "batch" and not self.stream.attempt
+        return first and self.unheard and not self.stream.ended and not self._behind
+
+    # --- readers ---------------------------------------------------------------------------------
+
+    def attach(self, deliver: Deliver) -> None:
+        """`deliver` gets the whole log: what there is at once, and the rest as it comes."""
+        tokens, finish = self.tokens, "" if self._end_came_alone else self.finish
+        for begin in range(0, len(tokens), SLICE):
+            end = begin + SLICE
+            last = finish if end >= len(tokens) else ""
+            scores = None if self.scores is None else self.scores[begin:end]
+            part = TokenEntry(self.id, self.stream.attempt, begin, tokens[begin:end], last, scores)
+            deliver(self.index, part)
+        if self._end_came_alone:
+            last_word = TokenEntry(
+                self.id, self.stream.attempt, len(tokens), [], self.finish, vector=self.vector
+            )
+            deliver(self.index, last_word)
+        if self.error is not None:
+            deliver(self.index, self.error)
+        if not self.ended:
+            self._readers.append(deliver)
+
+    def detach(self, deliver: Deliver) -> None:
+        """Undoes `attach`."""
+        if deliver in self._readers:
+            self._readers.remove(deliver)
+
+    def _deliver(self, news: TokenEntry | RyzansteinError) -> None:
+        for deliver in self._readers:
+            deliver(self.index, news)
+
+    # --- what happens to it ----------------------------------------------------------------------
+
+    def queued(self, sequence: int) -> None:
+        """The intake stream has stored the current attempt's request as number `sequence`."""
+        self.intake_sequence = sequence
+        if self.state in ("received", "recovering"):
+            self.state = "queued"
+
+    def on_entry(self, group: str, epoch: int, entry: TokenEntry, now: float) -> Decision:
+        """An entry of this generation has come, live or from the journal.
+
+        An attempt can reach two rings (a reply or an acknowledgement that was lost). Their tokens need not
+        be the same, so the ring whose entry comes first has the attempt, and the other's change nothing.
+        """
+        if self.ended:
+            return Decision.NOTHING
+        if self.followed and entry.attempt > self.stream.attempt and not self._follow_attempt(entry):
+            return Decision.REPLAY
+        if entry.attempt != self.stream.attempt or (
+            self.group and (group, epoch) != (self.group, self.epoch)
+        ):
+            return self._on_foreign(group, epoch, entry)
+        self._seen_in(group, epoch, entry, now)
+        had_gap = self.stream.gap
+        for fresh in self.stream.accept(entry):
+            self.last_progress, self.heard_at, self._stall = now, now, self._limits.stall
+            if fresh.tokens or fresh.finish in ("stop", "length"):
+                self.state = "running"
+                self.tokens += fresh.tokens
+                if self.scores is not None:
+                    self.scores += fresh.logprobs or ()
+                if fresh.finish in ("stop", "length"):
+                    self.finish, self._end_came_alone = fresh.finish, not fresh.tokens
+                    self.vector = fresh.vector
+                self._deliver(fresh)
+            if fresh.finish:
+                return self._on_finish(group, fresh)
+        if self.stream.gap:
+            return Decision.NOTHING if had_gap else Decision.REPLAY
+        self._gap_replays = 0
+        return Decision.NOTHING
+
+    def on_group_lost(self, group: str, epoch: int) -> Decision:
+        """The ring's life `epoch` of `group`, and all before it, are over."""
+        lost = not self.ended and self.group == group and self.epoch <= epoch
+        return Decision.RECOVER if lost else Decision.NOTHING
+
+    def on_replayed(self, now: float, *, idle: bool) -> Decision:
+        """The journal has been read to its newest frame.
+
+        `idle`: the ring has had no work at all since it was last heard here. Then an end was lost on the way
+        into the journal, which leaves no gap to see.
+        """
+        if self.ended:
+            return Decision.NOTHING
+        if self.followed and self._complete():
+            return Decision.ENDED
+        if self.stream.gap or self._behind:
+            self._gap_replays += 1
+            return Decision.RECOVER if self._gap_replays > MAX_GAP_REPLAYS else Decision.REPLAY
+        if idle and self.group:
+            return Decision.RECOVER
+        if self._stalled(now):
+            self._stall *= 2
+        return Decision.NOTHING
+
+    def on_time(self, now: float) -> Decision:
+        """To be asked now and then. A request that waits in the queue has nothing in the journal."""
+        if self.ended:
+            return Decision.NOTHING
+        if now - self.last_progress >= self._limits.token_timeout or self.overdue(now):
+            return Decision.EXPIRE
+        return Decision.REPLAY if self._stalled(now) else Decision.NOTHING
+
+    def overdue(self, now: float) -> bool:
+        """Whether it has taken longer than it may; its owner decides."""
+        return now >= self.ends_at and not self.followed
+
+    # --- what is done to it ----------------------------------------------------------------------
+
+    def next_attempt(self, now: float, deadline: float) -> GenerationRequest | None:
+        """The request to hand in again, or None when it has ended instead. `deadline` is unix time."""
+        if self._complete():
+            return None
+        attempt = self.stream.attempt + 1
+        if attempt > self._limits.max_attempts:
+            self.fail(
+                RingLost(
+                    f"The executor group was lost {attempt} times while it worked on this request; "
+                    "try again later.",
+                    retry_after=5,
+                )
+            )
+            return None
+        self.stream.restart(attempt)
+        self.state = "recovering"
+        self.group, self.epoch = "", 0
+        self.last_progress = self.heard_at = self.attempt_at = now
+        self._stall, self._gap_replays = self._limits.stall, 0
+        self.request = msgspec.structs.replace(
+            self.request, generated=list(self.tokens), attempt=attempt, lane="recovery", deadline=deadline
+        )
+        return self.request
+
+    def fail(self, error: RyzansteinError) -> None:
+        """Ends it with `error`."""
+        if not self.ended:
+            self.state, self.error = "failed", error
+            self._deliver(error)
+
+    def cancel(self, error: RyzansteinError | None = None) -> None:
+        """Ends it because nobody wants more of it; readers that there are all the same get `error`."""
+        if not self.ended:
+            self.state, self.error = "cancelled", error
+            if error is not None:
+                self._deliver(error)
+
+    def dismiss(self, error: RyzansteinError) -> None:
+        """Its readers get `error`; the generation goes on."""
+        self._deliver(error)
+
+    def take_over(self, consumer: str, now: float, now_unix: float) -> Decision:
+        """From now on this gateway, which reads as `consumer`, looks after it: what was left undone is decided.
+
+        A request of which no ring has spoken may never have reached the queue; handed in once more it is
+        another attempt, and the older one is rejected where it does appear.
+        """
+        if not self.followed:
+            return Decision.NOTHING
+        self.followed, self.own_since = False, now_unix
+        self.request = msgspec.structs.replace(self.request, consumer=consumer)
+        self.last_progress = self.heard_at = now
+        if self.ended:
+            return Decision.NOTHING
+        return Decision.RECOVER if self.stream.ended or self._behind or self.unheard else Decision.NOTHING
+
+    def hand_over(self) -> None:
+        """Another gateway looks after it now."""
+        self.followed = True
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _on_foreign(self, group: str, epoch: int, entry: TokenEntry) -> Decision:
+        """An entry of another attempt, or of another ring than the one that has the attempt.
+
+        Each such ring is rejected once. A later life of the same group says that ours is over.
+        """
+        if not group or self.followed or entry.attempt > self.stream.attempt:
+            return Decision.NOTHING
+        if entry.attempt == self.stream.attempt and group == self.group and epoch > self.epoch:
+            return Decision.RECOVER
+        ring = (group, epoch, entry.attempt)
+        if entry.finish or ring in self._rejected:
+            return Decision.NOTHING
+        self._rejected.add(ring)
+        return Decision.REJECT
+
+    def _follow_attempt(self, entry: TokenEntry) -> bool:
+        """A newer attempt than the one that was read speaks. False while tokens before it are missing.
+
+        Where it begins, the older one ends: what that has said behind there was read by nobody who counts,
+        unless a reader here has been given it.
+        """
+        position = entry.position
+        if position > self.stream.position:
+            self._behind = True
+            return False
+        if position < self.stream.position and not self._readers:
+            del self.tokens[position:]
+            if self.scores is not None:
+                del self.scores[position:]
+            self.stream.position = position
+        self._behind, self._gap_replays = False, 0
+        self.stream.restart(entry.attempt)
+        self.state, self.group, self.epoch = "queued", "", 0
+        return True
+
+    def _seen_in(self, group: str, epoch: int, entry: TokenEntry, now: float) -> None:
+        if group and not self.group:
+            self.group, self.epoch = group, epoch
+            self.heard_at, self._stall = now, self._limits.stall
+            if self.state in ("queued", "recovering", "received"):
+                self.state = "dispatched"
+        if entry.cached_tokens and not self.cached_tokens:
+            self.cached_tokens = min(entry.cached_tokens, len(self.request.prompt))
+
+    def _stalled(self, now: float) -> bool:
+        return bool(self.group) and now - self.heard_at >= self._stall
+
+    def _on_finish(self, group: str, entry: TokenEntry) -> Decision:
+        if entry.finish == "error" and entry.retryable and group:
+            return Decision.RECOVER
+        if entry.finish == "error":
+            self.fail(error_from_code(entry.error_code, entry.error or "The generation failed."))
+        elif entry.finish == "cancelled":
+            self.fail(Unavailable("The generation was cancelled; send the request again.", retry_after=1))
+            self.state = "cancelled"
+        else:
+            self.state = "finished"
+        return Decision.ENDED
+
+    def _complete(self) -> bool:
+        """Ends a generation of which only the last word is missing."""
+        reason: Literal["stop", "length", ""] = ""
+        if self.tokens and self.tokens[-1] in self.request.stop_token_ids:
+            reason = "stop"
+        elif len(self.tokens) >= self.request.max_tokens:
+            reason = "length"
+        if reason:
+            self.state, self.finish, self._end_came_alone = "finished", reason, True
+            end = TokenEntry(self.id, self.stream.attempt, len(self.tokens), [], finish=reason)
+            self._deliver(end)
+        return bool(reason)

@@ -1,0 +1,400 @@
+"""All generations in flight: handed in, followed, recovered, cancelled. The shell around `generation.py`."""
+
+import asyncio
+import functools
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from services.gateway.life.cancellations import Cancellations
+from services.gateway.life.consumer import TokenConsumer
+from services.gateway.life.generation import Decision, Generation
+from services.gateway.life.losses import Losses
+from services.gateway.life.queued import QueuedRequests
+from services.gateway.life.sources import Sources
+from services.gateway.life.suspects import Suspects
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings
+from shared import subjects
+from shared.bus import Bus
+from shared.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    NoGroupAvailable,
+    PayloadTooLarge,
+    QueueFull,
+    RyzansteinError,
+)
+from shared.messages import FinishReason, GenerationRequest, GroupEvent, TokenEntry, TokenFrame
+
+log = structlog.get_logger(__name__)
+
+SWEEP_INTERVAL = 0.25
+CLOCK_MARGIN = 5.0
+"""Seconds that two machines' clocks may differ by."""
+IDLE_MARGIN = 10.0
+"""Seconds by which a record must be later than an entry to know of it: its load may be of an older
+heartbeat, and its time is of the monitor's clock."""
+
+_intake = functools.lru_cache(maxsize=1024)(subjects.intake)
+
+
+class Rings(Protocol):
+    """What the groups' records say."""
+
+    def has_ready_group(self, model: str) -> bool:
+        """Whether some group could take a request for `model` now."""
+        ...
+
+    def idle_at(self, group: str, epoch: int) -> float:
+        """Unix seconds at which that ring was serving and had no work; 0 when it was not seen so last."""
+        ...
+
+
+class Generations:
+    """Every unfinished `Generation` that this gateway looks after or follows."""
+
+    def __init__(self, bus: Bus, consumer: str, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._bus = bus
+        self._consumer = consumer
+        self._settings = settings
+        self._metrics = metrics
+        self._by_id: dict[str, Generation] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._losses = Losses()
+        self._rings: Rings | None = None
+        self._stall_replay_at = float("-inf")
+        self._stopping = False
+        self.cancellations = Cancellations(bus)
+        self.tokens = TokenConsumer(
+            bus,
+            consumer,
+            on_frame=self.on_frame,
+            on_recorded=self._take,
+            replay_since=self._oldest,
+            on_replayed=lambda: self._on_replayed(""),
+            pending_frames=settings.pending_frames,
+        )
+        self.sources = Sources(self._open_source)
+        self.suspects = Suspects(bus, self.tokens.replayed, self._recover)
+        self._queued = QueuedRequests(bus, self._recover)
+        metrics.in_flight.set_function(lambda: float(len(self._by_id)))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    async def start(self, rings: Rings) -> None:
+        """Subscribes."""
+        self._rings = rings
+        await self.tokens.start()
+        await self._bus.subscribe(subjects.HEALTH_EVENTS, GroupEvent, self._on_group_event)
+
+    async def run(self) -> None:
+        """Looks after time-outs. Runs until it is cancelled."""
+        while not self._stopping:
+            await asyncio.sleep(SWEEP_INTERVAL)
+            self._sweep(time.monotonic())
+
+    async def stop(self) -> None:
+        """Waits until what was begun in the background is done."""
+        self._stopping = True
+        self.suspects.stop()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.cancellations.stop()
+        await self.sources.stop()
+        await self.tokens.stop()
+
+    # --- from clients ----------------------------------------------------------------------------
+
+    async def submit(self, generations: Sequence[Generation], *, insist: bool = False) -> None:
+        """Hands them in, durably. `insist`: where the broker does not say whether it has a request, the queue is
+        looked at; else that is an error, and whatever has come of it is cancelled.
+
+        Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
+        """
+        self.add(generations)
+        try:
+            if len(generations) == 1:
+                await self._hand_in(generations[0])
+            else:
+                await asyncio.gather(*(self._hand_in(item) for item in generations))
+        except RyzansteinError as error:
+            if not insist or not isinstance(error, BrokerUnavailable):
+                self.cancel(generations)
+                raise
+            for generation in generations:
+                if not generation.intake_sequence:
+                    generation.queued(0)
+                    self._look_for(generation)
+
+    def _look_for(self, generation: Generation) -> None:
+        """In the queue; it is handed in again unless it is there."""
+        if self._queued.add(generation):
+            self._spawn(self._queued.look())
+
+    def add(self, generations: Sequence[Generation]) -> None:
+        """From now on they get what is said of them. Raises `QueueFull`."""
+        if len(self._by_id) + len(generations) > self._settings.max_generations:
+            raise QueueFull(
+                f"The gateway has {len(self._by_id)} generations in flight and takes at most "
+                f"{self._settings.max_generations}; try again in a moment.",
+                retry_after=1,
+            )
+        for generation in generations:
+            self._by_id[generation.id] = generation
+
+    def forget(self, generations: Sequence[Generation]) -> None:
+        """They are another gateway's, and nobody reads them here any more."""
+        for generation in generations:
+            self._by_id.pop(generation.id, None)
+
+    def take_over(self, generations: Sequence[Generation]) -> None:
+        """They have been followed so far; from now on they are looked after here."""
+        now, now_unix = time.monotonic(), time.time()
+        for generation in generations:
+            decision = generation.take_over(self._consumer, now, now_unix)
+            if decision is Decision.RECOVER and generation.may_be_queued:
+                self._look_for(generation)
+            else:
+                self._act(generation, decision)
+        self._recover_lost(item for item in generations if not item.ended)
+
+    def conclude(
+        self, generation: Generation, error: RyzansteinError, finish: FinishReason = "error"
+    ) -> None:
+        """Writes an end that no ring has said into the log: whoever reads it later must not wait for more."""
+        entry = TokenEntry(
+            generation.id,
+            generation.stream.attempt + 1,
+            len(generation.tokens),
+            [],
+            finish,
+            error_code=error.code,
+            error=error.message,
+        )
+        self._spawn(self._write_end(TokenFrame("", 0, 0, [entry])))
+
+    async def _write_end(self, frame: TokenFrame) -> None:
+        try:
+            await self._bus.publish_durable(subjects.tokens(self._consumer), frame)
+        except RyzansteinError as error:
+            log.info("end_not_recorded", error=str(error))
+
+    async def _hand_in(self, generation: Generation) -> None:
+        request = generation.request
+        sequence = await self._bus.publish_durable(_intake(request.lane, request.model), request)
+        generation.queued(sequence)
+
+    def cancel(self, generations: Sequence[Generation], error: RyzansteinError | None = None) -> None:
+        """Ends those that have not ended, here and in the rings; at once here, soon there. Readers get `error`."""
+        for generation in generations:
+            self._by_id.pop(generation.id, None)
+            if not generation.ended:
+                generation.cancel(error)
+                self._metrics.cancelled.inc()
+                self.cancellations.cancel(generation)
+
+    # --- from rings and the journal --------------------------------------------------------------
+
+    def on_frame(self, frame: TokenFrame) -> None:
+        """A live frame has come; perhaps one of a ring that is known to be lost."""
+        touched = self._take(frame)
+        if self._losses.over_since(frame.group, frame.epoch) is not None:
+            self._recover_lost(touched)
+
+    def _take(self, frame: TokenFrame) -> list[Generation]:
+        """Gives the frame's entries to their generations; returns these."""
+        now = time.monotonic()
+        touched = []
+        for entry in frame.entries:
+            generation = self._by_id.get(entry.generation_id)
+            if generation is None:
+                continue
+            touched.append(generation)
+            decision = generation.on_entry(frame.group, frame.epoch, entry, now)
+            if decision is Decision.REJECT:
+                self.cancellations.end(frame.group, generation.id, entry.attempt)
+            elif decision is not Decision.NOTHING:
+                self._act(generation, decision)
+        return touched
+
+    def on_group_lost(self, group: str, epoch: int, model: str, at: float = 0.0) -> None:
+        """`epoch` of `group`, and all before it, are over: whatever was in it is handed in again.
+
+        `at`: the monitor's time of the news, 0 where it is not known.
+        """
+        if not self._losses.lost(group, epoch, at=at, now=time.monotonic()):
+            return
+        for generation in list(self._by_id.values()):
+            self._act(generation, generation.on_group_lost(group, epoch))
+        self.suspects.add(
+            item for item in self._by_id.values() if item.unheard and item.request.model == model
+        )
+
+    def on_group_alive(self, group: str, epoch: int, at: float = 0.0) -> None:
+        """`epoch` of `group` is at work, even if it was given up before."""
+        self._losses.alive(group, epoch, at=at)
+
+    async def _on_group_event(self, event: GroupEvent) -> None:
+        if event.kind == "down":
+            self.on_group_lost(event.group, event.epoch, event.model, event.at)
+        elif event.kind == "up":
+            self.on_group_alive(event.group, event.epoch, event.at)
+
+    def _recover_lost(self, generations: Iterable[Generation]) -> None:
+        """Those that a late frame, or their owner's end, has bound to a ring which is over.
+
+        A ring that has taken what was handed in after its loss lives, whatever is said of it: to hand in once
+        more would spend the attempts on the very same ring.
+        """
+        for generation in generations:
+            if generation.followed:
+                continue
+            group, epoch = generation.group, generation.epoch
+            over_since = self._losses.over_since(group, epoch) if group else None
+            if over_since is None:
+                continue
+            if generation.attempt_at > over_since:
+                self._losses.alive(group, epoch)
+            else:
+                self._act(generation, generation.on_group_lost(group, epoch))
+
+    def _open_source(self, name: str) -> TokenConsumer:
+        return TokenConsumer(
+            self._bus,
+            name,
+            on_frame=self.on_frame,
+            on_recorded=self._take,
+            replay_since=lambda: self._oldest_of(name),
+            on_replayed=lambda: self._on_replayed(name),
+            pending_frames=self._settings.pending_frames,
+        )
+
+    def _oldest(self) -> float | None:
+        return self._counted(generation.own_since for generation in self._by_id.values())
+
+    def _oldest_of(self, source: str) -> float | None:
+        return self._counted(item.started_at for item in self._by_id.values() if source in item.sources)
+
+    def _counted(self, since: Iterable[float]) -> float | None:
+        oldest = min(since, default=float("inf"))
+        if oldest == float("inf"):
+            return None
+        self._metrics.replays.inc()
+        return oldest - CLOCK_MARGIN
+
+    def _on_replayed(self, source: str) -> None:
+        """The journal of that other gateway, or of this one (empty), has been read to its newest frame."""
+        now = time.monotonic()
+        for generation in list(self._by_id.values()):
+            if (source not in generation.sources) if source else generation.followed:
+                continue
+            self._act(generation, generation.on_replayed(now, idle=self._idle(generation, now)))
+        self._recover_lost(list(self._by_id.values()))
+
+    def _idle(self, generation: Generation, now: float) -> bool:
+        """Whether the generation's ring has been without work since it was last heard."""
+        if not generation.group or self._rings is None:
+            return False
+        heard_at = time.time() - (now - generation.heard_at)
+        return self._rings.idle_at(generation.group, generation.epoch) > heard_at + IDLE_MARGIN
+
+    # --- what a decision means -------------------------------------------------------------------
+
+    def _sweep(self, now: float) -> None:
+        """Asks each generation. One reading of the journal serves all that have stalled, so it is done
+        once per stall time-out at most."""
+        stalled = []
+        for generation in list(self._by_id.values()):
+            decision = generation.on_time(now)
+            if decision is Decision.REPLAY:
+                stalled.append(generation)
+            else:
+                self._act(generation, decision)
+        if stalled and now - self._stall_replay_at >= self._settings.stall_timeout:
+            self._stall_replay_at = now
+            self.tokens.request_replay()
+            self.sources.request_replay({name for generation in stalled for name in generation.sources})
+
+    def _act(self, generation: Generation, decision: Decision) -> None:
+        if decision is Decision.REPLAY:
+            if not generation.followed:
+                self.tokens.request_replay()
+            self.sources.request_replay(generation.sources)
+        elif decision is Decision.RECOVER:
+            if not generation.followed:
+                self._recover(generation)
+        elif decision is Decision.EXPIRE:
+            self._expire(generation)
+        elif decision is Decision.ENDED:
+            self._by_id.pop(generation.id, None)
+
+    def _recover(self, generation: Generation) -> None:
+        deadline = time.time() + self._settings.token_timeout
+        lost, attempt = generation.group, generation.stream.attempt
+        if lost and not generation.stream.ended:  # it may live: a false alarm, or only its frames are lost
+            self.cancellations.end(lost, generation.id, attempt)
+        request = generation.next_attempt(time.monotonic(), deadline)
+        if request is None:
+            self._by_id.pop(generation.id, None)
+            if generation.error is not None:
+                self.conclude(generation, generation.error)
+            return
+        self._metrics.recoveries.inc()
+        log.info(
+            "recovering",
+            generation=generation.id,
+            request_id=request.request_id,
+            group=lost,
+            attempt=request.attempt,
+            tokens=len(request.generated),
+        )
+        self._spawn(self._hand_in_again(generation, request))
+
+    async def _hand_in_again(self, generation: Generation, request: GenerationRequest) -> None:
+        """Tries for as long as the broker is away and the generation waits for this attempt."""
+        while not generation.ended and generation.request is request:
+            try:
+                await self._hand_in(generation)
+            except BrokerUnavailable:
+                await asyncio.sleep(SWEEP_INTERVAL)
+            except PayloadTooLarge as error:
+                generation.fail(error)
+                self.conclude(generation, error)
+                self._by_id.pop(generation.id, None)
+                return
+            else:
+                return
+
+    def _expire(self, generation: Generation) -> None:
+        seconds, model = self._settings.token_timeout, generation.request.model
+        error: RyzansteinError
+        if generation.overdue(time.monotonic()):
+            whole = self._settings.request_timeout
+            error = DeadlineExceeded(
+                f"The generation took longer than {whole:g} s; ask for fewer tokens (max_tokens)."
+            )
+        elif generation.tokens or (self._rings is not None and self._rings.has_ready_group(model)):
+            error = DeadlineExceeded(f"No token came within {seconds:g} s; try again later.", retry_after=5)
+        else:
+            error = NoGroupAvailable(
+                f"No executor group for the model '{model}' was ready within {seconds:g} s; try again later.",
+                retry_after=5,
+            )
+        generation.fail(error)
+        self._by_id.pop(generation.id, None)
+        if not generation.followed:
+            self.cancellations.cancel(generation)
+            self.conclude(generation, error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("background_work_failed", error=str(error))

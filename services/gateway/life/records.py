@@ -1,0 +1,163 @@
+"""Records of generations in the journal: written before a client sees the first byte, found by their id.
+
+    request ─┐                    ┌─ intake.<lane>.<model>          one publish per choice
+    request ─┼─ one turn of the ──┤
+    request ─┘  event loop        └─ records.<writer>.<second>      one publish for all
+
+While one publish is under way the next records gather, so the busier the gateway is, the less a record
+costs. Nobody waits for it but the first byte of the answer, which has a ring to wait for anyhow.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from services.gateway.life.answer import merged
+from services.gateway.life.identity import Place, place
+from shared import subjects
+from shared.broker_errors import BROKER_ERRORS, broker_error
+from shared.bus import Bus, encode
+from shared.errors import PayloadTooLarge, RyzansteinError
+from shared.journal import recorded
+from shared.records import GenerationRecord
+
+log = structlog.get_logger(__name__)
+
+BATCH_BYTES = 256 << 10
+"""Bytes of records in one message, unless one record alone has more."""
+ROOM = 1024
+"""Bytes of a message that are not records."""
+SLOTS_AT_ONCE = 8
+"""Readings of the journal at a time."""
+
+
+class _Batch:
+    """Records on their way to one subject."""
+
+    def __init__(self, slot: str) -> None:
+        self.slot = slot
+        self.payloads: list[msgspec.Raw] = []
+        self.size = 0
+        self.stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class RecordWriter:
+    """Writes the records of one gateway."""
+
+    def __init__(self, bus: Bus, writer: str) -> None:
+        self._bus = bus
+        self._writer = writer
+        self._batches: list[_Batch] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def write(self, record: GenerationRecord) -> "asyncio.Future[None]":
+        """Begins to store `record`; what is returned is done when the journal has it, or fails with
+        `BrokerUnavailable`. Raises `PayloadTooLarge`."""
+        limit = self._bus.max_payload - ROOM
+        slot = place(record.identity).slot
+        for payload in _parts(record, limit):
+            batch = self._batch(slot, len(payload))
+            batch.payloads.append(msgspec.Raw(payload))
+            batch.size += len(payload)
+        if self._task is None:
+            self._task = asyncio.create_task(self._send())
+        return batch.stored
+
+    def _batch(self, slot: str, size: int) -> _Batch:
+        last = self._batches[-1] if self._batches else None
+        if last is None or last.slot != slot or last.size + size > BATCH_BYTES:
+            last = _Batch(slot)
+            self._batches.append(last)
+        return last
+
+    async def stop(self) -> None:
+        """Waits until everything is stored, or has failed."""
+        if self._task is not None:
+            await self._task
+
+    async def _send(self) -> None:
+        while self._batches:
+            batch = self._batches.pop(0)
+            message = {"records": batch.payloads}
+            try:
+                await self._bus.publish_durable(subjects.records(self._writer, batch.slot), message)
+            except RyzansteinError as error:
+                log.warning("records_not_stored", error=str(error), records=len(batch.payloads))
+                batch.stored.set_exception(error)
+                batch.stored.exception()  # a client that has gone does not ask
+            else:
+                batch.stored.set_result(None)
+        self._task = None
+
+
+def _parts(record: GenerationRecord, limit: int) -> list[bytes]:
+    """`record` in as few encoded parts as fit into messages of `limit` bytes. Raises `PayloadTooLarge`."""
+    payload = encode(record)
+    if len(payload) <= limit:
+        return [payload]
+    half = len(record.requests) // 2
+    if not half:
+        raise PayloadTooLarge(
+            f"The request has {len(payload):,} bytes on the way and NATS takes at most {limit:,}; "
+            "shorten it, or raise max_payload of the NATS server."
+        )
+    first = record.first_prompt
+    parts = ((record.requests[:half], first), (record.requests[half:], first + half))
+    return [
+        part
+        for requests, begin in parts
+        for part in _parts(msgspec.structs.replace(record, requests=requests, first_prompt=begin), limit)
+    ]
+
+
+class RecordReader:
+    """Finds records. Look-ups of the same second of the same gateway share one reading."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._waiting: dict[Place, list[tuple[str, asyncio.Future[GenerationRecord | None]]]] = {}
+        self._gate = asyncio.Semaphore(SLOTS_AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def find(self, identity: str) -> GenerationRecord | None:
+        """The whole record, or None when the journal has none (any more). Raises `BrokerUnavailable`."""
+        spot = place(identity)
+        found: asyncio.Future[GenerationRecord | None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.get(spot)
+        if waiting is None:
+            self._waiting[spot] = [(identity, found)]
+            task = asyncio.create_task(self._read(spot))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            waiting.append((identity, found))
+        return await found
+
+    async def _read(self, spot: Place) -> None:
+        async with self._gate:
+            waiting = self._waiting.pop(spot)
+            wanted = {identity for identity, _ in waiting}
+            try:
+                records = await self.collect(spot.writer, spot.slot, 0.0, wanted.__contains__)
+            except BROKER_ERRORS as error:
+                for _, found in waiting:
+                    if not found.done():
+                        found.set_exception(broker_error("read the records of generations", error))
+                return
+        for identity, found in waiting:
+            if not found.done():
+                found.set_result(records.get(identity))
+
+    async def collect(
+        self, writer: str, slot: str, since: float, wanted: Callable[[str], bool]
+    ) -> dict[str, GenerationRecord]:
+        """Whole records by identity. Raises `BROKER_ERRORS`."""
+        parts: dict[str, list[GenerationRecord]] = {}
+        async for message in recorded(self._bus, writer, slot, since):
+            for record in message.records:
+                if wanted(record.identity):
+                    parts.setdefault(record.identity, []).append(record)
+        whole = ((identity, merged(some)) for identity, some in parts.items())
+        return {identity: record for identity, record in whole if record is not None}

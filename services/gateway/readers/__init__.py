@@ -1,0 +1,1 @@
+"""How an answer is read: from any position, by any number of connections."""

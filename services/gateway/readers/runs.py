@@ -1,0 +1,113 @@
+"""From an answer to a `Run` that reads it: from its beginning, or from where a client stands."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from services.gateway.life.answer import Answer
+from services.gateway.metrics import ModelMetrics
+from services.gateway.readers.run import Owner, Run
+from services.gateway.responses.run import ResponseRun
+from services.gateway.text.formats import ChatFormat, CompletionFormat, Format
+from services.gateway.text.shown import Shown
+from services.gateway.text.text_output import Output, TextOutput
+from services.gateway.text.tokenization import Tokenizer
+from services.gateway.text.vectors import VectorFormat, VectorOutput
+from services.gateway.tools.families import markers_of
+from services.gateway.tools.output import ParsedOutput
+from shared.messages import GenerationRequest
+from shared.records import GenerationRecord
+
+
+class View(Protocol):
+    """How a reader sees answers that are not shown in the format of the endpoint that began them."""
+
+    def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format: ...
+
+    def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output: ...
+
+
+def new_run(
+    answer: Answer,
+    tokenizer: Tokenizer,
+    answers: Owner,
+    *,
+    metrics: ModelMetrics | None = None,
+    after: Sequence[int] | None = None,
+    view: View | None = None,
+) -> Run:
+    """`metrics`: where its tokens are counted, None for what was counted before. `after`: the client's
+    positions; None: it has seen nothing. `view`: None for the format of its endpoint."""
+    if view is not None:
+        seen = [view.output(answer, generation.request, tokenizer) for generation in answer.generations]
+        seen_as = view.shape(answer, tokenizer)
+        return Run(answer, seen, seen_as, answers, metrics, after=after, as_recorded=False)
+    record = answer.record
+    if record.endpoint == "embeddings":
+        vectors = VectorFormat(record.requests[0].model, as_base64=record.base64)
+        inputs = [VectorOutput(record.dimensions) for _ in answer.generations]
+        return Run(answer, inputs, vectors, answers, metrics, after=after)
+    if record.endpoint == "responses":
+        output = output_of(answer, record.requests[0], tokenizer)
+        return ResponseRun(answer, output, tokenizer, answers, metrics, after=after)
+    shape = _shape(record, tokenizer)
+    outputs = [output_of(answer, generation.request, tokenizer) for generation in answer.generations]
+    return Run(answer, outputs, shape, answers, metrics, after=after)
+
+
+def output_of(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
+    """The text of one choice as its record wants it, with what is not text taken out of it."""
+    record = answer.record
+    chat = record.endpoint != "completions"
+    detokenizer = tokenizer.detokenizer(
+        [] if chat and not record.continues else request.prompt,  # a chat's answer begins a text
+        skip_special_tokens=record.skip_special_tokens,
+        keep=markers_of(record.parsing),
+    )
+    logprobs = request.sampling.logprobs >= 0
+    output = TextOutput(
+        detokenizer,
+        record.stop,
+        request.stop_token_ids,
+        logprobs=logprobs,
+        include_stop=record.include_stop,
+        min_tokens=request.sampling.min_tokens,
+    )
+    if record.parsing is None:
+        return output
+    return ParsedOutput(output, record.parsing, request.generation_id)
+
+
+def _shape(record: GenerationRecord, tokenizer: Tokenizer) -> Format:
+    """How a chat completion's answer, or a completion's, is shown."""
+    identity, model, created = record.identity, record.requests[0].model, int(record.created)
+    usage, fingerprint, tier = record.include_usage, record.fingerprint, record.service_tier
+    if record.endpoint == "chat.completions":
+        return ChatFormat(
+            identity,
+            model,
+            created,
+            tokenizer,
+            include_usage=usage,
+            parsing=record.parsing,
+            fingerprint=fingerprint,
+            service_tier=tier,
+        )
+    shape = CompletionFormat(
+        identity,
+        model,
+        created,
+        tokenizer,
+        include_usage=usage,
+        fingerprint=fingerprint,
+        service_tier=tier,
+    )
+    return _shown(shape, record, tokenizer) if record.best or record.echo else shape
+
+
+def _shown(shape: Format, record: GenerationRecord, tokenizer: Tokenizer) -> Shown:
+    prompts = [request.prompt for request in record.requests]
+
+    def text(prompt: int) -> str:
+        return tokenizer.decode(prompts[prompt], skip_special_tokens=True)
+
+    return Shown(shape, record.choices, record.best, record.hide_logprobs, text if record.echo else None)

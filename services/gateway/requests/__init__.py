@@ -1,0 +1,1 @@
+"""From a request's body to its generations: decoded, checked, tokenized."""

@@ -1,0 +1,197 @@
+"""From a checked, tokenized request to its generations and the `Run` that reads them."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import structlog
+
+from services.gateway.auth.principal import ANONYMOUS, Principal
+from services.gateway.errors import InvalidParameter
+from services.gateway.life.answer import Answer, requests_of
+from services.gateway.life.answers import Answers
+from services.gateway.life.generation import Generation
+from services.gateway.life.identity import new_identity
+from services.gateway.limits.limiter import Admission
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.readers.run import Run
+from services.gateway.readers.runs import View, new_run
+from services.gateway.requests import extra_fields, sampling, validation
+from services.gateway.requests.schemas import ChatCompletionRequest, GenerationFields
+from services.gateway.responses.making import MakeResponse
+from services.gateway.settings import GatewaySettings, limits_of
+from services.gateway.text.tokenization import Tokenizer
+from shared.errors import ContextLengthExceeded
+from shared.messages import GenerationRequest, Grammar, Lane, ModelCard
+from shared.records import GenerationRecord, Parsing
+
+UNNAMED_OUTPUT = 512
+"""Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
+
+log = structlog.get_logger(__name__)
+
+
+class Context(msgspec.Struct, frozen=True):
+    """What a request brings besides its body."""
+
+    request_id: str
+    session: str = ""
+    """The X-Session-ID header."""
+    background: float = 0.0
+    """Seconds for which the generation goes on while nobody listens; 0: for the short grace alone."""
+    key: str = ""
+    """The Idempotency-Key header."""
+    tenant: str = ""
+    """Whose request and idempotency keys these are: the principal's."""
+    after: Sequence[int] | None = None
+    """The Last-Event-ID header: where the client stands in what its key stands for."""
+    idempotency: str = ""
+    """The key's entry in the bucket `idempotency`."""
+    lane: Lane = "interactive"
+    deadline: float = math.inf
+    """Unix seconds until which the client waits."""
+    view: View | None = None
+    """How it wants to see the answer; None: in the format of its endpoint."""
+    principal: Principal = ANONYMOUS
+    answer_headers: dict[str, str] = {}
+    """Gets what the answer's head should say of limits, by the time that the answer begins."""
+    admission: Admission | None = None
+    """Set by the intake, where something is limited."""
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What every run is made with."""
+
+    settings: GatewaySettings
+    answers: Answers
+    metrics: GatewayMetrics
+
+
+class Build:
+    """The generations of one request. Choice c of prompt p has the index p * n + c, as in OpenAI's API."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        request: GenerationFields,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        context: Context,
+        session: str,
+        grammar: Grammar | None = None,
+        parsing: Parsing | None = None,
+        response: MakeResponse | None = None,
+        extras: extra_fields.Extras = extra_fields.Extras(),  # noqa: B008  # frozen
+    ) -> None:
+        """`parsing`: how a chat's text is taken apart; `response`: what the chat is inside of, if it is a
+        response. Raises `InvalidParameter`."""
+        self._extras = extras
+        self._parts = parts
+        self._request = request
+        self._card = card
+        self._tokenizer = tokenizer
+        self._context = context
+        self._session = session
+        self._grammar = grammar
+        self._parsing = parsing
+        self._chat = isinstance(request, ChatCompletionRequest)
+        self._sampling = sampling.sampling_params(request, card)
+        self._stop_ids = sampling.stop_token_ids(request, card)
+        self._stops = validation.stop_strings(request)
+        self._now, self._started_at = time.monotonic(), time.time()
+        self._response = response
+        self._identity = (
+            response.identity if response else new_identity(parts.answers.writer, self._started_at)
+        )
+
+    def run(self, prompts: Sequence[list[int]]) -> Run:
+        """Raises `InvalidParameter`, `ContextLengthExceeded`."""
+        parts, request, options = self._parts, self._request, self._request.stream_options
+        count = extra_fields.candidates(request)
+        record = GenerationRecord(
+            identity=self._identity,
+            endpoint=self._endpoint(),
+            created=self._started_at,
+            requests=[self._wire(index * count, prompt) for index, prompt in enumerate(prompts)],
+            choices=count,
+            prompts=len(prompts),
+            stop=self._stops,
+            skip_special_tokens=request.skip_special_tokens is not False,
+            stream=bool(request.stream),
+            include_usage=bool(options and options.include_usage),
+            background=self._context.background,
+            idempotency=self._context.idempotency,
+            tenant=self._context.tenant,
+            parsing=self._parsing,
+            response=self._response.record(self._sampling) if self._response else None,
+        )
+        record = extra_fields.noted(record, request, self._card)
+        if record.user:
+            log.info("generation_for", generation_id=self._identity, user=record.user)
+        settings = parts.settings
+        limits = limits_of(settings)
+        generations = [
+            Generation(wire, index, limits, now=self._now, started_at=self._started_at)
+            for index, wire in enumerate(requests_of(record))
+        ]
+        answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=self._now)
+        answer.admission, answer.may_cost = self._context.admission, self._may_cost(record)
+        metrics = parts.metrics.of_model(self._card.model)
+        return new_run(answer, self._tokenizer, parts.answers, metrics=metrics, view=self._context.view)
+
+    def _may_cost(self, record: GenerationRecord) -> int:
+        """Tokens that it may come to; where the client names no limit, what answers usually are."""
+        request = self._request
+        named = request.max_tokens or getattr(request, "max_completion_tokens", None)
+        most = record.requests[0].max_tokens if named else UNNAMED_OUTPUT
+        outputs = (min(most, item.max_tokens) * record.choices for item in record.requests)
+        return sum(len(item.prompt) for item in record.requests) + sum(outputs)
+
+    def _endpoint(self) -> Literal["chat.completions", "completions", "responses"]:
+        if self._response is not None:
+            return "responses"
+        return "chat.completions" if self._chat else "completions"
+
+    def _wire(self, index: int, prompt: list[int]) -> GenerationRequest:
+        """The request of choice 0 of a prompt."""
+        settings = self._parts.settings
+        if not prompt:
+            param = "messages" if self._chat else "prompt"
+            raise InvalidParameter(
+                f"Invalid '{param}': it resulted in no token; send at least one character.",
+                param=param,
+                reason="empty_prompt",
+            )
+        prompt = extra_fields.truncated(self._request, self._card, prompt)
+        if settings.prompt_limit and len(prompt) > settings.prompt_limit:
+            raise ContextLengthExceeded(
+                f"This server takes prompts of at most {settings.prompt_limit} tokens, and yours has {len(prompt)}; "
+                "shorten it.",
+                param="messages" if self._chat else "prompt",
+            )
+        limit = sampling.max_tokens(self._request, self._card, len(prompt), settings.default_max_tokens)
+        validation.check_min_tokens(self._request, limit)
+        wire = GenerationRequest(
+            generation_id=f"{self._identity}-{index}",
+            request_id=self._context.request_id,
+            model=self._card.model,
+            consumer=self._parts.answers.consumer,
+            prompt=prompt,
+            max_tokens=limit,
+            sampling=self._sampling,
+            stop_token_ids=self._stop_ids,
+            session=self._session,
+            lane=self._context.lane,
+            tenant=self._context.tenant,
+            deadline=self._deadline(),
+            grammar=self._grammar,
+        )
+        return extra_fields.applied(wire, self._request, self._card, self._extras)
+
+    def _deadline(self) -> float:
+        """Unix seconds until which a first token is of use. One that can be read later outlives its client."""
+        given = self._started_at + self._parts.settings.token_timeout
+        later = self._context.background or self._context.key
+        return given if later else min(given, self._context.deadline)

@@ -1,0 +1,105 @@
+"""From a request's fields and a model's defaults to what a ring needs to choose tokens."""
+
+import secrets
+from typing import Any
+
+from services.gateway.errors import InvalidParameter
+from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.requests.validation import check_token_ids
+from shared.errors import ContextLengthExceeded
+from shared.messages import ModelCard, SamplingParams
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: choices of neighbouring seeds do not coincide
+_UINT64 = (1 << 64) - 1
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions."""
+
+
+def sampling_params(request: GenerationFields, card: ModelCard) -> SamplingParams:
+    """Given fields, else the model's defaults, else OpenAI's. Raises `InvalidParameter`.
+
+    Without a seed in the request one is drawn, so that a continuation elsewhere draws the same tokens.
+    """
+    defaults = card.defaults
+    bias = request.logit_bias or {}
+    check_token_ids("logit_bias", list(bias), card.vocab_size)
+    return SamplingParams(
+        temperature=float(_first(request.temperature, defaults.get("temperature"), 1.0)),
+        top_k=max(0, int(_first(request.top_k, defaults.get("top_k"), 0))),
+        top_p=float(_first(request.top_p, defaults.get("top_p"), 1.0)),
+        min_p=float(_first(request.min_p, defaults.get("min_p"), 0.0)),
+        seed=secrets.randbits(64) if request.seed is None else request.seed & _UINT64,
+        repetition_penalty=float(_first(request.repetition_penalty, defaults.get("repetition_penalty"), 1.0)),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=bias,
+        logprobs=_logprobs(request),
+    )
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """The seed of choice `choice` of a request with n > 1: choice 0 has the request's own.
+
+    (seed + choice * 0x9E3779B97F4A7C15) mod 2**64, so that a client can reproduce any choice alone.
+    """
+    return (seed + choice * _SEED_STEP) & _UINT64
+
+
+def stop_token_ids(request: GenerationFields, card: ModelCard) -> list[int]:
+    """Tokens that end the generation. Raises `InvalidParameter`."""
+    given = request.stop_token_ids or []
+    check_token_ids("stop_token_ids", given, card.vocab_size)
+    return given if request.ignore_eos else [*card.eos_token_ids, *given]
+
+
+def max_tokens(request: GenerationFields, card: ModelCard, prompt_tokens: int, default: int) -> int:
+    """Output tokens at most. `default` 0: what the context leaves. Raises `ContextLengthExceeded`."""
+    room = card.context_length - prompt_tokens
+    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {card.context_length} tokens, and your {param} "
+            f"resulted in {prompt_tokens} tokens; shorten the {param}.",
+            param=param,
+        )
+    asked = _asked_tokens(request)
+    if asked is None and not isinstance(request, ChatCompletionRequest):
+        return min(COMPLETION_MAX_TOKENS, room)
+    if asked is None:
+        return min(default, room) if default else room
+    if asked > room:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {card.context_length} tokens, and you requested "
+            f"{prompt_tokens + asked} ({prompt_tokens} in the {param}, {asked} in the completion); "
+            f"reduce the {param} or max_tokens.",
+            param=param,
+        )
+    return asked
+
+
+def _asked_tokens(request: GenerationFields) -> int | None:
+    """`max_tokens` under either of its names. Raises `InvalidParameter` when the two disagree."""
+    asked = request.max_tokens
+    if not isinstance(request, ChatCompletionRequest) or request.max_completion_tokens is None:
+        return asked
+    if asked not in (None, request.max_completion_tokens):
+        raise InvalidParameter(
+            f"Invalid 'max_tokens': it is {asked} and 'max_completion_tokens' is "
+            f"{request.max_completion_tokens}; give one of the two, the latter preferably.",
+            param="max_tokens",
+            reason="invalid_value",
+        )
+    return request.max_completion_tokens
+
+
+def _logprobs(request: GenerationFields) -> int:
+    if isinstance(request, ChatCompletionRequest):
+        return (request.top_logprobs or 0) if request.logprobs else -1
+    if isinstance(request, CompletionRequest) and request.logprobs is not None:
+        return request.logprobs
+    return -1
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is given."""
+    return next(value for value in values if value is not None)

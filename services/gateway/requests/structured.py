@@ -1,0 +1,260 @@
+"""What of a request says how its answer's text must look, as a `Grammar`; and whether that grammar compiles.
+
+    response_format      text | json_object | json_schema        OpenAI
+    structured_outputs   json | regex | choice | grammar         vLLM
+    guided_json, guided_regex, guided_choice, guided_grammar     vLLM, older
+
+At most one of them. What cannot be held to the letter is refused: nothing of a schema is left out silently.
+"""
+
+import asyncio
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from services.gateway.errors import InvalidParameter
+from services.gateway.requests.schemas import GenerationFields
+from services.gateway.requests.structured_fields import (
+    GUIDED,
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from shared.errors import QueueFull
+from shared.grammar_check import GrammarCheck, Verdict
+from shared.grammars import ANY_OBJECT, MAX_BYTES
+from shared.messages import Grammar
+
+FORMATS = ("text", "json_object", "json_schema")
+SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+LONGEST_NAME = 64
+MOST_CHOICES = 1024
+KEPT_VERDICTS = 256
+MOST_WAITING = 64
+"""Grammars that nobody knows yet and that wait to be compiled; more are refused for the moment."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A grammar, and what the client calls it."""
+
+    grammar: Grammar
+    param: str
+    subject: str
+    """What is wrong when the grammar is."""
+
+
+def grammar_of_schema(schema: dict[str, Any]) -> Grammar:
+    """Any JSON text that `schema` (JSON Schema) allows, its properties in the order of the schema's."""
+    return Grammar("json_schema", msgspec.json.encode(schema).decode())
+
+
+def grammar_of_choices(choices: Sequence[str]) -> Grammar:
+    """One of these texts; none is empty."""
+    return Grammar("regex", "|".join(map(_literal, dict.fromkeys(choices))))
+
+
+def _literal(text: str) -> str:
+    """The regular expression of `text` alone."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def wanted_by(request: GenerationFields) -> Wanted | None:
+    """What `request` asks for; None: any text. Raises `InvalidParameter`."""
+    given = [name for name in ("response_format", "structured_outputs", *GUIDED) if _asks(request, name)]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidParameter(
+            f"Invalid '{given[1]}': the answer's form is given by '{given[0]}' already; send one of the two.",
+            param=given[1],
+            reason="invalid_value",
+        )
+    if request.min_tokens:
+        raise InvalidParameter(
+            f"Unsupported parameter: 'min_tokens' is not supported with '{given[0]}', which says where the text "
+            "may end; leave it out.",
+            param="min_tokens",
+            reason="unsupported_parameter",
+        )
+    [name] = given
+    value = getattr(request, name)
+    if isinstance(value, ResponseFormat):
+        wanted = _of_format(value, name)
+    elif isinstance(value, StructuredOutputs):
+        wanted = _of_outputs(value, name)
+    else:
+        wanted = _of_kind(name.removeprefix("guided_"), value, name)
+    _check_size(wanted)
+    return wanted
+
+
+def _asks(request: GenerationFields, name: str) -> bool:
+    value = getattr(request, name, None)
+    if isinstance(value, ResponseFormat):
+        if value.type not in FORMATS:
+            raise InvalidParameter(
+                f"Invalid value: '{value.type[:64]}'. Supported values are: 'text', 'json_object', and 'json_schema'.",
+                param=f"{name}.type",
+                reason="invalid_value",
+            )
+        return value.type != "text"
+    return value is not None
+
+
+def _of_format(value: ResponseFormat, param: str) -> Wanted:
+    if value.type == "json_object":
+        return Wanted(ANY_OBJECT, param, f"Invalid '{param}'")
+    if value.json_schema is None:
+        raise _missing(f"{param}.json_schema")
+    return wanted_schema(value.json_schema, param, f"{param}.json_schema")
+
+
+def wanted_schema(value: JsonSchemaFormat, param: str, path: str) -> Wanted:
+    """A named schema of a client, which stands at `path` in its request. Raises `InvalidParameter`."""
+    if len(value.name) > LONGEST_NAME:
+        raise InvalidParameter(
+            f"Invalid '{path}.name': string too long. Expected a string with maximum length {LONGEST_NAME}, but got "
+            f"a string with length {len(value.name)} instead.",
+            param=f"{path}.name",
+            reason="string_above_max_length",
+        )
+    if not SCHEMA_NAME.fullmatch(value.name):
+        raise InvalidParameter(
+            f"Invalid '{path}.name': string does not match pattern. Expected a string that matches the pattern "
+            f"'^{SCHEMA_NAME.pattern}$'.",
+            param=f"{path}.name",
+            reason="invalid_value",
+        )
+    if value.schema is None:
+        raise _missing(f"{path}.schema")
+    subject = f"Invalid schema for {param} '{value.name}'"
+    return Wanted(grammar_of_schema(value.schema), param, subject)
+
+
+def _of_outputs(value: StructuredOutputs, param: str) -> Wanted:
+    fields = {name: item for name in value.__struct_fields__ if (item := getattr(value, name)) is not None}
+    if fields.get("json_object") is False:
+        del fields["json_object"]
+    if len(fields) != 1:
+        names = ", ".join(f"'{name}'" for name in value.__struct_fields__)
+        raise InvalidParameter(
+            f"Invalid '{param}': expected exactly one of {names}, but got {len(fields)}.",
+            param=param,
+            reason="invalid_value",
+        )
+    [(kind, item)] = fields.items()
+    return _of_kind(kind, item, f"{param}.{kind}")
+
+
+def _of_kind(kind: str, value: Any, param: str) -> Wanted:
+    """Of one of vLLM's fields, whose type is right."""
+    subject = f"Invalid '{param}'"
+    if kind == "json_object":
+        return Wanted(ANY_OBJECT, param, subject)
+    if kind == "json":
+        grammar = Grammar("json_schema", value) if isinstance(value, str) else grammar_of_schema(value)
+        return Wanted(grammar, param, subject)
+    if kind == "choice":
+        return Wanted(grammar_of_choices(_checked_choices(value, param)), param, subject)
+    if not (value if kind == "regex" else value.strip()):
+        raise _empty(param)
+    return Wanted(Grammar("regex" if kind == "regex" else "lark", value), param, subject)
+
+
+def _checked_choices(choices: list[str], param: str) -> list[str]:
+    if not 1 <= len(choices) <= MOST_CHOICES:
+        raise InvalidParameter(
+            f"Invalid '{param}': expected an array with 1 to {MOST_CHOICES} strings, but got {len(choices)}.",
+            param=param,
+            reason="invalid_value",
+        )
+    if not all(choices):
+        raise _empty(param)
+    return choices
+
+
+def _check_size(wanted: Wanted) -> None:
+    size = len(wanted.grammar.text.encode())
+    if size > MAX_BYTES:
+        raise InvalidParameter(
+            f"{wanted.subject}: it has {size} bytes and may have {MAX_BYTES}; make it smaller.",
+            param=wanted.param,
+            reason="string_above_max_length",
+        )
+
+
+def _missing(param: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Missing required parameter: '{param}'.", param=param, reason="missing_required_parameter"
+    )
+
+
+def _empty(param: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Invalid '{param}': empty string. Expected at least one character.",
+        param=param,
+        reason="empty_string",
+    )
+
+
+# --- whether it compiles -------------------------------------------------------------------------
+
+
+class Grammars:
+    """Grammars of requests, each compiled once to see whether it can be; the verdicts are remembered."""
+
+    def __init__(self) -> None:
+        self._check = GrammarCheck()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._waiting = 0
+
+    async def of(self, request: GenerationFields) -> Grammar | None:
+        """What the answer to `request` must match; None: nothing. Raises `InvalidParameter`, `QueueFull`."""
+        wanted = wanted_by(request)
+        return None if wanted is None else await self.checked(wanted)
+
+    async def checked(self, wanted: Wanted) -> Grammar:
+        """The grammar to send to a ring. Raises `InvalidParameter` when it does not compile, `QueueFull`."""
+        if wanted.grammar is ANY_OBJECT:
+            return ANY_OBJECT
+        key = hashlib.sha256(msgspec.msgpack.encode(wanted.grammar)).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = await self._ask(wanted.grammar)
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > KEPT_VERDICTS:
+                self._verdicts.popitem(last=False)
+        if verdict.grammar is None:
+            raise InvalidParameter(
+                f"{wanted.subject}: {verdict.problem}.", param=wanted.param, reason="invalid_grammar"
+            )
+        return verdict.grammar
+
+    async def _ask(self, grammar: Grammar) -> Verdict:
+        if self._waiting >= MOST_WAITING:
+            raise QueueFull(
+                f"{self._waiting} new schemas and grammars wait to be compiled; try again in a moment.",
+                retry_after=1,
+            )
+        self._waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self._check.check, grammar)
+        finally:
+            self._waiting -= 1
+
+    async def stop(self) -> None:
+        """Ends the process that compiles."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._check.interrupt()
+        self._thread.shutdown()
+        self._check.close()

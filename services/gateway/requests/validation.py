@@ -1,0 +1,397 @@
+"""Checks of request bodies: types, ranges, unsupported fields. Every refusal is an `InvalidParameter`.
+
+The words and codes follow OpenAI's, because clients and their users know them.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from services.gateway.errors import InvalidParameter
+from services.gateway.requests.schemas import (
+    NEUTRAL,
+    NEUTRAL_IN_MESSAGE,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+    Message,
+)
+from services.gateway.tools import checks
+
+T = TypeVar("T")
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_STOPS = 16
+MAX_CHOICES = 128
+MAX_BIAS = 100
+MAX_LOGPROBS = 20
+OTHER_PARTS = ("image_url", "input_audio", "file", "refusal", "prompt_cache_breakpoint")
+SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
+IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+_TYPE_ERROR = re.compile(r"Expected `(.+?)`, got `(.+?)`(?: - at (?P<where>.+))?$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(?P<path>.*)`)?$")
+_MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(?P<path>.*)`)?$")
+_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def decode(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:
+    """`body` as a request. Raises `InvalidParameter`."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _from_msgspec(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidParameter(
+            f"We could not parse the JSON body of your request ({error}); send one JSON object in UTF-8.",
+            param=None,
+            reason="invalid_json",
+        ) from None
+    except RecursionError:
+        raise InvalidParameter(
+            "The JSON body of your request is nested too deeply.", param=None, reason="invalid_json"
+        ) from None
+
+
+def _from_msgspec(text: str) -> InvalidParameter:
+    """msgspec's words for a wrong field, as OpenAI's."""
+    if match := _UNKNOWN.match(text):
+        name = _join(match["path"], match[1])
+        return InvalidParameter(f"Unknown parameter: '{name}'.", param=name, reason="unknown_parameter")
+    if match := _MISSING.match(text):
+        name = _join(match["path"], match[1])
+        return InvalidParameter(
+            f"Missing required parameter: '{name}'.", param=name, reason="missing_required_parameter"
+        )
+    if match := _TYPE_ERROR.match(text):
+        return _wrong_type(_param(match["where"]), match[1], match[2])
+    message, _, where = text.partition(" - at ")
+    param = _param(where)
+    return InvalidParameter(f"Invalid value for '{param}': {message}.", param=param, reason="invalid_value")
+
+
+def _wrong_type(param: str, expected: str, got: str) -> InvalidParameter:
+    kinds = [_WORDS.get(kind, kind) for kind in expected.split(" | ") if kind != "null"]
+    wanted = kinds[0] if len(kinds) == 1 else "one of " + " or ".join(kinds)
+    what = f"for '{param}'" if param else "of the body"
+    return InvalidParameter(
+        f"Invalid type {what}: expected {wanted}, but got {_WORDS.get(got, got)} instead.",
+        param=param or None,
+        reason="invalid_type",
+    )
+
+
+def _param(where: str | None) -> str:
+    """The path in msgspec's "`$.a[0].b`" or "`key` in `$.a`"."""
+    return (where or "").rpartition("`$")[2].strip("`").lstrip(".")
+
+
+def _join(path: str | None, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+# --- ranges --------------------------------------------------------------------------------------
+
+RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0, 2),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("repetition_penalty", 0, 10),
+    ("n", 1, MAX_CHOICES),
+    ("max_tokens", 1, 2**31),
+    ("max_completion_tokens", 1, 2**31),
+    ("min_tokens", 0, 2**31),
+    ("top_k", -1, 2**31),
+    ("top_logprobs", 0, MAX_LOGPROBS),
+    ("seed", -(2**63), 2**64 - 1),
+)
+OPEN_BELOW = ("top_p", "repetition_penalty")
+"""Fields that may come close to their lower bound of 0 but not be it."""
+
+
+def check_range(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> None:
+    """Raises `InvalidParameter` when `value` is not within `low` and `high`."""
+    kind = "integer" if isinstance(value, int) else "decimal"
+    if value > high:
+        side, code, sign, bound = "above maximum", "above_max", "<=", high
+    elif value < low or (open_below and value == low):
+        side, code, sign, bound = "below minimum", "below_min", ">" if open_below else ">=", low
+    else:
+        return
+    raise InvalidParameter(
+        f"Invalid '{name}': {kind} {side} value. Expected a value {sign} {bound}, but got {value} instead.",
+        param=name,
+        reason=f"{kind}_{code}_value",
+    )
+
+
+def _check_fields(request: GenerationFields) -> None:
+    """What both kinds of request have in common."""
+    for name, neutral in NEUTRAL.items():
+        value = getattr(request, name, None)
+        if value is not None and not _asks_for_nothing(value, neutral):
+            raise _unsupported(name)
+    for name, low, high in RANGES:
+        value = getattr(request, name, None)
+        if value is not None:
+            check_range(name, value, low, high, open_below=name in OPEN_BELOW)
+    if not request.model:
+        raise InvalidParameter("Invalid 'model': empty string.", param="model", reason="empty_string")
+    _check_stops(request)
+    for token, bias in (request.logit_bias or {}).items():
+        check_range(f"logit_bias.{token}", bias, -MAX_BIAS, MAX_BIAS)
+    if request.stream_options is not None:
+        _check_stream_options(request)
+
+
+def _asks_for_nothing(value: object, neutral: Sequence[object]) -> bool:
+    """Whether `value` is one of `neutral`, also by its type: to Python 0 is False, to a client it is not."""
+    return any(type(value) is type(allowed) and value == allowed for allowed in neutral)
+
+
+def _unsupported(name: str, detail: str = "leave it out") -> InvalidParameter:
+    return InvalidParameter(
+        f"Unsupported parameter: '{name}' is not supported by this server; {detail}.",
+        param=name,
+        reason="unsupported_parameter",
+    )
+
+
+def stop_strings(request: GenerationFields) -> list[str]:
+    """The stop strings of `request` as a list."""
+    if request.stop is None:
+        return []
+    return [request.stop] if isinstance(request.stop, str) else request.stop
+
+
+def _check_stops(request: GenerationFields) -> None:
+    stops = stop_strings(request)
+    if len(stops) > MAX_STOPS:
+        raise InvalidParameter(
+            f"Invalid 'stop': array too long. Expected an array with maximum length {MAX_STOPS}, "
+            f"but got an array with length {len(stops)} instead.",
+            param="stop",
+            reason="array_above_max_length",
+        )
+    if not all(stops):
+        raise InvalidParameter(
+            "Invalid 'stop': empty string. A stop string has at least one character.",
+            param="stop",
+            reason="empty_string",
+        )
+
+
+def check_min_tokens(request: GenerationFields, max_tokens: int) -> None:
+    """Raises `InvalidParameter` when more tokens are demanded than the `max_tokens` that there will be."""
+    if request.min_tokens is not None:
+        check_range("min_tokens", request.min_tokens, 0, max_tokens)
+
+
+class _Streamable(Protocol):
+    @property
+    def stream(self) -> bool | None: ...
+
+
+def check_streamed(request: _Streamable) -> None:
+    """Raises `InvalidParameter` when `request` does not want to be streamed where everything is."""
+    if request.stream is False:
+        raise InvalidParameter(
+            "Invalid value for 'stream': every generation on a WebSocket is streamed; leave it out.",
+            param="stream",
+            reason="invalid_value",
+        )
+
+
+def _check_stream_options(request: GenerationFields) -> None:
+    if not request.stream:
+        raise InvalidParameter(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+            param="stream_options",
+            reason="invalid_value",
+        )
+
+
+# --- chat ----------------------------------------------------------------------------------------
+
+
+def check_chat(request: ChatCompletionRequest) -> None:
+    """Raises `InvalidParameter` for the first thing wrong in `request`."""
+    _check_fields(request)
+    if not request.messages:
+        raise _empty_array("messages")
+    for index, message in enumerate(request.messages):
+        _check_message(f"messages[{index}]", message)
+    checks.check_conversation(request.messages)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidParameter(
+            "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.",
+            param="top_logprobs",
+            reason="invalid_value",
+        )
+
+
+def _check_message(path: str, message: Message) -> None:
+    if message.role not in ROLES:
+        supported = ", ".join(f"'{role}'" for role in ROLES)
+        raise InvalidParameter(
+            f"Invalid value: '{message.role[:64]}'. Supported values are: {supported}.",
+            param=f"{path}.role",
+            reason="invalid_value",
+        )
+    for name, neutral in NEUTRAL_IN_MESSAGE.items():
+        value = getattr(message, name)
+        if value is not None and not _asks_for_nothing(value, neutral):
+            raise _unsupported(f"{path}.{name}")
+    if message.content is None and not (message.tool_calls or message.function_call):
+        raise InvalidParameter(
+            f"Missing required parameter: '{path}.content'; send a string or an array of text parts.",
+            param=f"{path}.content",
+            reason="missing_required_parameter",
+        )
+    if isinstance(message.content, list):
+        _check_parts(f"{path}.content", message)
+
+
+def _check_parts(path: str, message: Message) -> None:
+    parts = message.content
+    assert isinstance(parts, list)
+    if not parts:
+        raise _empty_array(path)
+    for index, part in enumerate(parts):
+        if part.type != "text":
+            raise InvalidParameter(
+                f"Invalid value: '{part.type[:64]}'. This server reads text alone; "
+                "supported values are: 'text'.",
+                param=f"{path}[{index}].type",
+                reason="invalid_value",
+            )
+        if part.text is None:
+            raise InvalidParameter(
+                f"Missing required parameter: '{path}[{index}].text'.",
+                param=f"{path}[{index}].text",
+                reason="missing_required_parameter",
+            )
+        for name in OTHER_PARTS:
+            if getattr(part, name) is not None:
+                raise _unsupported(f"{path}[{index}].{name}")
+
+
+def text_of(message: Message) -> str:
+    """A message's content as one text; parts are joined by line breaks."""
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join(part.text or "" for part in message.content or [])
+
+
+# --- completions ---------------------------------------------------------------------------------
+
+
+def check_completion(request: CompletionRequest) -> None:
+    """Raises `InvalidParameter` for the first thing wrong in `request`."""
+    _check_fields(request)
+    if request.logprobs is not None:
+        check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+    prompts, choices = len(prompts_of(request)), request.n or 1
+    if prompts * choices > MAX_CHOICES:
+        raise InvalidParameter(
+            f"Invalid 'prompt': {prompts} prompts with n = {choices} make more than {MAX_CHOICES} choices; "
+            "send fewer prompts at a time.",
+            param="prompt",
+            reason="array_above_max_length",
+        )
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of `request`, each a text or token ids. Raises `InvalidParameter`."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise _empty_array("prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [[item for item in prompt if isinstance(item, int)]]
+    for kind in (str, list):
+        if all(isinstance(item, kind) for item in prompt):
+            return [item for item in prompt if not isinstance(item, int)]
+    raise InvalidParameter(
+        "Invalid type for 'prompt': expected a string, an array of strings, an array of token ids or an "
+        "array of arrays of token ids, but got a mixture.",
+        param="prompt",
+        reason="invalid_type",
+    )
+
+
+def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises `InvalidParameter` when one of `ids` is no token of the model."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise InvalidParameter(
+            f"Invalid '{name}': the token id {wrong} is not within 0 and {vocab_size - 1}, "
+            "the vocabulary of the model.",
+            param=name,
+            reason="invalid_token_id",
+        )
+
+
+def _empty_array(name: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Invalid '{name}': empty array. Expected an array with minimum length 1, "
+        "but got an empty array instead.",
+        param=name,
+        reason="empty_array",
+    )
+
+
+def check_session_id(value: str | None) -> str:
+    """The X-Session-ID header, "" when it is missing. Raises `InvalidParameter`."""
+    return _checked_header(value, SESSION_ID, "X-Session-ID", "1 to 256 printable ASCII characters")
+
+
+def check_request_id(value: str | None) -> str:
+    """The x-request-id header, "" when it is missing. Raises `InvalidParameter`."""
+    wanted = "1 to 128 printable ASCII characters without spaces"
+    return _checked_header(value, REQUEST_ID, "x-request-id", wanted)
+
+
+def _checked_header(value: str | None, pattern: re.Pattern[str], name: str, wanted: str) -> str:
+    if value is None:
+        return ""
+    if not pattern.fullmatch(value):
+        raise InvalidParameter(
+            f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header"
+        )
+    return value
+
+
+def check_idempotency_key(value: str | None) -> str:
+    """The Idempotency-Key header, "" when it is missing. Raises `InvalidParameter`."""
+    wanted = "1 to 255 printable ASCII characters without spaces"
+    return _checked_header(value, IDEMPOTENCY_KEY, "Idempotency-Key", wanted)
+
+
+def check_background(value: str | None, limit: float) -> float:
+    """The seconds in the X-Ryzanstein-Background header, 0 when it is missing. Raises `InvalidParameter`."""
+    if value is None:
+        return 0.0
+    wanted = f"seconds as a number above 0 and at most {limit:g}"
+    name = "X-Ryzanstein-Background"
+    given = float(_checked_header(value, SECONDS, name, wanted))
+    if not 0 < given <= limit:
+        raise InvalidParameter(
+            f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header"
+        )
+    return given

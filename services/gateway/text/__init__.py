@@ -1,0 +1,1 @@
+"""Text to tokens and back, and tokens to what a client is shown."""

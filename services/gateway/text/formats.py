@@ -1,0 +1,255 @@
+"""Answers in OpenAI's shape: JSON chunks put together from prepared pieces, and whole responses.
+
+A chunk differs from the next in its text alone, so everything around the text is encoded once.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from services.gateway.text.text_output import Piece, ScoredToken
+from services.gateway.text.tokenization import Tokenizer
+from services.gateway.tools import presented
+from services.gateway.tools.calls import CallDelta
+from shared.records import Parsing
+
+_json = msgspec.json.Encoder()
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of a request; `cached_tokens` of the prompt were found in the KV cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int, predicted: int = 0, rejected: int = 0) -> "Usage":
+        """`predicted`: tokens of the request's prediction that came; `rejected`: those that did not."""
+        details = {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": predicted,
+            "rejected_prediction_tokens": rejected,
+        }
+        return cls(
+            prompt, completion, prompt + completion, {"cached_tokens": cached, "audio_tokens": 0}, details
+        )
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A choice of a response that is not streamed."""
+
+    text: str
+    finish_reason: str | None
+    """None while it goes on."""
+    scored: Sequence[ScoredToken]
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
+    tokens: Sequence[int] = ()
+    """Where token ids are shown instead of text."""
+    mean_logprob: float = 0.0
+    """Of its tokens, where they have log probabilities."""
+
+
+class Format(Protocol):
+    """How one endpoint shows its answer. Chunks are JSON texts without framing, or parts of protobuf messages."""
+
+    def first(self, index: int) -> bytes | None:
+        """What precedes the first text of choice `index`, if anything does."""
+        ...
+
+    def delta(self, index: int, piece: Piece) -> bytes: ...
+
+    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
+        """The end of choice `index`; `piece` has no text, but may have log probabilities."""
+        ...
+
+    def usage(self, usage: Usage) -> bytes: ...
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes: ...
+
+
+class _Frame:
+    """The part of every chunk that does not change."""
+
+    def __init__(self, head: dict[str, Any], *, include_usage: bool) -> None:
+        self.head = head
+        self._before = _json.encode(head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}' if include_usage else b"]}"
+
+    def chunk(self, choice: bytes) -> bytes:
+        return self._before + choice + self._after
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._before + b'],"usage":' + _json.encode(usage) + b"}"
+
+    def whole(self, kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+        return _json.encode(self.head | {"object": kind, "choices": choices, "usage": usage})
+
+
+class ChatFormat:
+    """Chat completions."""
+
+    def __init__(
+        self,
+        identity: str,
+        model: str,
+        created: int,
+        tokenizer: Tokenizer,
+        *,
+        include_usage: bool = False,
+        fingerprint: str = "",
+        service_tier: str = "",
+        parsing: Parsing | None = None,
+    ) -> None:
+        head: dict[str, Any] = {
+            "id": f"chatcmpl-{identity}",
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint or None,
+        }
+        if service_tier:
+            head["service_tier"] = service_tier
+        self._frame = _Frame(head, include_usage=include_usage)
+        self._tokenizer = tokenizer
+        self._parsing = parsing
+        self._tools = parsing is not None and bool(parsing.tools)
+
+    def first(self, index: int) -> bytes | None:
+        return self._frame.chunk(
+            b'{"index":%d,"delta":{"role":"assistant","content":%b,"refusal":null},'
+            b'"logprobs":null,"finish_reason":null}' % (index, b"null" if self._tools else b'""')
+        )
+
+    def delta(self, index: int, piece: Piece) -> bytes:
+        if self._parsing is not None:
+            delta = _json.encode(presented.delta(piece.text, piece.reasoning, piece.calls, self._parsing))
+        else:
+            delta = b'{"content":%b}' % _json.encode(piece.text)
+        return self._frame.chunk(
+            b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null}'
+            % (index, delta, self._logprobs(piece.scored))
+        )
+
+    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
+        return self._frame.chunk(
+            b'{"index":%d,"delta":{},"logprobs":%b,"finish_reason":"%b"}'
+            % (index, self._logprobs(piece.scored), finish_reason.encode())
+        )
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._frame.usage(usage)
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        shown = [
+            {
+                "index": index,
+                "message": presented.message(choice.text, choice.reasoning, choice.calls, self._parsing),
+                "logprobs": msgspec.Raw(self._logprobs(choice.scored)),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return self._frame.whole("chat.completion", shown, usage)
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:
+        if not scored:
+            return b"null"
+        content = [
+            self._token(item.token, item.logprobs.logprob)
+            | {"top_logprobs": [self._token(token, logprob) for token, logprob in item.logprobs.top]}
+            for item in scored
+        ]
+        return _json.encode({"content": content, "refusal": None})
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+
+class CompletionFormat:
+    """Completions."""
+
+    def __init__(
+        self,
+        identity: str,
+        model: str,
+        created: int,
+        tokenizer: Tokenizer,
+        *,
+        include_usage: bool = False,
+        fingerprint: str = "",
+        service_tier: str = "",
+    ) -> None:
+        head: dict[str, Any] = {
+            "id": f"cmpl-{identity}",
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint or None,
+        }
+        if service_tier:
+            head["service_tier"] = service_tier
+        self._frame = _Frame(head, include_usage=include_usage)
+        self._tokenizer = tokenizer
+
+    def first(self, index: int) -> bytes | None:
+        return None
+
+    def delta(self, index: int, piece: Piece) -> bytes:
+        return self._frame.chunk(
+            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}'
+            % (index, _json.encode(piece.text), self._logprobs(piece.scored))
+        )
+
+    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
+        return self._frame.chunk(
+            b'{"index":%d,"text":"","logprobs":%b,"finish_reason":"%b"}'
+            % (index, self._logprobs(piece.scored), finish_reason.encode())
+        )
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._frame.usage(usage)
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        shown = [
+            {
+                "index": index,
+                "text": choice.text,
+                "logprobs": msgspec.Raw(self._logprobs(choice.scored)),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return self._frame.whole("text_completion", shown, usage)
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:
+        """Offsets count from the beginning of the choice's text."""
+        if not scored:
+            return b"null"
+        return _json.encode(
+            {
+                "text_offset": [item.offset for item in scored],
+                "token_logprobs": [item.logprobs.logprob for item in scored],
+                "tokens": [self._text(item.token) for item in scored],
+                "top_logprobs": [self._top(item) for item in scored],
+            }
+        )
+
+    def _top(self, item: ScoredToken) -> dict[str, float]:
+        """The chosen token is always among them, as in OpenAI's API."""
+        top = {self._text(token): logprob for token, logprob in item.logprobs.top}
+        return top | {self._text(item.token): item.logprobs.logprob}
+
+    def _text(self, token: int) -> str:
+        """A part of a character is shown by its bytes, so that no two tokens look the same."""
+        data = self._tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,0 +1,141 @@
+"""Tokens of one choice to the text that its client sees: detokenization, stop strings, logprobs."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from services.gateway.text.stop_strings import StopStrings
+from services.gateway.text.tokenization import Detokenizer
+from services.gateway.tools.calls import CallDelta
+from shared.messages import FinishReason, TokenEntry, TokenLogprobs
+
+
+class ScoredToken(NamedTuple):
+    """A token with its log probabilities, and where its text begins in the choice's text."""
+
+    token: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+class Piece(NamedTuple):
+    """What is new for the client."""
+
+    text: str
+    scored: Sequence[ScoredToken]
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
+    tokens: Sequence[int] = ()
+    """Where token ids are shown instead of text."""
+
+    @property
+    def visible(self) -> bool:
+        """Whether there is more to show than log probabilities."""
+        return bool(self.text or self.reasoning or self.calls or self.tokens)
+
+
+class Output(Protocol):
+    """One choice's output as a `Run` reads it: `TextOutput`, or what takes its text apart."""
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far."""
+        ...
+
+    @property
+    def finish(self) -> str:
+        """OpenAI's finish reason, "" while it goes on."""
+        ...
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log probability per token, where there are any."""
+        ...
+
+    def feed(self, entry: TokenEntry) -> None: ...
+
+    def take(self) -> Piece: ...
+
+
+class TextOutput:
+    """One choice's output. `finish` is set once: by the ring, or by a stop string found here."""
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        stop_token_ids: Sequence[int],
+        *,
+        logprobs: bool,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """`include_stop`: what ends the text is part of it; `min_tokens`: tokens whose text ends at no stop string."""
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops, included=include_stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._logprob_sum = 0.0
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._logprobs = logprobs
+        self._scored: list[ScoredToken] = []
+        self._decoded = 0
+        """Characters decoded, those held back included."""
+        self._shown = 0
+        self._text: list[str] = []
+        self.tokens = 0
+        """Output tokens, as usage counts them, and where this reader stands in the log."""
+        self.finish: FinishReason = ""
+
+    def feed(self, entry: TokenEntry) -> None:
+        """Takes the next entry; what follows a stop string is ignored."""
+        if self.finish:
+            return
+        tokens = entry.tokens
+        scores = (entry.logprobs or []) if self._logprobs else []
+        for index, token in enumerate(tokens):
+            self.tokens += 1
+            if index < len(scores):
+                self._logprob_sum += scores[index].logprob
+            ends = index == len(tokens) - 1 and entry.finish == "stop" and token in self._stop_token_ids
+            if ends and not self._include_stop:
+                break  # it ended the text and is no part of it
+            if index < len(scores):
+                self._scored.append(ScoredToken(token, scores[index], self._decoded))
+            self._show(self._detokenizer.feed([token]))
+            if self._stops.matched:
+                break
+        self._end(entry)
+
+    def _show(self, text: str) -> None:
+        if not text:
+            return
+        self._decoded += len(text)
+        shown = text if self.tokens < self._min_tokens else self._stops.feed(text)
+        if shown:
+            self._text.append(shown)
+            self._shown += len(shown)
+
+    def _end(self, entry: TokenEntry) -> None:
+        if entry.finish in ("stop", "length") and not self._stops.matched:
+            self._show(self._detokenizer.flush())
+            self.finish = entry.finish
+        if self._stops.matched:
+            self.finish = "stop"
+            self._scored = [scored for scored in self._scored if scored.offset < self._shown]
+        elif self.finish:
+            self._text.append(self._stops.flush())
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log probability per token."""
+        return self._logprob_sum / max(1, self.tokens)
+
+    def take(self) -> Piece:
+        """What has become visible since the last call."""
+        text = "".join(self._text)
+        self._text.clear()
+        ready = len(self._scored)
+        while not self.finish and ready and self._scored[ready - 1].offset >= self._shown:
+            ready -= 1  # its text is held back, and may be cut
+        scored, self._scored = self._scored[:ready], self._scored[ready:]
+        return Piece(text, scored)
