@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Arguments for the command behind a target: make serve ARGS="--tp 2"
 ARGS ?=
+# Test processes at a time; 0: one after the other, in this process.
+WORKERS ?= 2
 # make chaos: how long random faults come, and which.
 MINUTES ?=
 SEED ?=
@@ -46,7 +48,7 @@ test: lint test-only ## Lint, types and all tests, with coverage
 .PHONY: test-only
 test-only: $(INSTALLED) ## All tests, with coverage, without lint
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest $(ARGS)
+	@$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report --fail-under=90
 
