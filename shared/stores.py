@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 READ_TIMEOUT = 10.0
 """Seconds to read a whole bucket or object: nats-py waits for ever for a part that is lost."""
-READINGS = 20
+READINGS = 10
 """Of a bucket whose keys are written faster than it is read, before what was seen is taken for all."""
 WATCH_PAUSE = 0.2
 """Seconds before a lost watcher is opened again."""
@@ -149,17 +149,16 @@ class Bucket(Generic[T]):
         found: dict[str, T] = {}
         seen: set[str] = set()
         with translated(f"read the bucket {self._name}"):
-            async with asyncio.timeout(READ_TIMEOUT):
-                for _ in range(READINGS):
-                    held = (await self._store.status()).values
-                    await self._read(found, seen)
-                    if len(seen) >= held:
-                        break
+            for _ in range(READINGS):
+                held = (await self._store.status()).values
+                await self._read(found, seen)
+                if len(seen) >= held:
+                    break
         return found
 
     async def _read(self, found: dict[str, T], seen: set[str]) -> None:
         """Adds what a new watcher shows: values to `found`, keys to `seen`."""
-        async with self._watcher() as watcher:
+        async with asyncio.timeout(READ_TIMEOUT), self._watcher() as watcher:
             async for update in watcher:
                 if update is None:
                     return

@@ -18,7 +18,7 @@ from services.gateway.grpc.call import Call
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.refusals import missing
 from services.gateway.requests import validation
-from shared.batches import BatchJob
+from shared.batches import BatchJob, ExpiresAfter
 from shared.errors import InvalidRequest
 
 _KEYS_OF = "grpc "
@@ -120,11 +120,13 @@ async def _parts(data: bytes) -> AsyncIterator[bytes]:
 
 
 def _wanted(given: pb.SubmitBatchRequest, file: str) -> BatchCreate:
+    expires = given.HasField("output_expires_after_seconds")
     return BatchCreate(
         input_file_id=file,
         endpoint=given.endpoint,
         completion_window=given.completion_window or _WINDOW,
         metadata=dict(given.metadata) or None,
+        output_expires_after=ExpiresAfter(given.output_expires_after_seconds) if expires else None,
     )
 
 

@@ -569,7 +569,7 @@ class Batch(_message.Message):
     def __init__(self, id: _Optional[str] = ..., status: _Optional[_Union[BatchStatus, str]] = ..., endpoint: _Optional[str] = ..., input_file_id: _Optional[str] = ..., output_file_id: _Optional[str] = ..., error_file_id: _Optional[str] = ..., total: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[BatchError, _Mapping]]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class SubmitBatchRequest(_message.Message):
-    __slots__ = ("endpoint", "input_file_id", "jsonl", "completion_window", "metadata")
+    __slots__ = ("endpoint", "input_file_id", "jsonl", "completion_window", "metadata", "output_expires_after_seconds")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -582,12 +582,14 @@ class SubmitBatchRequest(_message.Message):
     JSONL_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_WINDOW_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_EXPIRES_AFTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     endpoint: str
     input_file_id: str
     jsonl: bytes
     completion_window: str
     metadata: _containers.ScalarMap[str, str]
-    def __init__(self, endpoint: _Optional[str] = ..., input_file_id: _Optional[str] = ..., jsonl: _Optional[bytes] = ..., completion_window: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    output_expires_after_seconds: int
+    def __init__(self, endpoint: _Optional[str] = ..., input_file_id: _Optional[str] = ..., jsonl: _Optional[bytes] = ..., completion_window: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., output_expires_after_seconds: _Optional[int] = ...) -> None: ...
 
 class SubmitBatchResponse(_message.Message):
     __slots__ = ("batch",)

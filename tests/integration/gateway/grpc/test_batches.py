@@ -27,7 +27,9 @@ from tests.integration.gateway.grpc.conftest import Client
 from tests.integration.gateway.grpc.test_errors import details, failure
 from tests.integration.gateway.grpc.test_keys import metadata
 
-LINES = pb.SubmitBatchRequest(endpoint=CHAT, jsonl=requests(3), metadata={"a": "b"})
+LINES = pb.SubmitBatchRequest(
+    endpoint=CHAT, jsonl=requests(3), metadata={"a": "b"}, output_expires_after_seconds=3600
+)
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 
 
@@ -64,6 +66,8 @@ async def test_lines_become_a_file_and_are_answered(client: Client, rest: openai
     assert (done.total, done.completed, done.failed, done.error_file_id) == (3, 3, 0, "")
     assert (done.model, done.usage.completion_tokens) == (MODEL, 39)
     assert custom_ids(await lines_of(rest, done.output_file_id)) == ["c0", "c1", "c2"]
+    output = await rest.files.retrieve(done.output_file_id)
+    assert output.expires_at == pytest.approx(output.created_at + 3600, abs=1)
     given = await rest.files.retrieve(done.input_file_id)
     assert (given.purpose, given.bytes) == ("batch", len(LINES.jsonl))
     assert given.expires_at is not None
@@ -140,6 +144,13 @@ WRONG: list[tuple[str, Any, grpc.StatusCode, str, str]] = [
         INVALID,
         "STRING_ABOVE_MAX_LENGTH",
         "metadata",
+    ),
+    (
+        "SubmitBatch",
+        pb.SubmitBatchRequest(endpoint=CHAT, jsonl=b"x", output_expires_after_seconds=1),
+        INVALID,
+        "INTEGER_BELOW_MIN_VALUE",
+        "output_expires_after_seconds",
     ),
     ("SubmitBatch", pb.SubmitBatchRequest(endpoint=CHAT, input_file_id="none"), MISSING, "NOT_FOUND", ""),
     ("GetBatch", pb.GetBatchRequest(), INVALID, "MISSING_REQUIRED_PARAMETER", "batch_id"),
