@@ -71,6 +71,7 @@ def _summary(found: Sequence[Found]) -> str:
     for one in found:
         lines.append(_summary_line(f"`{one.operation.name}`", "yes" if one.there else "no", one.parameters))
     lines.append(_summary_line("**all**", "", [row for one in found for row in one.parameters]))
+    lines += _own(found)
     fields = [row for one in found for row in one.fields]
     events = [row for one in found for row in one.events]
     lines += [
@@ -85,6 +86,27 @@ def _summary(found: Sequence[Found]) -> str:
         shares = f"{count.share_of_all} | {count.meant} | {count.share_of_meant}"
         lines.append(f"| {name} | {count.all} | {count.honoured} | {shares} |")
     return "\n".join(lines) + "\n"
+
+
+def _own(found: Sequence[Found]) -> list[str]:
+    """Without what is nested: a message of one role has as many parameters as a whole request."""
+    lines = [
+        "",
+        "The same for a request's own parameters alone, without what is nested in them:",
+        "",
+        "| parameters of | in all | with a meaning | taken | in part | at least in part |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    named = [(f"`{one.operation.name}`", one.parameters) for one in found]
+    for name, rows in [*named, ("**all**", [row for one in found for row in one.parameters])]:
+        meant = [row for row in rows if not row.excluded and not set(row.path) & set(".[")]
+        if not meant:
+            continue
+        own = sum(not set(row.path) & set(".[") for row in rows)
+        count = Count(meant)
+        share = _share(count.honoured + count.partly, count.meant)
+        lines.append(f"| {name} | {own} | {count.meant} | {count.honoured} | {count.partly} | {share} |")
+    return lines
 
 
 def _summary_line(name: str, there: str, rows: Sequence[Row]) -> str:
