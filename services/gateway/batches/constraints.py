@@ -11,7 +11,7 @@ def constrain_batches(components: dict[str, Schema]) -> None:
     if "BatchCreate" in components:
         properties = components["BatchCreate"]["properties"]
         properties["endpoint"] = {"type": "string", "enum": list(URLS)}
-        narrow(properties["completion_window"], "string", pattern=f"^{WINDOW}$")
+        narrow(properties["completion_window"], "string", pattern=f"^(?=0*[1-9]){WINDOW}$")
         narrow(
             properties["metadata"],
             "object",

@@ -16,7 +16,7 @@ from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.requests.validation import check_range
 from shared.batches import OVER, BatchError, BatchJob, Counts, Ending, TokenCounts
 
-WINDOW = "([1-9][0-9]{0,5})([smhd])"
+WINDOW = "([0-9]{1,6})([smhd])"
 _WINDOW = re.compile(WINDOW)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_METADATA, KEY_CHARACTERS, VALUE_CHARACTERS = 16, 64, 512

@@ -285,7 +285,7 @@ async def test_cancelling_keeps_what_is_done(served: openai.AsyncOpenAI, ring: F
     await until(lambda: under_way <= ring.cancelled | ring.commanded)
     assert (await served.batches.cancel(batch.id)).status == "cancelled"
     over = await until_status(served, (await submit(served, b"")).id)
-    with pytest.raises(openai.BadRequestError, match="status 'failed'"):
+    with pytest.raises(openai.ConflictError, match="status 'failed'"):
         await served.batches.cancel(over.id)
 
 
