@@ -98,6 +98,14 @@ async def test_cancelled_and_over(client: Client, rest: openai.AsyncOpenAI, ring
     assert again.batch.status == pb.BATCH_STATUS_CANCELLED
 
 
+async def test_what_is_over_is_not_cancelled(client: Client, rest: openai.AsyncOpenAI) -> None:
+    batch = (await client.SubmitBatch(LINES)).batch
+    assert (await until_over(client, batch.id)).status == pb.BATCH_STATUS_COMPLETED
+    error = await failure(client.CancelBatch(pb.CancelBatchRequest(batch_id=batch.id)))
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert details(error)["ErrorInfo"].reason == "BATCH_IS_OVER"
+
+
 async def test_pages_are_of_both_apis_batches(client: Client, rest: openai.AsyncOpenAI) -> None:
     made = [(await client.SubmitBatch(LINES)).batch.id for _ in range(2)]
     made.append((await submit(rest, requests(1))).id)
