@@ -16,6 +16,7 @@ from shared.messages import Grammar
 
 MAX_BYTES = 256 << 10
 """Longest text of a grammar, in UTF-8: its request has to fit a message of the broker."""
+LARGEST_EXACT = 2**53
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 _MOST_OF_REASON = 300
 _PICTURE = re.compile(r"^\s*(\^+|\d+ \|.*)$", re.MULTILINE)
@@ -33,12 +34,31 @@ def source_of(grammar: Grammar) -> str:
         schema = msgspec.json.decode(grammar.text)  # msgspec's error is a ValueError
         if not isinstance(schema, dict):
             raise ValueError("the schema is not a JSON object")
+        if (number := inexact(schema)) is not None:
+            raise ValueError(f"{number} in it is a whole number beyond 2^53, which cannot be held exactly")
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_OPTIONS)  # type: ignore[arg-type]
     if grammar.kind == "regex" and grammar.text:
         return LLMatcher.grammar_from_regex(grammar.text)
     if not grammar.text.strip():
         raise ValueError("it is empty")
     return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def inexact(schema: Any) -> int | None:
+    """A number under `const` or `enum` that llguidance, which keeps numbers as doubles, would take for its
+    neighbour; None: there is none."""
+    level: list[tuple[Any, bool]] = [(schema, False)]
+    while level:
+        inner: list[tuple[Any, bool]] = []
+        for value, named in level:
+            if isinstance(value, dict):
+                inner += [(item, named or key in ("const", "enum")) for key, item in value.items()]
+            elif isinstance(value, list):
+                inner += [(item, named) for item in value]
+            elif named and isinstance(value, int) and abs(value) > LARGEST_EXACT:
+                return value
+        level = inner
+    return None
 
 
 def limits() -> LLParserLimits:

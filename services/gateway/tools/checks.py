@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from services.gateway.errors import InvalidParameter
 from services.gateway.tools.depth import DEEPEST, too_deep
 from services.gateway.tools.schemas import FunctionDefinition, Tool, ToolCall, ToolChoice, ToolName
+from shared.grammars import inexact
 
 if TYPE_CHECKING:
     from services.gateway.requests.schemas import ChatCompletionRequest, Message
@@ -124,6 +125,10 @@ def _check_parameters(path: str, function: FunctionDefinition) -> None:
         return
     if too_deep(schema):
         raise _wrong_schema(path, function, f"it is nested more than {DEEPEST} levels deep")
+    if (number := inexact(schema)) is not None:
+        raise _wrong_schema(
+            path, function, f"{number} is a whole number beyond 2^53, which cannot be held exactly"
+        )
     kind = schema.get("type", "object")
     if kind != "object":
         raise _wrong_schema(

@@ -121,6 +121,18 @@ def test_what_is_wrong_is_refused_by_name(
     assert words in caught.value.message
 
 
+@pytest.mark.parametrize("schema", [{"const": 2**53 + 1}, {"properties": {"a": {"enum": ["b", [-(2**60)]]}}}])
+async def test_a_number_that_would_be_rounded_is_refused(schema: dict[str, Any]) -> None:
+    grammars = Grammars()
+    try:
+        with pytest.raises(InvalidParameter, match="beyond 2\\^53"):
+            await grammars.of(chat(response_format=named(schema=schema)))
+        bound = {"type": "integer", "maximum": 2**63 - 1, "enum": [1, 2**53]}
+        assert await grammars.of(chat(response_format=named(schema=bound))) is not None
+    finally:
+        await grammars.stop()
+
+
 async def test_a_grammar_is_compiled_once_and_its_reason_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars()
     asked: list[Grammar] = []

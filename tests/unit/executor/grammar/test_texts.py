@@ -32,7 +32,9 @@ LEAVES: st.SearchStrategy[dict[str, Any]] = st.one_of(
         lambda pattern: {"type": "string", "pattern": pattern}
     ),
     st.sampled_from(["date", "uuid", "ipv4"]).map(lambda form: {"type": "string", "format": form}),
-    st.one_of(st.integers(), st.booleans(), st.none(), NAMES).map(lambda value: {"const": value}),
+    st.one_of(st.integers(-(2**53), 2**53), st.booleans(), st.none(), NAMES).map(
+        lambda value: {"const": value}
+    ),
 )
 
 
