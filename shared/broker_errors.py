@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
-from shared.errors import BrokerUnavailable, ConfigurationError, PayloadTooLarge, RyzansteinError
+from shared.errors import BrokerFull, BrokerUnavailable, ConfigurationError, PayloadTooLarge, RyzansteinError
 
 BROKER_ERRORS = (nats.errors.Error, TimeoutError, OSError)
 """Everything that a call of nats-py raises because of the broker or the way to it."""
@@ -57,7 +57,7 @@ def broker_error(doing: str, error: Exception) -> RyzansteinError:
             f"NATS did not {doing}: it runs without JetStream; start nats-server with -js -sd DIRECTORY."
         )
     if lacks_room(error):
-        return BrokerUnavailable(
+        return BrokerFull(
             f"NATS did not {doing}: {reason_of(error)}; free disk space, or raise its storage limits."
         )
     return BrokerUnavailable(f"NATS did not {doing} ({reason_of(error)}); is it running? Try again.")

@@ -93,6 +93,10 @@ class BrokerUnavailable(Unavailable):
     code = "broker_unavailable"
 
 
+class BrokerFull(BrokerUnavailable):
+    """NATS has no disk space or memory left, or none that it may use. Told apart inside a service only."""
+
+
 class NobodyThere(BrokerUnavailable):
     """NATS answers that nobody has subscribed to the subject: whoever was asked is not alive.
     Told apart inside a service only, so it has no code of its own."""

@@ -23,6 +23,7 @@ from nats.js.object_store import ObjectStore as NatsObjectStore
 
 from shared.broker_errors import BROKER_ERRORS, lacks_servers, reason_of, translated
 from shared.bus import Bus, encode
+from shared.errors import BrokerFull
 from shared.streams import ensure_stream
 from shared.subjects import escape, unescape
 
@@ -34,6 +35,8 @@ READ_TIMEOUT = 10.0
 """Seconds to read a whole bucket or object: nats-py waits for ever for a part that is lost."""
 READINGS = 10
 """Of a bucket whose keys are written faster than it is read, before what was seen is taken for all."""
+LEAST_BYTES = 1 << 20
+"""With less room than that a bucket is of no use."""
 WATCH_PAUSE = 0.2
 """Seconds before a lost watcher is opened again."""
 _WRONG_LAST_SEQUENCE = 10071  # error code of the JetStream API
@@ -75,7 +78,8 @@ class Bucket(Generic[T]):
     async def open_bounded(
         cls, bus: Bus, name: str, value_type: type[T], *, ttl: float, max_bytes: int
     ) -> "Bucket[T]":
-        """As `open`, for what may be dropped: the oldest values make room once there are `max_bytes`.
+        """As `open`, for what may be dropped: the oldest values make room once there are `max_bytes`, or as many
+        of them as the broker has room for.
 
         An existing bucket gets these limits.
         """
@@ -85,14 +89,24 @@ class Bucket(Generic[T]):
             storage=StorageType.FILE,
             discard=DiscardPolicy.OLD,
             max_age=ttl,
-            max_bytes=max_bytes,
             max_msgs_per_subject=1,
             allow_direct=True,
             allow_rollup_hdrs=True,
             deny_delete=True,
             duplicate_window=min(ttl, 120.0),
         )
-        await ensure_stream(bus, config)
+        given = max_bytes
+        while True:
+            config.max_bytes = given
+            try:
+                await ensure_stream(bus, config)
+                break
+            except BrokerFull:  # it keeps free what its streams may come to
+                given //= 2
+                if given < LEAST_BYTES:
+                    raise
+        if given < max_bytes:
+            log.warning("less_room_than_set", bucket=name, set=max_bytes, given=given)
         with translated(f"open the bucket {name}"):
             return cls(bus, name, await bus.jetstream().key_value(name), value_type)
 

@@ -10,10 +10,12 @@ import openai
 import pytest
 
 from services.gateway.responses.store import ResponseStore
+from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from shared.records import GenerationRecord, ResponseRecord, StoredResponse
+from tests.chaos.broker import Broker
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying
 from tests.integration.gateway.responding import until_known
@@ -51,6 +53,21 @@ async def test_the_oldest_make_room(bus: Bus) -> None:
     await other.keep(kept[0])
     assert await other.get(kept[0].record.identity) == kept[0]
     assert await other.get(kept[-1].record.identity) == kept[-1]
+
+
+async def test_a_small_broker_gives_what_it_has(tmp_path: Path) -> None:
+    """NATS sets aside what a stream may come to; a laptop's disk may not have as much as is set."""
+    server = Broker(tmp_path / "nats", quota=40 << 20)
+    await server.up()
+    try:
+        bus = await Bus.connect(server.settings(), "test")
+        store = ResponseStore(bus, 60.0, 256 << 20)
+        await store.start()
+        info = await bus.jetstream().stream_info(f"KV_{subjects.RESPONSES_BUCKET}")
+        assert info.config.max_bytes == 32 << 20
+        await bus.close()
+    finally:
+        await server.down()
 
 
 async def test_the_first_to_write_has_written_it(bus: Bus) -> None:
