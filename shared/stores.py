@@ -21,7 +21,7 @@ from nats.js.errors import NotFoundError as StreamNotFoundError
 from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore as NatsObjectStore
 
-from shared.broker_errors import BROKER_ERRORS, lacks_servers, reason_of, translated
+from shared.broker_errors import BROKER_ERRORS, broker_error, lacks_servers, reason_of, translated
 from shared.bus import Bus, encode
 from shared.errors import BrokerFull
 from shared.streams import ensure_stream
@@ -95,18 +95,11 @@ class Bucket(Generic[T]):
             deny_delete=True,
             duplicate_window=min(ttl, 120.0),
         )
-        given = max_bytes
-        while True:
-            config.max_bytes = given
-            try:
-                await ensure_stream(bus, config)
-                break
-            except BrokerFull:  # it keeps free what its streams may come to
-                given //= 2
-                if given < LEAST_BYTES:
-                    raise
-        if given < max_bytes:
-            log.warning("less_room_than_set", bucket=name, set=max_bytes, given=given)
+        config.max_bytes = max_bytes
+        try:
+            await ensure_stream(bus, config)
+        except BrokerFull:
+            await _fit(bus, config)
         with translated(f"open the bucket {name}"):
             return cls(bus, name, await bus.jetstream().key_value(name), value_type)
 
@@ -254,6 +247,32 @@ class Bucket(Generic[T]):
         except msgspec.DecodeError as error:
             log.warning("undecodable_value", bucket=self._name, key=key, error=str(error))
             return None
+
+
+async def _fit(bus: Bus, config: StreamConfig) -> None:
+    """Creates a stream for which there is less room than was wanted, with a small part of it. NATS sets
+    aside what its streams may come to, and others must fit beside it. One that exists stays as it is."""
+    wanted = config.max_bytes or 0
+    given = wanted
+    while not await _exists(bus, config.name or ""):
+        given //= 64
+        config.max_bytes = given
+        try:
+            await ensure_stream(bus, config, change=False)
+        except BrokerFull:
+            if given < LEAST_BYTES:
+                raise
+    log.warning("less_room_than_set", stream=config.name, set=wanted)
+
+
+async def _exists(bus: Bus, stream: str) -> bool:
+    try:
+        await bus.jetstream().stream_info(stream)
+    except StreamNotFoundError:
+        return False
+    except BROKER_ERRORS as error:
+        raise broker_error(f"look for the stream {stream}", error) from error
+    return True
 
 
 async def _stop(watcher: KeyValue.KeyWatcher) -> None:

@@ -64,7 +64,7 @@ async def test_a_small_broker_gives_what_it_has(tmp_path: Path) -> None:
         store = ResponseStore(bus, 60.0, 256 << 20)
         await store.start()
         info = await bus.jetstream().stream_info(f"KV_{subjects.RESPONSES_BUCKET}")
-        assert info.config.max_bytes == 32 << 20
+        assert info.config.max_bytes == 4 << 20
         await bus.close()
     finally:
         await server.down()
