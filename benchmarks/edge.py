@@ -51,7 +51,7 @@ class _Answers:
     def __init__(self) -> None:
         self._open: dict[str, list[Any]] = {}
 
-    async def submit(self, answer: Answer) -> "asyncio.Future[None]":
+    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
         stored = asyncio.get_running_loop().create_future()
         stored.set_result(None)
         return stored
