@@ -185,7 +185,7 @@ class Up:
                 rows.append((f"  {beat.group.group}", "", f"{beat.group.model}, ranks {ranks}"))
         print_columns(self._console, rows, right=(1,))
         self._say("Each service answers /health, /ready and /metrics at its address.")
-        self._say(f"API   {stack.gateway_url}/v1")
+        self._say(f"API   {stack.gateway_url}/v1, and in a browser {stack.gateway_url}/")
         self._say(f"gRPC  {stack.grpc_address}")
         self._say(f"Logs  {stack.logs}")
 

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from services.gateway.life.generation import Limits
+from services.gateway.life.decisions import Limits
 from shared.config import CommonSettings
 
 

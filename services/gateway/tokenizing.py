@@ -8,12 +8,12 @@ import msgspec
 from services.gateway.backend import Backend
 from services.gateway.errors import InvalidParameter
 from services.gateway.http_io import read_body, send_json
-from services.gateway.requests import extra_fields, validation
+from services.gateway.requests import validation
+from services.gateway.requests.conversation import check_conversation, rendered
 from services.gateway.requests.intake import Intake
 from services.gateway.requests.schemas import ChatCompletionRequest, Message
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.tokenization import LONG_TEXT, Tokenizer
-from services.gateway.tools.plan import plan_of
 from services.gateway.tools.schemas import Tool
 from shared.messages import ModelCard
 from shared.telemetry import Receive, Scope, Send
@@ -81,12 +81,8 @@ async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Token
         continue_final_message=request.continue_final_message,
         chat_template_kwargs=request.chat_template_kwargs,
     )
-    validation.check_chat(chat)
-    extra_fields.check(chat)
-    plan = plan_of(chat, card, tokenizer.traits)
-    options = extra_fields.template_options(chat, tokenizer.traits)
-    text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables, options)
-    return await tokenizer.encode_rendered(text)
+    check_conversation(chat)
+    return await tokenizer.encode_rendered(rendered(chat, card, tokenizer).text)
 
 
 async def detokenize(intake: Intake, body: bytes) -> Detokenized:

@@ -6,7 +6,6 @@ into has not changed, so what they meant last time is what they mean now.
 """
 
 import base64
-import binascii
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -136,14 +135,6 @@ def refusal(status: int, text: bytes) -> bytes:
 def binary(value: bytes) -> bytes:
     """The value of a header whose name ends in `-bin`: base64, its padding left out."""
     return base64.b64encode(value).rstrip(b"=")
-
-
-def unbinary(value: str) -> bytes:
-    """Undoes `binary`. Raises `ValueError`."""
-    try:
-        return base64.b64decode(value + "=" * (-len(value) % 4), validate=True)
-    except binascii.Error as error:
-        raise ValueError(str(error)) from None
 
 
 def percent_encoded(message: str) -> bytes:

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-from services.gateway.life.generation import Generation, Limits
+from services.gateway.life.decisions import Limits
+from services.gateway.life.generation import Generation
 from services.gateway.life.identity import PREFIXES
 from services.gateway.requests.sampling import seed_of_choice
 from shared.messages import GenerationRequest

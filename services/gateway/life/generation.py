@@ -8,12 +8,12 @@ A generation that another gateway looks after is *followed*: its log is read her
 attempts are taken as they come, and nothing is decided about it until it is taken over.
 """
 
-import enum
 from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
+from services.gateway.life.decisions import Decision, Limits
 from services.gateway.life.token_stream import TokenStream
 from shared.errors import RingLost, RyzansteinError, Unavailable, error_from_code
 from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
@@ -27,35 +27,6 @@ SLICE = 256
 """Tokens of one entry when a reader is given what there is already."""
 MAX_GAP_REPLAYS = 5
 """Replays that may leave a gap open: the journal is written a moment after the live message."""
-
-
-class Decision(enum.Enum):
-    """What the shell has to do now."""
-
-    NOTHING = enum.auto()
-    REPLAY = enum.auto()
-    """Read the journal: tokens are missing, or have not come for too long."""
-    RECOVER = enum.auto()
-    """Hand the request in again."""
-    REJECT = enum.auto()
-    """Tell the ring that sent the entry to end this attempt: it is not the one that is listened to."""
-    EXPIRE = enum.auto()
-    """Nobody produced a token in time: end it with an error."""
-    ENDED = enum.auto()
-    """Forget it; the client has been told."""
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Bounds of a generation's life."""
-
-    max_attempts: int
-    """Times that a request is handed in again."""
-    token_timeout: float
-    """Seconds without a new token after which the generation has failed."""
-    stall: float
-    """Seconds without anything new from the ring after which the journal is read; doubles each time."""
-    whole: float = 0.0
-    """Seconds that it may take in all; 0: any time. The batch lane has a clock of its own."""
 
 
 class Generation:

@@ -10,7 +10,8 @@ import structlog
 
 from services.gateway.life.cancellations import Cancellations
 from services.gateway.life.consumer import TokenConsumer
-from services.gateway.life.generation import Decision, Generation
+from services.gateway.life.decisions import Decision
+from services.gateway.life.generation import Generation
 from services.gateway.life.losses import Losses
 from services.gateway.life.queued import QueuedRequests
 from services.gateway.life.sources import Sources

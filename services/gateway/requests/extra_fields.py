@@ -32,9 +32,7 @@ from services.gateway.requests.validation import (
     check_token_ids,
     prompts_of,
 )
-from services.gateway.text.chat_template import TemplateOptions
 from services.gateway.text.tokenization import Tokenizer
-from services.gateway.tools.traits import Traits
 from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, Lane, ModelCard
 from shared.records import GenerationRecord
@@ -185,23 +183,6 @@ def _metadata_error(what: str) -> InvalidParameter:
 
 
 # --- what the tokenizer says of them -------------------------------------------------------------
-
-
-def template_options(request: ChatCompletionRequest, traits: Traits) -> TemplateOptions:
-    """How the conversation is rendered, beside what `tools/plan.py` says. Raises `InvalidParameter` for what the
-    model's template does not know."""
-    variables: dict[str, Any] = {}
-    if request.verbosity is not None and "verbosity" in traits.variables:
-        variables["verbosity"] = request.verbosity
-    elif request.verbosity not in (None, "medium"):
-        raise _unsupported("verbosity", "this model's chat template has none; leave it out")
-    continues = bool(request.continue_final_message)
-    asked = request.add_generation_prompt
-    return TemplateOptions(
-        add_generation_prompt=not continues if asked is None else asked,
-        continue_final=continues,
-        variables=variables,
-    )
 
 
 async def extras_of(request: GenerationFields, tokenizer: Tokenizer) -> Extras:

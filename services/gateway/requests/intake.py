@@ -17,6 +17,7 @@ from services.gateway.readers.reading import Reading
 from services.gateway.readers.run import Run
 from services.gateway.requests import embeddings, extra_fields, validation
 from services.gateway.requests.build import Build, Context, Parts
+from services.gateway.requests.conversation import check_conversation, rendered
 from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.requests.sessions import cache_key, conversation_key
 from services.gateway.requests.structured import Grammars, Wanted, wanted_by
@@ -27,7 +28,7 @@ from services.gateway.text.tokenization import Tokenizer
 from services.gateway.text.tokenizer_store import TokenizerStore
 from services.gateway.tools.demand import demanded, schemas_of
 from services.gateway.tools.families import markers_of
-from services.gateway.tools.plan import ChatPlan, plan_of
+from services.gateway.tools.plan import ChatPlan
 from shared.messages import Grammar, ModelCard
 from shared.records import Idempotency
 from shared.stores import Entry
@@ -229,14 +230,11 @@ class Intake:
         self, request: ChatCompletionRequest, context: Context, response: MakeResponse | None = None
     ) -> Run:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
-        validation.check_chat(request)
-        extra_fields.check(request)
+        check_conversation(request)
         card = self._catalog.card(request.model)
         answer = wanted_by(request)
         tokenizer = await self._tokenizers.get(card)
-        plan = plan_of(request, card, tokenizer.traits)
-        options = extra_fields.template_options(request, tokenizer.traits)
-        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables, options)
+        plan, text = rendered(request, card, tokenizer)
         parsing = plan.parsing(text)
         grammar = await self._grammar(
             plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
@@ -256,14 +254,10 @@ class Intake:
 
     async def chat_prompt(self, request: ChatCompletionRequest) -> list[int]:
         """What the model would read. Raises as `prepare`."""
-        validation.check_chat(request)
-        extra_fields.check(request)
+        check_conversation(request)
         card = self._catalog.card(request.model)
         tokenizer = await self._tokenizers.get(card)
-        plan = plan_of(request, card, tokenizer.traits)
-        options = extra_fields.template_options(request, tokenizer.traits)
-        text = tokenizer.render_chat(plan.messages, plan.tools, plan.variables, options)
-        return await tokenizer.encode_rendered(text)
+        return await tokenizer.encode_rendered(rendered(request, card, tokenizer).text)
 
     async def _grammar(self, plan: ChatPlan, wanted: Wanted | None) -> Grammar | None:
         """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`."""

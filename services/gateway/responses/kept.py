@@ -5,7 +5,8 @@ import asyncio
 import msgspec
 
 from services.gateway.life.answer import Answer
-from services.gateway.life.generation import Deliver, Generation, Limits
+from services.gateway.life.decisions import Limits
+from services.gateway.life.generation import Deliver, Generation
 from shared.errors import Unavailable, error_from_code
 from shared.messages import TokenEntry
 from shared.records import StoredResponse

@@ -77,13 +77,12 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
         options: TemplateOptions | None = None,
     ) -> str:
         """The prompt for the assistant's next message. Raises `InvalidParameter` when the template refuses."""
         options = options or TemplateOptions()
         try:
-            text = self._render(messages, tools, {**(variables or {}), **options.variables}, options)
+            text = self._render(messages, tools, options)
         except _REFUSALS as error:
             raise InvalidParameter(
                 f"The chat template of the model does not take these messages: {error}.",
@@ -97,7 +96,7 @@ class ChatTemplate:
     ) -> str | None:
         """As `render`, and None when the template refuses."""
         try:
-            return self._render(messages, tools, {}, TemplateOptions())
+            return self._render(messages, tools, TemplateOptions())
         except _REFUSALS:
             return None
 
@@ -105,14 +104,13 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
         options: TemplateOptions,
     ) -> str:
         return self._template.render(
             {
                 **self._special_tokens,
                 "documents": None,
-                **variables,
+                **options.variables,
                 "messages": [dict(message) for message in messages],
                 "tools": None if tools is None else list(tools),
                 "add_generation_prompt": options.add_generation_prompt,

@@ -91,6 +91,19 @@ class _Frame:
         return _json.encode(self.head | {"object": kind, "choices": choices, "usage": usage})
 
 
+def _head(
+    public_id: str, kind: str, created: int, model: str, fingerprint: str, service_tier: str
+) -> dict[str, Any]:
+    head: dict[str, Any] = {
+        "id": public_id,
+        "object": kind,
+        "created": created,
+        "model": model,
+        "system_fingerprint": fingerprint or None,
+    }
+    return head | {"service_tier": service_tier} if service_tier else head
+
+
 class ChatFormat:
     """Chat completions."""
 
@@ -106,15 +119,9 @@ class ChatFormat:
         service_tier: str = "",
         parsing: Parsing | None = None,
     ) -> None:
-        head: dict[str, Any] = {
-            "id": f"chatcmpl-{identity}",
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": model,
-            "system_fingerprint": fingerprint or None,
-        }
-        if service_tier:
-            head["service_tier"] = service_tier
+        head = _head(
+            f"chatcmpl-{identity}", "chat.completion.chunk", created, model, fingerprint, service_tier
+        )
         self._frame = _Frame(head, include_usage=include_usage)
         self._tokenizer = tokenizer
         self._parsing = parsing
@@ -186,15 +193,7 @@ class CompletionFormat:
         fingerprint: str = "",
         service_tier: str = "",
     ) -> None:
-        head: dict[str, Any] = {
-            "id": f"cmpl-{identity}",
-            "object": "text_completion",
-            "created": created,
-            "model": model,
-            "system_fingerprint": fingerprint or None,
-        }
-        if service_tier:
-            head["service_tier"] = service_tier
+        head = _head(f"cmpl-{identity}", "text_completion", created, model, fingerprint, service_tier)
         self._frame = _Frame(head, include_usage=include_usage)
         self._tokenizer = tokenizer
 

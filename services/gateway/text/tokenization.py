@@ -45,7 +45,6 @@ class Tokenizer(Protocol):
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
         options: TemplateOptions | None = None,
     ) -> str:
         """The conversation as the text of a prompt. Raises `InvalidParameter`."""
@@ -53,10 +52,6 @@ class Tokenizer(Protocol):
 
     async def encode_rendered(self, text: str) -> list[int]:
         """The tokens of a rendered conversation."""
-        ...
-
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The conversation as a prompt. Raises `InvalidParameter`."""
         ...
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -117,7 +112,6 @@ class ModelTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
         options: TemplateOptions | None = None,
     ) -> str:
         template = self._template if tools is None else self._tool_template
@@ -127,13 +121,10 @@ class ModelTokenizer:
                 param="messages",
                 reason="no_chat_template",
             )
-        return template.render(messages, tools, variables, options)
+        return template.render(messages, tools, options)
 
     async def encode_rendered(self, text: str) -> list[int]:
         return await self._encode(text, False)
-
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return await self.encode_rendered(self.render_chat(messages))
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         return await self._encode(text, special)
@@ -270,7 +261,6 @@ class StubTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
         options: TemplateOptions | None = None,
     ) -> str:
         text = "".join(f"{message['content']}\n" for message in messages)
@@ -278,9 +268,6 @@ class StubTokenizer:
 
     async def encode_rendered(self, text: str) -> list[int]:
         return await self.encode(text)
-
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return await self.encode_rendered(self.render_chat(messages))
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode("latin-1", errors="replace"))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.text.chat_template import TemplateOptions
 from services.gateway.tools.checks import Asked, asked_of
 from services.gateway.tools.conversation import (
     functions_for_template,
@@ -36,7 +37,7 @@ class ChatPlan(msgspec.Struct, frozen=True):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    variables: dict[str, Any]
+    options: TemplateOptions
     asked: Asked
     family: str
     """Whose parser and grammar it is; "" without tools."""
@@ -90,7 +91,7 @@ def plan_of(request: "ChatCompletionRequest", card: ModelCard, traits: Traits) -
     return ChatPlan(
         messages=messages,
         tools=functions_for_template(asked.shown) if family and native_tools else None,
-        variables=_variables(request, traits),
+        options=_options(request, traits),
         asked=asked,
         family=family,
         variant=traits.variant if family == traits.family else "",
@@ -110,8 +111,19 @@ def _reasoning(card: ModelCard, traits: Traits) -> str:
     return "" if chosen == NONE else chosen
 
 
+def _options(request: "ChatCompletionRequest", traits: Traits) -> TemplateOptions:
+    continues = bool(request.continue_final_message)
+    asked = request.add_generation_prompt
+    return TemplateOptions(
+        add_generation_prompt=not continues if asked is None else asked,
+        continue_final=continues,
+        variables=_variables(request, traits),
+    )
+
+
 def _variables(request: "ChatCompletionRequest", traits: Traits) -> dict[str, Any]:
-    """`chat_template_kwargs`, and what `reasoning_effort` means for the template. None is ignored in silence."""
+    """`chat_template_kwargs`, and what `reasoning_effort` and `verbosity` mean for the template. None is ignored in
+    silence."""
     given = request.chat_template_kwargs or {}
     for name in given:
         if name in _RESERVED or name not in traits.variables:
@@ -127,7 +139,7 @@ def _variables(request: "ChatCompletionRequest", traits: Traits) -> dict[str, An
                 param="chat_template_kwargs",
                 reason="invalid_value",
             )
-    return _effort(request.reasoning_effort, traits) | given
+    return _effort(request.reasoning_effort, traits) | _verbosity(request.verbosity, traits) | given
 
 
 def _effort(effort: str | None, traits: Traits) -> dict[str, Any]:
@@ -148,5 +160,18 @@ def _effort(effort: str | None, traits: Traits) -> dict[str, Any]:
     raise InvalidParameter(
         "Unsupported parameter: 'reasoning_effort' is not supported with this model; leave it out.",
         param="reasoning_effort",
+        reason="unsupported_parameter",
+    )
+
+
+def _verbosity(verbosity: str | None, traits: Traits) -> dict[str, Any]:
+    if verbosity is not None and "verbosity" in traits.variables:
+        return {"verbosity": verbosity}
+    if verbosity in (None, "medium"):
+        return {}
+    raise InvalidParameter(
+        "Unsupported parameter: 'verbosity' is not supported by this server; this model's chat template has none; "
+        "leave it out.",
+        param="verbosity",
         reason="unsupported_parameter",
     )

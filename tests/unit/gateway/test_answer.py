@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from services.gateway.life import identity
 from services.gateway.life.answer import KEPT, Answer, followed_answer, requests_of
-from services.gateway.life.generation import Limits
+from services.gateway.life.decisions import Limits
 from shared.messages import GenerationRequest, SamplingParams
 from shared.records import GenerationRecord
 

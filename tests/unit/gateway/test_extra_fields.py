@@ -3,10 +3,11 @@
 import pytest
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.requests.extra_fields import template_options
 from services.gateway.requests.schemas import ChatCompletionRequest, Message
 from services.gateway.text.chat_template import ChatTemplate, TemplateOptions
+from services.gateway.tools.plan import plan_of
 from services.gateway.tools.traits import Traits
+from shared.messages import ModelCard
 
 TEMPLATE = ChatTemplate(
     "{% if verbosity %}{{ verbosity }}:{% endif %}"
@@ -21,18 +22,22 @@ def asked(**fields: object) -> ChatCompletionRequest:
     return ChatCompletionRequest(model="m", messages=[Message("user", "Hi")], **fields)  # type: ignore[arg-type]
 
 
+def options_of(request: ChatCompletionRequest, traits: Traits) -> TemplateOptions:
+    return plan_of(request, ModelCard("m", 100, 256, [], "", 0), traits).options
+
+
 def test_verbosity_goes_to_templates_that_show_it() -> None:
-    options = template_options(asked(verbosity="low"), Traits(variables=TEMPLATE.variables))
+    options = options_of(asked(verbosity="low"), Traits(variables=TEMPLATE.variables))
     assert TEMPLATE.render(TURNS[:1], options=options) == "low:<user>Hi</><assistant>"
     with pytest.raises(InvalidParameter, match="verbosity"):
-        template_options(asked(verbosity="low"), Traits())
-    assert template_options(asked(verbosity="medium"), Traits()).variables == {}
+        options_of(asked(verbosity="low"), Traits())
+    assert options_of(asked(verbosity="medium"), Traits()).variables == {}
 
 
 def test_an_answer_goes_on_with_the_last_message() -> None:
-    options = template_options(asked(continue_final_message=True), Traits())
+    options = options_of(asked(continue_final_message=True), Traits())
     assert TEMPLATE.render(TURNS, options=options) == "<user>Hi</><assistant>Once upon"
-    assert template_options(asked(), Traits()).add_generation_prompt
+    assert options_of(asked(), Traits()).add_generation_prompt
     plain = TEMPLATE.render(TURNS, options=TemplateOptions(add_generation_prompt=False))
     assert plain == "<user>Hi</><assistant>Once upon</>"
 

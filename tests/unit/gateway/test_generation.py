@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.life.generation import MAX_GAP_REPLAYS, Decision, Generation, Limits
+from services.gateway.life.decisions import Decision, Limits
+from services.gateway.life.generation import MAX_GAP_REPLAYS, Generation
 from shared.errors import ContextLengthExceeded, RingLost, Unavailable
 from shared.messages import GenerationRequest, TokenEntry
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from services.gateway.errors import InvalidParameter
 from services.gateway.life.answer import Answer, merged, requests_of
-from services.gateway.life.generation import Decision, Deliver, Generation, Limits
+from services.gateway.life.decisions import Decision, Limits
+from services.gateway.life.generation import Deliver, Generation
 from services.gateway.life.records import _parts
 from services.gateway.readers import cursor
 from services.gateway.readers.run import Chunk, Run

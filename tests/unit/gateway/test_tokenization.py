@@ -13,7 +13,7 @@ CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "
 @pytest.mark.parametrize("in_config", [False, True])
 async def test_a_conversation_is_rendered_without_more_special_tokens(in_config: bool) -> None:
     tokenizer = ModelTokenizer(tiny_files(in_config=in_config))
-    prompt = await tokenizer.encode_chat(CHAT)
+    prompt = await tokenizer.encode_rendered(tokenizer.render_chat(CHAT))
     text = b"".join(map(tokenizer.token_bytes, prompt)).decode()
     assert text == ("<|start|>system\nBe kind.<|end|>\n<|start|>user\nHi<|end|>\n<|start|>assistant\n")
     assert prompt[0] == 0
@@ -72,7 +72,7 @@ def test_bytes_of_tokens() -> None:
 async def test_a_model_without_a_template_points_to_completions() -> None:
     tokenizer = ModelTokenizer(tiny_files(template=None))
     with pytest.raises(InvalidParameter, match="/v1/completions"):
-        await tokenizer.encode_chat(CHAT)
+        await tokenizer.encode_rendered(tokenizer.render_chat(CHAT))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ async def test_a_model_without_a_template_points_to_completions() -> None:
 async def test_what_a_template_refuses_is_told(template: str, shown: str) -> None:
     tokenizer = ModelTokenizer(tiny_files(template=template))
     with pytest.raises(InvalidParameter, match=shown):
-        await tokenizer.encode_chat(CHAT)
+        await tokenizer.encode_rendered(tokenizer.render_chat(CHAT))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ async def test_what_a_template_refuses_is_told(template: str, shown: str) -> Non
 )
 async def test_what_templates_may_use(template: str, text: str) -> None:
     tokenizer = ModelTokenizer(tiny_files(template=template))
-    prompt = await tokenizer.encode_chat(CHAT)
+    prompt = await tokenizer.encode_rendered(tokenizer.render_chat(CHAT))
     assert b"".join(map(tokenizer.token_bytes, prompt)).decode() == text
 
 
@@ -126,6 +126,6 @@ def test_broken_files(change: dict[str, bytes]) -> None:
 
 async def test_the_stub_is_bytes() -> None:
     stub = StubTokenizer()
-    assert await stub.encode_chat(CHAT) == list(b"Be kind.\nHi\n")
+    assert await stub.encode_rendered(stub.render_chat(CHAT)) == list(b"Be kind.\nHi\n")
     assert stub.detokenizer([], skip_special_tokens=True).feed([0x41, 0x1E9]) == "A\xe9"
     assert stub.token_bytes(0x41) == b"A"

@@ -23,7 +23,7 @@ def wanted(source: str, **fields: object) -> Wanted | None:
     request = msgspec.convert(body, ChatCompletionRequest)
     template = template_of(source)
     plan = plan_of(request, CARD, traits_of(template))
-    prompt = template.render(plan.messages, plan.tools, plan.variables)
+    prompt = template.render(plan.messages, plan.tools, plan.options)
     return demanded(plan, plan.parsing(prompt), wanted_by(request), {})
 
 

@@ -62,7 +62,7 @@ def planned(source: str, card: ModelCard = CARD, **fields: object) -> tuple[Chat
     )
     template = template_of(source)
     plan = plan_of(request, card, traits_of(template))
-    return plan, template.render(plan.messages, plan.tools, plan.variables)
+    return plan, template.render(plan.messages, plan.tools, plan.options)
 
 
 @pytest.mark.parametrize("family", sorted(OF_FAMILY))
