@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import uvicorn
 
 from shared.errors import ConfigurationError, PortInUse
+
+SETTLE = 0.1
+"""Seconds for which requests are still read from connections without one, once there are no new connections."""
 
 
 def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
@@ -43,6 +46,25 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     return sock
 
 
+async def stop_listening(servers: Iterable[asyncio.Server]) -> None:
+    """Refuses new connections, and loses none that was accepted before.
+
+    asyncio's `Server.close` breaks connections whose transport is made in the loop's next turn: their clients
+    would wait for ever. So nothing more is accepted at first, then what was accepted comes to be. uvloop makes them
+    at once.
+    """
+    loop = asyncio.get_running_loop()
+    listening = [server for server in servers if server.is_serving()]
+    if isinstance(loop, asyncio.BaseEventLoop):
+        for server in listening:
+            for sock in server.sockets:
+                loop.remove_reader(sock.fileno())
+        for _ in range(2):
+            await asyncio.sleep(0)
+    for server in listening:
+        server.close()
+
+
 class _Uvicorn(uvicorn.Server):
     """Leaves signals to the service's own life cycle."""
 
@@ -73,13 +95,16 @@ class HttpServer:
                 raise ConfigurationError(f"The HTTP server on {self.address} ended at its start.")
             await asyncio.sleep(0.005)
 
-    def stop_accepting(self) -> None:
+    async def stop_accepting(self) -> None:
         """Refuses new connections and closes idle ones; answers and WebSockets under way go on.
 
-        A client finds another server then, instead of an error here. Twice is safe.
+        A client finds another server then, instead of an error here. What was sent before it could know is read:
+        it takes `SETTLE` seconds. Twice is safe.
         """
-        for server in self._server.servers if self._server.started else ():
-            server.close()
+        if not self._server.started:
+            return
+        await stop_listening(self._server.servers)
+        await asyncio.sleep(SETTLE)
         for connection in list(self._server.server_state.connections):
             # uvicorn's `shutdown` of a connection: HTTP ends after the answer, a WebSocket at once.
             if not _is_websocket(connection):

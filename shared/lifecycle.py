@@ -113,10 +113,10 @@ class Service(abc.ABC):
         task.add_done_callback(self._on_task_done)
         return task
 
-    def stop_accepting(self) -> None:
+    async def stop_accepting(self) -> None:
         """Refuses new connections on the service's HTTP port; what is under way goes on."""
         if self._http is not None:
-            self._http.stop_accepting()
+            await self._http.stop_accepting()
 
     def fail(self, error: BaseException) -> None:
         """Ends the service because of `error`."""

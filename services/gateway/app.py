@@ -1,5 +1,6 @@
 """The ASGI application: routes, and around them request ids, errors, logs and metrics."""
 
+import contextlib
 import secrets
 import time
 from typing import Any
@@ -53,7 +54,7 @@ class GatewayApp:
     ) -> None:
         self._metrics = metrics
         self._metrics_need_key = settings.metrics_need_key
-        self._authenticator = backend.authenticator
+        self._backend = backend
         self._ops = ops
         self._socket = StreamSocket(backend, settings)
         chat = CompletionsRoute("chat.completions", backend, settings)
@@ -100,7 +101,11 @@ class GatewayApp:
         if public and scope["type"] == "http":
             await self._ops(scope, receive, send)
             return
-        exchange = _Exchange(scope, send)
+        # Counted from here on: what a connection brought before it was closed to more is answered.
+        with self._backend.active() if scope["type"] == "http" else contextlib.nullcontext():
+            await self._exchange(scope, receive, _Exchange(scope, send))
+
+    async def _exchange(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
         try:
             exchange.take_request_id()
             scope["state"]["principal"] = self._principal(scope)
@@ -115,7 +120,7 @@ class GatewayApp:
         """Who asks. Anybody may load a page, which asks for the key with which it asks for everything else."""
         if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
             return ANONYMOUS
-        return self._authenticator.authenticate(token_of(scope))
+        return self._backend.authenticator.authenticate(token_of(scope))
 
     def _account(self, scope: Scope, exchange: "_Exchange") -> None:
         if scope["type"] != "http":

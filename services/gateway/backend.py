@@ -1,4 +1,9 @@
-"""What the routes work with: there once the service has started, closed to new work when it stops."""
+"""What the routes work with: there once the service has started, closed to new work when it stops.
+
+starting ──open──▶ serving ──drain──▶ draining ──close──▶ closed
+refuses            takes              sessions begin      refuses
+everything         everything         nothing new         everything
+"""
 
 import asyncio
 import contextlib
@@ -40,7 +45,7 @@ class Backend:
         self._batches: Batches | None = None
         self.cluster: Cluster | None = None
         """For the console; None until the gateway has started."""
-        self._draining = False
+        self._draining = self._closed = False
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -55,13 +60,23 @@ class Backend:
         self._files, self._batches = files, batches
 
     def drain(self) -> None:
-        """From now on new requests are refused."""
+        """From now on sessions, which outlast their requests, begin nothing new. What came over a connection that
+        ends with its answer is served: it was sent before its client could know."""
         self._draining = True
+
+    def close(self) -> None:
+        """From now on everything is refused."""
+        self._closed = True
+
+    def check_draining(self) -> None:
+        """For a session that is about to begin something. Raises `Unavailable`."""
+        if self._draining:
+            raise shutting_down()
 
     @property
     def intake(self) -> Intake:
         """For a new request. Raises `Unavailable`."""
-        if self._draining:
+        if self._closed:
             raise shutting_down()
         if self._intake is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
@@ -70,7 +85,7 @@ class Backend:
     @property
     def reading(self) -> Reading:
         """For a generation that exists. Raises `Unavailable`."""
-        if self._draining:
+        if self._closed:
             raise shutting_down()
         if self._reading is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
@@ -79,7 +94,7 @@ class Backend:
     @property
     def responses(self) -> ResponseLookup:
         """For a response that exists. Raises `Unavailable`."""
-        if self._draining:
+        if self._closed:
             raise shutting_down()
         if self._responses is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
@@ -95,7 +110,7 @@ class Backend:
     @property
     def files(self) -> Files:
         """Raises `Unavailable`."""
-        if self._draining:
+        if self._closed:
             raise shutting_down()
         if self._files is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
@@ -104,7 +119,7 @@ class Backend:
     @property
     def batches(self) -> Batches:
         """Raises `Unavailable`."""
-        if self._draining:
+        if self._closed:
             raise shutting_down()
         if self._batches is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)

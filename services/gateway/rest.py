@@ -36,23 +36,22 @@ class CompletionsRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            intake = self._backend.intake
-            settings = self._settings
-            context = context_of(scope, settings)
-            body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
-            run = await intake.prepare(self._endpoint, body, context)
-            scope["state"]["model"] = run.model
-            watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox))
-            try:
-                await run.begin()
-                if run.stream:
-                    await stream(run, send, context.request_id)
-                else:
-                    await send_json(send, 200, await run.collect())
-            finally:
-                watcher.cancel()
-                run.close()
+        intake = self._backend.intake
+        settings = self._settings
+        context = context_of(scope, settings)
+        body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
+        run = await intake.prepare(self._endpoint, body, context)
+        scope["state"]["model"] = run.model
+        watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox))
+        try:
+            await run.begin()
+            if run.stream:
+                await stream(run, send, context.request_id)
+            else:
+                await send_json(send, 200, await run.collect())
+        finally:
+            watcher.cancel()
+            run.close()
 
 
 def context_of(scope: Scope, settings: GatewaySettings) -> Context:

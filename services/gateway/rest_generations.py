@@ -26,14 +26,13 @@ class GenerationRoute:
         self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
-            if scope["method"] == "DELETE":
-                await send_json(send, 200, await self._cancel(public_id, tenant))
-                return
-            state = await self._backend.reading.state(public_id, scope["state"]["request_id"], tenant)
-            scope["state"]["model"] = state.model
-            await send_json(send, 200, state)
+        public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
+        if scope["method"] == "DELETE":
+            await send_json(send, 200, await self._cancel(public_id, tenant))
+            return
+        state = await self._backend.reading.state(public_id, scope["state"]["request_id"], tenant)
+        scope["state"]["model"] = state.model
+        await send_json(send, 200, state)
 
     async def _cancel(self, public_id: str, tenant: str) -> Cancelled:
         answer, going = await self._backend.reading.cancel(public_id, tenant)
@@ -47,9 +46,8 @@ class StoredChatRoute:
         self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
-            await send_json(send, 200, await self._backend.reading.stored(public_id, tenant))
+        public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
+        await send_json(send, 200, await self._backend.reading.stored(public_id, tenant))
 
 
 class GenerationStreamRoute:
@@ -59,13 +57,12 @@ class GenerationStreamRoute:
         self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
-            run = await self._backend.reading.attach(public_id, positions_of(scope), tenant=tenant)
-            scope["state"]["model"] = run.model
-            watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox))
-            try:
-                await stream(run, send, scope["state"]["request_id"])
-            finally:
-                watcher.cancel()
-                run.close()
+        public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
+        run = await self._backend.reading.attach(public_id, positions_of(scope), tenant=tenant)
+        scope["state"]["model"] = run.model
+        watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox))
+        try:
+            await stream(run, send, scope["state"]["request_id"])
+        finally:
+            watcher.cancel()
+            run.close()

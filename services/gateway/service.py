@@ -127,9 +127,9 @@ class GatewayService(Service):
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""
         if self._work is not None:
             await asyncio.sleep(self.settings.drain_delay)
-        self.stop_accepting()
         if self._grpc is not None:
-            self._grpc.stop_accepting()
+            await self._grpc.stop_accepting()
+        await self.stop_accepting()
         self._backend.drain()
         try:
             if self._work is not None:

@@ -105,8 +105,7 @@ class TokenizerRoute:
         self._work = detokenize if back else tokenize
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            intake, state = self._backend.intake, scope["state"]
-            await intake.count(state["principal"], state["answer_headers"])
-            body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
-            await send_json(send, 200, await self._work(intake, body))
+        intake, state = self._backend.intake, scope["state"]
+        await intake.count(state["principal"], state["answer_headers"])
+        body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
+        await send_json(send, 200, await self._work(intake, body))

@@ -235,6 +235,7 @@ class _Connection:
         after = [position] if isinstance(position, int) else position
         if after is not None:
             cursor.parse(",".join(map(str, after)), "position")
+        self._backend.check_draining()
         if message.type == "attach":
             self._backend.authenticator.check(self._context.principal)
             tenant = self._context.tenant

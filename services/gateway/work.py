@@ -141,7 +141,8 @@ class Work:
         await self._jobs.start(self._backend, self._spawn)
 
     async def stop(self) -> None:
-        """New requests are refused by now: streams may end within their time, then everything else does."""
+        """No new connections come by now. What they brought is answered and streams may end within their time, then
+        everything else does."""
         if self._opened:
             await self._jobs.stop()
             await self._end_streams()
@@ -160,3 +161,4 @@ class Work:
         if not await self._backend.idle(self._settings.drain_timeout):
             self.answers.end_readers(shutting_down())
             await self._backend.idle(LAST_WORDS)
+        self._backend.close()

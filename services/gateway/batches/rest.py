@@ -28,20 +28,19 @@ class BatchesRoute:
         self._decoder = msgspec.json.Decoder(BatchCreate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            batches, principal = self._backend.batches, scope["state"]["principal"]
-            if scope["method"] == "POST":
-                key = validation.check_idempotency_key(header(scope, b"idempotency-key"))
-                body = await read_body(scope, receive, BODY_BYTES, self._settings.body_timeout)
-                job = await batches.submit(validation.decode(body, self._decoder), principal, key)
-                await _send(send, job)
-                return
-            params = query(scope["query_string"], ("after", "limit"))
-            jobs, more = await batches.listed(
-                principal.tenant, params.get("after"), limit_of(params, USUAL, operations.MOST)
-            )
-            data = shown([batch_object(job) for job in jobs], more)
-            await send_json(send, 200, msgspec.json.encode(data))
+        batches, principal = self._backend.batches, scope["state"]["principal"]
+        if scope["method"] == "POST":
+            key = validation.check_idempotency_key(header(scope, b"idempotency-key"))
+            body = await read_body(scope, receive, BODY_BYTES, self._settings.body_timeout)
+            job = await batches.submit(validation.decode(body, self._decoder), principal, key)
+            await _send(send, job)
+            return
+        params = query(scope["query_string"], ("after", "limit"))
+        jobs, more = await batches.listed(
+            principal.tenant, params.get("after"), limit_of(params, USUAL, operations.MOST)
+        )
+        data = shown([batch_object(job) for job in jobs], more)
+        await send_json(send, 200, msgspec.json.encode(data))
 
 
 class BatchRoute:
@@ -52,11 +51,10 @@ class BatchRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            batches, tenant = self._backend.batches, scope["state"]["principal"].tenant
-            batch = scope["path_params"]["batch"]
-            act = batches.cancel if scope["method"] == "POST" else batches.get
-            await _send(send, await act(batch, tenant))
+        batches, tenant = self._backend.batches, scope["state"]["principal"].tenant
+        batch = scope["path_params"]["batch"]
+        act = batches.cancel if scope["method"] == "POST" else batches.get
+        await _send(send, await act(batch, tenant))
 
 
 async def _send(send: Send, job: BatchJob) -> None:

@@ -50,13 +50,12 @@ class FilesRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            files, tenant = self._backend.files, scope["state"]["principal"].tenant
-            if scope["method"] == "POST":
-                record = await self._upload(files, tenant, scope, receive)
-                await send_json(send, 200, msgspec.json.encode(file_object(record)))
-            else:
-                await send_json(send, 200, msgspec.json.encode(await _list(files, tenant, scope)))
+        files, tenant = self._backend.files, scope["state"]["principal"].tenant
+        if scope["method"] == "POST":
+            record = await self._upload(files, tenant, scope, receive)
+            await send_json(send, 200, msgspec.json.encode(file_object(record)))
+        else:
+            await send_json(send, 200, msgspec.json.encode(await _list(files, tenant, scope)))
 
     async def _upload(self, files: Files, tenant: str, scope: Scope, receive: Receive) -> FileRecord:
         length = header(scope, b"content-length")
@@ -139,16 +138,15 @@ class FileRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            files, file_id = self._backend.files, scope["path_params"]["file"]
-            tenant = scope["state"]["principal"].tenant
-            if scope["method"] == "DELETE":
-                await files.delete(file_id, tenant)
-                gone = {"id": file_id, "object": "file", "deleted": True}
-                await send_json(send, 200, msgspec.json.encode(gone))
-            else:
-                record = await files.get(file_id, tenant)
-                await send_json(send, 200, msgspec.json.encode(file_object(record)))
+        files, file_id = self._backend.files, scope["path_params"]["file"]
+        tenant = scope["state"]["principal"].tenant
+        if scope["method"] == "DELETE":
+            await files.delete(file_id, tenant)
+            gone = {"id": file_id, "object": "file", "deleted": True}
+            await send_json(send, 200, msgspec.json.encode(gone))
+        else:
+            record = await files.get(file_id, tenant)
+            await send_json(send, 200, msgspec.json.encode(file_object(record)))
 
 
 class FileContentRoute:
@@ -159,20 +157,19 @@ class FileContentRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            files = self._backend.files
-            record = await files.get(scope["path_params"]["file"], scope["state"]["principal"].tenant)
-            async with contextlib.aclosing(files.content(record)) as parts:
-                first = await anext(parts, b"")  # what is wrong is said before the status is sent
-                head = [
-                    (b"content-type", b"application/octet-stream"),
-                    (b"content-length", str(record.bytes).encode()),
-                ]
-                await send({"type": "http.response.start", "status": 200, "headers": head})
-                await send({"type": "http.response.body", "body": first, "more_body": True})
-                async for part in parts:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+        files = self._backend.files
+        record = await files.get(scope["path_params"]["file"], scope["state"]["principal"].tenant)
+        async with contextlib.aclosing(files.content(record)) as parts:
+            first = await anext(parts, b"")  # what is wrong is said before the status is sent
+            head = [
+                (b"content-type", b"application/octet-stream"),
+                (b"content-length", str(record.bytes).encode()),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 def file_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:

@@ -18,6 +18,7 @@ from services.gateway.grpc.http2 import Connection
 from services.gateway.readers.mailbox import ClientGone
 from services.gateway.requests.validation import check_request_id
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from shared.http_server import stop_listening
 
 log = structlog.get_logger(__name__)
 
@@ -83,16 +84,16 @@ class GrpcServer:
             raise ConfigurationError(f"Cannot listen on {self.address}: {error.strerror}.") from None
         self._sweeping = asyncio.create_task(self._sweep())
 
-    def stop_accepting(self) -> None:
+    async def stop_accepting(self) -> None:
         """No new connections, and clients are told to open no new streams; those that are open go on."""
         if self._server is not None:
-            self._server.close()
+            await stop_listening([self._server])
         for peer in list(self.peers):
             peer.announce_end()
 
     async def stop(self, *, grace: float = 2.0) -> None:
         """Waits up to `grace` seconds for calls, then ends everything; twice is safe."""
-        self.stop_accepting()
+        await self.stop_accepting()
         if self.tasks:
             await asyncio.wait(set(self.tasks), timeout=grace)
         for peer in list(self.peers):

@@ -200,6 +200,7 @@ class _Session:
             run.close()
 
     async def _prepare(self, message: pb.ChatSessionRequest, action: str, view: EventView) -> Run:
+        self._backend.check_draining()
         if action == "attach":
             given = message.attach
             after = cursor.parse(given.position, "position") if given.position else None

@@ -28,21 +28,20 @@ class ResponseRoute:
         self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            responses = self._backend.responses
-            public_id = scope["path_params"]["response"]
-            if scope["method"] == "DELETE":
-                await responses.delete(await responses.find(public_id, scope["state"]["principal"].tenant))
-                await send_json(send, 200, Deleted(public_id, "response", True))
-                return
-            wanted = retrieval(scope["query_string"])
-            found = await responses.find(public_id, scope["state"]["principal"].tenant)
-            scope["state"]["model"] = found.record.requests[0].model
-            if not wanted.stream:
-                await send_json(send, 200, await responses.shown(found))
-                return
-            after = [wanted.starting_after] if wanted.starting_after is not None else positions_of(scope)
-            await self._stream(scope, receive, send, found, after)
+        responses = self._backend.responses
+        public_id = scope["path_params"]["response"]
+        if scope["method"] == "DELETE":
+            await responses.delete(await responses.find(public_id, scope["state"]["principal"].tenant))
+            await send_json(send, 200, Deleted(public_id, "response", True))
+            return
+        wanted = retrieval(scope["query_string"])
+        found = await responses.find(public_id, scope["state"]["principal"].tenant)
+        scope["state"]["model"] = found.record.requests[0].model
+        if not wanted.stream:
+            await send_json(send, 200, await responses.shown(found))
+            return
+        after = [wanted.starting_after] if wanted.starting_after is not None else positions_of(scope)
+        await self._stream(scope, receive, send, found, after)
 
     async def _stream(
         self, scope: Scope, receive: Receive, send: Send, found: Found, after: list[int] | None
@@ -63,13 +62,12 @@ class CancelRoute:
         self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            responses = self._backend.responses
-            public_id = scope["path_params"]["response"]
-            found = await responses.find(public_id, scope["state"]["principal"].tenant)
-            scope["state"]["model"] = found.record.requests[0].model
-            shown = await _cancelled(responses, found)
-            await send_json(send, 200, shown)
+        responses = self._backend.responses
+        public_id = scope["path_params"]["response"]
+        found = await responses.find(public_id, scope["state"]["principal"].tenant)
+        scope["state"]["model"] = found.record.requests[0].model
+        shown = await _cancelled(responses, found)
+        await send_json(send, 200, shown)
 
 
 async def _cancelled(responses: ResponseLookup, found: Found) -> bytes:
@@ -97,12 +95,11 @@ class InputItemsRoute:
         self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            responses = self._backend.responses
-            wanted = page(scope["query_string"])
-            found = await responses.find(scope["path_params"]["response"], scope["state"]["principal"].tenant)
-            items, _ = await responses.items(found)
-            await send_json(send, 200, item_list(items, wanted))
+        responses = self._backend.responses
+        wanted = page(scope["query_string"])
+        found = await responses.find(scope["path_params"]["response"], scope["state"]["principal"].tenant)
+        items, _ = await responses.items(found)
+        await send_json(send, 200, item_list(items, wanted))
 
 
 class InputTokensRoute:
@@ -113,12 +110,11 @@ class InputTokensRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.active():
-            intake = self._backend.intake
-            body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
-            assert intake.responses is not None, "it is set before the first request"
-            tokens = await intake.responses.count(body, scope["state"]["principal"].tenant)
-            await send_json(send, 200, InputTokens("response.input_tokens", tokens))
+        intake = self._backend.intake
+        body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
+        assert intake.responses is not None, "it is set before the first request"
+        tokens = await intake.responses.count(body, scope["state"]["principal"].tenant)
+        await send_json(send, 200, InputTokens("response.input_tokens", tokens))
 
 
 def response_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:

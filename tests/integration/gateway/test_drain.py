@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import httpx
 import pytest
@@ -31,14 +32,17 @@ class Held:
 
 
 async def until_refused(gateway: RunningGateway) -> None:
-    """Returns when new connections are refused."""
+    """Returns when new connections are refused, and idle ones closed."""
     async with asyncio.timeout(10):
         while True:
             async with gateway.http() as http:
                 try:
                     await http.get("/health")
                 except httpx.ConnectError:
-                    return
+                    break
+                except httpx.ReadError:  # it waited to be accepted
+                    continue
+        await until(lambda: gateway.service._backend._draining)
 
 
 async def test_new_connections_are_refused_and_streams_end(gateway: RunningGateway, ring: FakeRing) -> None:
@@ -50,7 +54,9 @@ async def test_new_connections_are_refused_and_streams_end(gateway: RunningGatew
             gateway.service.end()
             await until(lambda: gateway.service.state == "draining")
             await until_refused(gateway)
-            with pytest.raises(httpx.ConnectError):  # an idle connection was closed, not left to fail
+            with pytest.raises(
+                (httpx.ConnectError, httpx.RemoteProtocolError)
+            ):  # an idle connection was closed
                 await idle.get("/ready")
             held.go_on.set()
             text = (await answer.aread()).decode()
@@ -60,22 +66,45 @@ async def test_new_connections_are_refused_and_streams_end(gateway: RunningGatew
     await asyncio.wait_for(gateway.task, 10)
 
 
+async def test_what_came_before_the_port_was_closed_is_answered(
+    gateway: RunningGateway, ring: FakeRing
+) -> None:
+    """It lies in the system's queue when the gateway is told to stop: no client can know better by then."""
+    body = json.dumps(BODY).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    host, _, port = gateway.service.address.rpartition(":")
+    address = (host, int(port))
+    connections = []
+    for _ in range(20):
+        connection = socket.create_connection(address)  # the loop stands still meanwhile
+        connection.sendall(head + body)
+        connection.setblocking(False)
+        connections.append(connection)
+    gateway.service.end()
+    for connection in connections:
+        reader, writer = await asyncio.open_connection(sock=connection)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
+        writer.close()
+    await asyncio.wait_for(gateway.task, 20)
+
+
 async def test_a_websocket_keeps_its_generations_and_gets_no_new_ones(
     gateway: RunningGateway, ring: FakeRing
 ) -> None:
     held = ring.behave = Held()
-    async with websockets.connect(gateway.websocket_url, proxy=None) as socket:
-        await socket.send(
+    async with websockets.connect(gateway.websocket_url, proxy=None) as connection:
+        await connection.send(
             json.dumps({"type": "generate", "id": "a", "endpoint": "completions", "request": BODY})
         )
         await asyncio.wait_for(held.begun.wait(), 10)
         gateway.service.end()
         await until_refused(gateway)
-        await socket.send(
+        await connection.send(
             json.dumps({"type": "generate", "id": "b", "endpoint": "completions", "request": BODY})
         )
         last = {}
-        async for message in socket:
+        async for message in connection:
             said = json.loads(message)
             last[said["id"]] = said
             if said["id"] == "b":

@@ -187,6 +187,39 @@ def _streamed(text: str) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
+@contextlib.asynccontextmanager
+async def long_answer(url: str, tokens: int = 4000, seed: int = 7) -> AsyncIterator[None]:
+    """A generation that outlasts what is done within: 40 s of steps, read all the time and right in every token."""
+    body = {"model": "stub", "prompt": "x", "max_tokens": tokens, "seed": seed, "stream": True}
+    begun = asyncio.Event()
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http, asyncio.TaskGroup() as group:
+        reading = group.create_task(_read_long(http, f"{url}/v1/completions", body, begun))
+        await begun.wait()
+        yield
+        assert not reading.done(), "it has outlasted what was done"
+        reading.cancel()
+
+
+async def _read_long(
+    http: httpx.AsyncClient, url: str, body: dict[str, object], begun: asyncio.Event
+) -> None:
+    position = 0
+    seed = body["seed"]
+    assert isinstance(seed, int)
+    async with http.stream("POST", url, json=body) as response:
+        assert response.status_code == 200, (await response.aread()).decode()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = msgspec.json.decode(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            text = "".join(choice["text"] for choice in chunk["choices"])
+            right = bytes(stub_token(seed, position + index) for index in range(len(text))).decode()
+            assert text == right, f"position {position}: {text!r} instead of {right!r}"
+            position += len(text)
+            begun.set()
+
+
 async def until_answered(url: str) -> None:
     """Until the gateway knows the model."""
     async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False, timeout=60) as http:
