@@ -165,6 +165,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.LIMITS_BUCKET),
             *_own_bucket(subjects.RESPONSES_BUCKET),
             _change(f"KV_{subjects.RESPONSES_BUCKET}"),  # its bytes and age are settings
+            *_own_bucket(subjects.CHATS_BUCKET),
             *_objects(subjects.TOKENIZERS_STORE),
             *_own_bucket(subjects.BATCHES_BUCKET),
             *_own_bucket(subjects.FILES_BUCKET),

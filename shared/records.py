@@ -101,6 +101,17 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether vectors are shown in base64, and not as numbers."""
     user: str = ""
     """Whom the client does this for: its own word for an end user."""
+    messages: bytes = b""
+    """The conversation as JSON, of a chat completion that is to be stored."""
+
+    @property
+    def outlives(self) -> bool:
+        """Whether its answer is kept when the journal has dropped its tokens."""
+        return self.response.store if self.response is not None else self.is_stored_chat
+
+    @property
+    def is_stored_chat(self) -> bool:
+        return self.store and self.endpoint == "chat.completions"
 
 
 class GenerationRecords(msgspec.Struct, frozen=True):
@@ -170,6 +181,19 @@ class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     error_code: str = ""
     error: str = ""
+
+
+class StoredChat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What lists of stored chat completions look at; the answer itself is a `StoredResponse`."""
+
+    identity: str
+    id: str
+    """What the client knows."""
+    tenant: str
+    model: str
+    created_at: float
+    """Unix seconds."""
+    metadata: dict[str, str] = {}
 
 
 class Listen(msgspec.Struct, frozen=True, tag="listen"):

@@ -27,8 +27,9 @@ from services.gateway.readers.mailbox import ClientGone
 from services.gateway.requests.validation import check_request_id
 from services.gateway.responses.routes import response_routes
 from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
-from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute, StoredChatRoute
+from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute
 from services.gateway.settings import GatewaySettings
+from services.gateway.stored_chats.routes import chat_routes
 from services.gateway.tokenizing import TokenizerRoute
 from services.gateway.websocket import StreamSocket
 from shared.errors import InvalidRequest
@@ -66,8 +67,7 @@ class GatewayApp:
         """The way of nearly every request, past the router's search."""
         self._router = Router(
             routes=[
-                ApiRoute(chat, operations.CHAT),
-                ApiRoute(StoredChatRoute(backend), operations.STORED_CHAT),
+                *chat_routes(backend, settings, chat),
                 ApiRoute(completions, operations.COMPLETIONS),
                 ApiRoute(embeddings, operations.EMBEDDINGS),
                 *(ApiRoute(tokenize, item) for item in operations.TOKENIZE),

@@ -17,6 +17,7 @@ from services.gateway.files.store import Files
 from services.gateway.readers.reading import Reading
 from services.gateway.requests.intake import Intake
 from services.gateway.responses.lookup import ResponseLookup
+from services.gateway.stored_chats.chats import StoredChats
 from shared.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Backend:
         self._reading: Reading | None = None
         self._catalog: Catalog | None = None
         self._responses: ResponseLookup | None = None
+        self._stored_chats: StoredChats | None = None
         self._files: Files | None = None
         self._batches: Batches | None = None
         self.cluster: Cluster | None = None
@@ -50,10 +52,17 @@ class Backend:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self, intake: Intake, reading: Reading, catalog: Catalog, responses: ResponseLookup) -> None:
+    def open(
+        self,
+        intake: Intake,
+        reading: Reading,
+        catalog: Catalog,
+        responses: ResponseLookup,
+        stored_chats: StoredChats,
+    ) -> None:
         """From now on requests are taken."""
         self._intake, self._reading, self._catalog = intake, reading, catalog
-        self._responses = responses
+        self._responses, self._stored_chats = responses, stored_chats
 
     def open_jobs(self, files: Files, batches: Batches) -> None:
         """From now on files and batches are served."""
@@ -99,6 +108,15 @@ class Backend:
         if self._responses is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
         return self._responses
+
+    @property
+    def stored_chats(self) -> StoredChats:
+        """For a chat completion that was stored. Raises `Unavailable`."""
+        if self._closed:
+            raise shutting_down()
+        if self._stored_chats is None:
+            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
+        return self._stored_chats
 
     @property
     def catalog(self) -> Catalog:

@@ -39,17 +39,6 @@ class GenerationRoute:
         return Cancelled(answer.public_id, "generation", going)
 
 
-class StoredChatRoute:
-    """A chat completion that was asked to be stored."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
-        await send_json(send, 200, await self._backend.reading.stored(public_id, tenant))
-
-
 class GenerationStreamRoute:
     """Its events behind `Last-Event-ID`, in the format of the endpoint that began it."""
 

@@ -18,6 +18,7 @@ from services.gateway.life.answers import Answers
 from services.gateway.life.generations import Generations
 from services.gateway.life.heirs import Heirs
 from services.gateway.life.idempotency import IdempotencyKeys
+from services.gateway.life.keeper import Keeper
 from services.gateway.limits.limiter import Limiter
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.readers.reading import Reading
@@ -26,10 +27,12 @@ from services.gateway.requests.intake import Intake
 from services.gateway.requests.structured import Grammars
 from services.gateway.responses.history import History
 from services.gateway.responses.intake import ResponseIntake
-from services.gateway.responses.keeper import ResponseKeeper
+from services.gateway.responses.kept import ResponseShelf
 from services.gateway.responses.lookup import ResponseLookup
 from services.gateway.responses.store import ResponseStore
 from services.gateway.settings import GatewaySettings
+from services.gateway.stored_chats.chats import StoredChats
+from services.gateway.stored_chats.index import ChatIndex, ChatShelf
 from services.gateway.text.tokenizer_store import TokenizerStore
 from shared.bus import Bus
 from shared.errors import BrokerUnavailable
@@ -71,7 +74,8 @@ class Work:
         self._reading = Reading(self.answers, self.catalog, tokenizers, metrics)
         self.heirs = Heirs(bus, instance, self.answers, self.answers.owners, settings.journal_max_age)
         self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes)
-        self._lookup = self._responses(tokenizers)
+        self._chat_index = ChatIndex(bus, settings.response_ttl)
+        self._lookup, self._stored_chats = self._kept(tokenizers)
         self._cluster = Cluster(bus, self.catalog, self.answers)
         self.limiter = Limiter(bus, instance, settings)
         self._grammars = Grammars()
@@ -92,15 +96,15 @@ class Work:
             bus, instance, settings, registry, self._intake, self.catalog, backend.authenticator
         )
 
-    def _responses(self, tokenizers: TokenizerStore) -> ResponseLookup:
-        """Where responses are found, and who keeps them; the others are told."""
-        answers, reading = self.answers, self._reading
-        keeper = ResponseKeeper(self._store, answers, reading)
-        lookup = ResponseLookup(self._store, keeper, answers, reading, self.catalog, tokenizers)
+    def _kept(self, tokenizers: TokenizerStore) -> tuple[ResponseLookup, StoredChats]:
+        """Where answers are found that outlive the journal, and who keeps them; the others are told."""
+        answers, reading, store = self.answers, self._reading, self._store
+        keeper = Keeper(answers, ResponseShelf(store, reading), ChatShelf(self._chat_index, store, reading))
+        lookup = ResponseLookup(store, keeper, answers, reading, self.catalog, tokenizers)
         answers.watch_silently, answers.free_key = reading.watch, self._idempotency.free
         answers.keep, reading.is_deleted = keeper.keep, lookup.is_deleted
         self.heirs.keep_of_lost = keeper.keep_of_lost
-        return lookup
+        return lookup, StoredChats(self._chat_index, store, keeper, answers)
 
     async def start(self) -> None:
         """Raises `BrokerUnavailable`, `ConfigurationError`."""
@@ -125,6 +129,7 @@ class Work:
         """Everything that needs to know the models and the groups; then requests are taken."""
         await self._idempotency.start()
         await self._store.start()
+        await self._chat_index.start()
         await self.answers.owners.start()
         await self.heirs.start()
         await self.limiter.start()
@@ -137,7 +142,7 @@ class Work:
         self._spawn(self.limiter.run(), "in use")
         self._spawn(self.limiter.windows.run(), "limits")
         self._backend.cluster = self._cluster
-        self._backend.open(self._intake, self._reading, self.catalog, self._lookup)
+        self._backend.open(self._intake, self._reading, self.catalog, self._lookup, self._stored_chats)
         await self._jobs.start(self._backend, self._spawn)
 
     async def stop(self) -> None:

@@ -197,7 +197,7 @@ SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         "chat",
         "POST",
         "/chat/completions",
-        {"model": "stub", "messages": HELLO, "max_tokens": 4, "store": True},
+        {"model": "stub", "messages": HELLO, "max_tokens": 4, "store": True, "metadata": {"key": "value"}},
     ),
     ("response", "POST", "/responses", {"model": "stub", "input": "Hi", "max_output_tokens": 16}),
     (

@@ -29,6 +29,7 @@ from tests.compatibility.samples import QUERIES, QUERY_BESIDE, request_for, samp
 from tests.compatibility.walk import Parameter, event_types, parameters, response_fields, seen_in
 
 AT_ONCE = 8
+NONSENSE = "\x00 no such thing"
 NOWHERE = ("unknown_url", "method_not_allowed", "unknown_parameter")
 """Codes of errors about what is not there."""
 Verdict = Literal["honoured", "partly", "refused", "missing"]
@@ -125,7 +126,8 @@ class Prober:
         value = QUERIES.get(which, sample(parameter.path, parameter.kind))
         beside = QUERY_BESIDE.get(which, {})
         taken = await self._send(operation, {}, self._filled({parameter.name: value} | beside))
-        nonsense = await self._send(operation, {}, {parameter.name: "\x00 no such thing"} | beside)
+        senseless = dict.fromkeys(value, NONSENSE) if isinstance(value, dict) else NONSENSE
+        nonsense = await self._send(operation, {}, {parameter.name: senseless} | beside)
         verdict = verdict_of(taken, (parameter.top,))
         if nonsense.status_code < 400:  # nothing is nonsense to a filter: it must find something else
             return taken, verdict if _json(nonsense) != _json(taken) else "missing"
@@ -140,7 +142,7 @@ class Prober:
         file: bytes = BATCH_FILE,
     ) -> httpx.Response:
         path = f"/v1{operation.path}".format(**self._ids) if self._ids else f"/v1{operation.path}"
-        options: dict[str, Any] = {"params": query} if query else {}
+        options: dict[str, Any] = {"params": _bracketed(query)} if query else {}
         if operation.form:
             options |= {"data": _form(body), "files": {"file": ("lines.jsonl", file)}}
         elif operation.method == "POST" and body:
@@ -198,6 +200,15 @@ def _form(body: dict[str, Any]) -> dict[str, Any]:
             if isinstance(value, dict)
             else {name: value}
         )
+    return flat
+
+
+def _bracketed(query: dict[str, Any]) -> dict[str, Any]:
+    """As the package writes an object into a query: `metadata[key]=value`."""
+    flat: dict[str, Any] = {}
+    for name, value in query.items():
+        entries = {f"{name}[{key}]": one for key, one in value.items()} if isinstance(value, dict) else {}
+        flat |= entries or {name: value}
     return flat
 
 

@@ -99,6 +99,8 @@ BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
 QUERIES: dict[tuple[str, str], Any] = {
     ("batches.list", "after"): "{batch}",
     ("files.list", "after"): "{file}",
+    ("chat.completions.list", "after"): "{chat}",
+    ("chat.completions.messages.list", "after"): "{chat}-0",
     ("files.list", "purpose"): "batch",
     ("responses.input_items.list", "after"): "{input_item}",
     ("responses.retrieve", "starting_after"): 0,

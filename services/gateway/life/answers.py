@@ -66,7 +66,7 @@ class Answers:
         self.free_key: Callable[[GenerationRecord], Awaitable[None]] | None = None
         """Called with the record of a generation that failed and has an idempotency key."""
         self.keep: Callable[[Answer], Awaitable[None]] | None = None
-        """Called with a response that has ended, when nobody reads it here any more."""
+        """Called with an answer that outlives the journal, once it has ended and nobody reads it here any more."""
 
     def all(self) -> list[Answer]:
         return list(self._by_identity.values())
@@ -311,7 +311,7 @@ class Answers:
 
     def _keep(self, answer: Answer) -> None:
         """What outlives the journal is written by its owner."""
-        if answer.owned and answer.ended and answer.record.response is not None and self.keep is not None:
+        if answer.owned and answer.ended and answer.record.outlives and self.keep is not None:
             self.spawn(self.keep(answer))
 
     def _sweep(self, now: float) -> None:

@@ -144,14 +144,12 @@ class Heirs:
             await self._inherit(*heirless)
 
     async def _keep_ended(self, left: dict[str, GenerationRecord], going: Sequence[GenerationRecord]) -> None:
-        """Responses that had ended, and that their gateway may not have kept any more."""
+        """What had ended and outlives the journal; its gateway may not have kept it any more."""
         if self.keep_of_lost is None:
             return
         unfinished = {record.identity for record in going}
         ended = [
-            record
-            for identity, record in left.items()
-            if record.response is not None and record.response.store and identity not in unfinished
+            record for identity, record in left.items() if record.outlives and identity not in unfinished
         ]
         for begin in range(0, len(ended), SLICE):
             await asyncio.gather(*map(self.keep_of_lost, ended[begin : begin + SLICE]))

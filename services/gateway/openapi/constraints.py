@@ -15,6 +15,7 @@ from services.gateway.requests.validation import (
     MAX_STOPS,
     OPEN_BELOW,
     OTHER_PARTS,
+    PARTS,
     RANGES,
     ROLES,
 )
@@ -34,6 +35,8 @@ def constrain(components: dict[str, Schema]) -> None:
             _constrain_request(components[name])
     if "Message" in components:
         _constrain_message(components["Message"])
+    if "CacheBreakpoint" in components:
+        refuse(components["CacheBreakpoint"]["properties"], "ttl", ())
     if "ContentPart" in components:
         _constrain_part(components["ContentPart"])
     if "ChatCompletionRequest" in components:
@@ -93,6 +96,7 @@ def _constrain_message(schema: Schema) -> None:
             ("content", {"not": NULL}),
             ("tool_calls", calls),
             ("function_call", {"not": NULL}),
+            ("refusal", {"type": "string", "minLength": 1}),
         )
     ]
     for name, neutral in NEUTRAL_IN_MESSAGE.items():
@@ -101,9 +105,15 @@ def _constrain_message(schema: Schema) -> None:
 
 def _constrain_part(schema: Schema) -> None:
     properties = schema["properties"]
-    schema["required"] = ["type", "text"]
-    properties["type"] = {"const": "text"}
-    properties["text"] = {"type": "string"}
+    properties["type"] = {"enum": list(PARTS)}
+    schema["oneOf"] = [
+        {
+            "required": [kind],
+            "properties": {"type": {"const": kind}, kind: {"type": "string"}}
+            | {other: NULL for other in PARTS if other != kind},
+        }
+        for kind in PARTS
+    ]
     for name in OTHER_PARTS:
         refuse(properties, name, ())
 

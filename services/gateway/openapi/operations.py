@@ -43,17 +43,6 @@ COMPLETIONS = Operation(
     parameters=parameters.GENERATING,
     errors=GENERATING,
 )
-STORED_CHAT = Operation(
-    "GET",
-    "/v1/chat/completions/{generation}",
-    "retrieveChatCompletion",
-    "A chat completion that was made with `store: true`.",
-    "Chat",
-    "For as long as the journal keeps its tokens.",
-    response=shapes.ChatCompletion,
-    parameters=(parameters.GENERATION,),
-    errors=(404, 429, 503, 504),
-)
 EMBEDDINGS = Operation(
     "POST",
     "/v1/embeddings",

@@ -95,21 +95,15 @@ class Reading:
             response=msgspec.Raw(response),
         )
 
-    async def stored(self, public_id: str, tenant: str = "") -> bytes:
-        """The chat completion that was asked to be stored. Raises as `attach`, also where it was not asked to be,
-        or has not ended."""
-        answer = await self._find(public_id, tenant)
-        record = answer.record
+    async def finished(self, answer: Answer) -> bytes | None:
+        """The whole answer as JSON; None where it has not come to its end. Raises `Unavailable`, `UnknownModel`."""
         run = await self._run(answer, None)
         run.join()
         try:
             response = run.snapshot()
-            if not (record.store and record.endpoint == "chat.completions" and run.finished):
-                raise unknown_generation(public_id)
+            return response if run.finished else None
         finally:
             run.close()
-        whole = msgspec.json.decode(response, type=dict[str, msgspec.Raw])
-        return msgspec.json.encode(whole | {"metadata": record.metadata})
 
     async def cancel(self, public_id: str, tenant: str = "") -> tuple[Answer, bool]:
         """Ends the generation, for everybody; False when it had ended before. Raises as `attach`."""
@@ -152,7 +146,7 @@ class Reading:
         answer = await self._answers.find(public_id, identity)
         if answer.record.tenant != tenant:
             raise unknown_generation(public_id)
-        if answer.record.response is not None and self.is_deleted and await self.is_deleted(answer.record):
+        if answer.record.outlives and self.is_deleted and await self.is_deleted(answer.record):
             raise unknown_generation(public_id)
         return answer
 

@@ -63,7 +63,7 @@ class Extras(msgspec.Struct, frozen=True):
 def check(request: GenerationFields) -> None:
     """Raises `InvalidParameter` for the first thing wrong in the fields of this module."""
     _check_choice("service_tier", request.service_tier, tuple(TIERS))
-    _check_metadata(request.metadata)
+    check_metadata(request.metadata)
     _check_tokens(request)
     options = request.stream_options
     if options is not None and options.continuous_usage_stats and not options.include_usage:
@@ -161,7 +161,8 @@ def _check_choice(name: str, value: str | None, known: tuple[str, ...]) -> None:
     )
 
 
-def _check_metadata(metadata: dict[str, str] | None) -> None:
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raises `InvalidParameter`."""
     entries, key_length, value_length = METADATA
     if not metadata:
         return
@@ -261,6 +262,8 @@ def noted(record: GenerationRecord, request: GenerationFields, card: ModelCard) 
         "metadata": request.metadata or {},
         "user": request.safety_identifier or request.user or "",
     }
+    if request.store and isinstance(request, ChatCompletionRequest):
+        notes["messages"] = msgspec.json.encode(request.messages)
     return msgspec.structs.replace(record, **notes)
 
 

@@ -28,8 +28,16 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's: usage so far in every chunk."""
 
 
+class CacheBreakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The end of a prefix that will come again. Every prefix is cached here, so it asks for what is done anyway."""
+
+    mode: Literal["explicit"]
+    ttl: Any = None
+    """Refused: what is evicted, and when, is a matter of room."""
+
+
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a message's content. Only `text` is supported; any other field that is given is refused."""
+    """A part of a message's content: a text, or an assistant's refusal. Any other field that is given is refused."""
 
     type: str
     text: str | None = None
@@ -37,7 +45,7 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input_audio: Any = None
     file: Any = None
     refusal: str | None = None
-    prompt_cache_breakpoint: Any = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -167,6 +175,5 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "annotations": ([],),
-    "refusal": ("",),
 }
 """The same for a message."""

@@ -13,8 +13,10 @@ from services.gateway.errors import InvalidParameter
 from services.gateway.requests.schemas import (
     NEUTRAL,
     NEUTRAL_IN_MESSAGE,
+    CacheBreakpoint,
     ChatCompletionRequest,
     CompletionRequest,
+    ContentPart,
     GenerationFields,
     Message,
 )
@@ -27,7 +29,8 @@ MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_BIAS = 100
 MAX_LOGPROBS = 20
-OTHER_PARTS = ("image_url", "input_audio", "file", "refusal", "prompt_cache_breakpoint")
+PARTS = ("text", "refusal")
+OTHER_PARTS = ("image_url", "input_audio", "file")
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
@@ -256,7 +259,7 @@ def _check_message(path: str, message: Message) -> None:
         value = getattr(message, name)
         if value is not None and not _asks_for_nothing(value, neutral):
             raise _unsupported(f"{path}.{name}")
-    if message.content is None and not (message.tool_calls or message.function_call):
+    if message.content is None and not (message.tool_calls or message.function_call or message.refusal):
         raise InvalidParameter(
             f"Missing required parameter: '{path}.content'; send a string or an array of text parts.",
             param=f"{path}.content",
@@ -272,29 +275,46 @@ def _check_parts(path: str, message: Message) -> None:
     if not parts:
         raise _empty_array(path)
     for index, part in enumerate(parts):
-        if part.type != "text":
-            raise InvalidParameter(
-                f"Invalid value: '{part.type[:64]}'. This server reads text alone; "
-                "supported values are: 'text'.",
-                param=f"{path}[{index}].type",
-                reason="invalid_value",
-            )
-        if part.text is None:
-            raise InvalidParameter(
-                f"Missing required parameter: '{path}[{index}].text'.",
-                param=f"{path}[{index}].text",
-                reason="missing_required_parameter",
-            )
-        for name in OTHER_PARTS:
-            if getattr(part, name) is not None:
-                raise _unsupported(f"{path}[{index}].{name}")
+        _check_part(f"{path}[{index}]", part)
+
+
+def _check_part(path: str, part: ContentPart) -> None:
+    if part.type not in PARTS:
+        supported = " and ".join(f"'{kind}'" for kind in PARTS)
+        raise InvalidParameter(
+            f"Invalid value: '{part.type[:64]}'. This server reads text alone; supported values are: {supported}.",
+            param=f"{path}.type",
+            reason="invalid_value",
+        )
+    if getattr(part, part.type) is None:
+        raise InvalidParameter(
+            f"Missing required parameter: '{path}.{part.type}'.",
+            param=f"{path}.{part.type}",
+            reason="missing_required_parameter",
+        )
+    others = (kind for kind in PARTS if kind != part.type)
+    for name in (*OTHER_PARTS, *others):
+        if getattr(part, name) is not None:
+            raise _unsupported(f"{path}.{name}")
+    check_breakpoint(f"{path}.prompt_cache_breakpoint", part.prompt_cache_breakpoint)
+
+
+def check_breakpoint(path: str, given: CacheBreakpoint | None) -> None:
+    """Raises `InvalidParameter`."""
+    if given is not None and given.ttl is not None:
+        raise _unsupported(f"{path}.ttl")
 
 
 def text_of(message: Message) -> str:
-    """A message's content as one text; parts are joined by line breaks."""
-    if isinstance(message.content, str):
-        return message.content
-    return "\n".join(part.text or "" for part in message.content or [])
+    """A message's content as one text; parts are joined by line breaks. What was refused was said, too."""
+    content = message.content or ""
+    if isinstance(content, list):
+        content = "\n".join(part.text or part.refusal or "" for part in content)
+    return (
+        "\n".join((content, message.refusal))
+        if content and message.refusal
+        else content or message.refusal or ""
+    )
 
 
 # --- completions ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.requests.validation import decode
+from services.gateway.requests.validation import check_breakpoint, decode
 from services.gateway.responses.schemas import (
     AnyItem,
     FunctionCallItem,
@@ -39,7 +39,7 @@ ABBREVIATIONS = {
     "reasoning": "rs",
 }
 _ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{32})_(?:in_)?\d{1,6}")
-_OTHER_TEXT = ("refusal", "annotations", "logprobs")
+_OTHER_TEXT = ("refusal", "annotations", "logprobs", "prompt_cache_breakpoint")
 _REFUSED = tuple(
     field.name for field in msgspec.structs.fields(Part) if field.name not in ("type", "text", *_OTHER_TEXT)
 )
@@ -198,6 +198,7 @@ def _text(part: Part, path: str) -> str:
             reason="invalid_value",
         )
     _check_given(part, path, _REFUSED)
+    check_breakpoint(f"{path}.prompt_cache_breakpoint", part.prompt_cache_breakpoint)
     text: str | None = getattr(part, name)
     if text is None:
         raise InvalidParameter(

@@ -1,4 +1,4 @@
-"""From an answer that has ended to what is kept of it, and back. Pure."""
+"""From an answer that has ended to what is kept of it, and back."""
 
 import asyncio
 
@@ -7,6 +7,8 @@ import msgspec
 from services.gateway.life.answer import Answer
 from services.gateway.life.decisions import Limits
 from services.gateway.life.generation import Deliver, Generation
+from services.gateway.readers.reading import Reading
+from services.gateway.responses.store import ResponseStore
 from shared.errors import Unavailable, error_from_code
 from shared.messages import TokenEntry
 from shared.records import StoredResponse
@@ -48,6 +50,20 @@ def answer_of(stored: StoredResponse) -> Answer:
     elif stored.error_code:
         generation.fail(error_from_code(stored.error_code, stored.error))
     return Answer(record, [generation], owner=_SOURCE, owned=False, now=0.0)
+
+
+class ResponseShelf:
+    """Responses that have ended."""
+
+    def __init__(self, store: ResponseStore, reading: Reading) -> None:
+        self._store = store
+        self._reading = reading
+
+    async def put(self, answer: Answer) -> None:
+        await self._store.keep(stored_of(answer, await self._reading.shown(answer)))
+
+    async def has(self, identity: str) -> bool:
+        return await self._store.is_known(identity)
 
 
 class StoreOwner:

@@ -20,10 +20,10 @@ from services.gateway.errors import RouteError
 from services.gateway.life.answer import Answer
 from services.gateway.life.answers import Answers
 from services.gateway.life.identity import PREFIXES, parse
+from services.gateway.life.keeper import Keeper
 from services.gateway.readers.reading import Reading
 from services.gateway.readers.run import Run
 from services.gateway.readers.runs import new_run
-from services.gateway.responses.keeper import ResponseKeeper
 from services.gateway.responses.kept import StoreOwner, answer_of
 from services.gateway.responses.store import ResponseStore
 from services.gateway.text.tokenizer_store import TokenizerStore
@@ -63,7 +63,7 @@ class ResponseLookup:
     def __init__(
         self,
         store: ResponseStore,
-        keeper: ResponseKeeper,
+        keeper: Keeper,
         answers: Answers,
         reading: Reading,
         catalog: Catalog,

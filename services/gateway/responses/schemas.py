@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.requests.schemas import StreamOptions
+from services.gateway.requests.schemas import CacheBreakpoint, StreamOptions
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,7 +126,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     filename: Any = None
     image_url: Any = None
     input_audio: Any = None
-    prompt_cache_breakpoint: Any = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 class MessageItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

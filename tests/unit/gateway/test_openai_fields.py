@@ -19,6 +19,7 @@ from services.gateway.requests import validation
 from services.gateway.requests.schemas import (
     NEUTRAL,
     NEUTRAL_IN_MESSAGE,
+    CacheBreakpoint,
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
@@ -95,12 +96,46 @@ def test_what_a_message_brings_besides_its_text_is_refused(name: str) -> None:
         validation.check_chat(with_message(**{name: neutral}))
 
 
-@pytest.mark.parametrize("name", ["image_url", "input_audio", "file", "refusal", "prompt_cache_breakpoint"])
+@pytest.mark.parametrize("name", ["image_url", "input_audio", "file", "refusal"])
 def test_what_a_text_part_brings_besides_its_text_is_refused(name: str) -> None:
     part = ContentPart("text", "Hi", **{name: "something"})  # type: ignore[arg-type]
     field = f"messages[0].content[0].{name}"
     assert refused(with_message(content=[part])) == ("unsupported_parameter", field)
-    assert fields_of(ContentPart) - {"type", "text"} == set(validation.OTHER_PARTS)
+    taken = {"type", *validation.PARTS, "prompt_cache_breakpoint"}
+    assert fields_of(ContentPart) - taken == set(validation.OTHER_PARTS)
+
+
+def test_a_breakpoint_of_the_cache_asks_for_what_is_done_anyway_but_not_for_how_long() -> None:
+    validation.check_chat(
+        with_message(content=[ContentPart("text", "Hi", prompt_cache_breakpoint=CacheBreakpoint("explicit"))])
+    )
+    part = ContentPart("text", "Hi", prompt_cache_breakpoint=CacheBreakpoint("explicit", "12h"))
+    field = "messages[0].content[0].prompt_cache_breakpoint.ttl"
+    assert refused(with_message(content=[part])) == ("unsupported_parameter", field)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (Message("assistant", [ContentPart("refusal", refusal="No.")]), "No."),
+        (Message("assistant", None, refusal="No."), "No."),
+        (Message("assistant", "Well.", refusal="No."), "Well.\nNo."),
+        (Message("assistant", "Well.", refusal=""), "Well."),
+    ],
+)
+def test_what_was_refused_was_said(message: Message, text: str) -> None:
+    request = ChatCompletionRequest(model="m", messages=[Message("user", "Hi"), message])
+    validation.check_chat(request)
+    assert validation.text_of(message) == text
+
+
+def test_a_part_has_what_its_type_says() -> None:
+    for kind, other in (("text", "refusal"), ("refusal", "text")):
+        part = ContentPart(kind, **{other: "x"})
+        assert refused(with_message(content=[part])) == (
+            "missing_required_parameter",
+            f"messages[0].content[0].{kind}",
+        )
 
 
 @pytest.mark.parametrize(

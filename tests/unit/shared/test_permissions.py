@@ -19,6 +19,7 @@ OWNERS: dict[str, set[User]] = {
     subjects.IDEMPOTENCY_BUCKET: {"gateway"},
     subjects.LIMITS_BUCKET: {"gateway"},
     subjects.RESPONSES_BUCKET: {"gateway"},
+    subjects.CHATS_BUCKET: {"gateway"},
     subjects.BATCHES_BUCKET: {"gateway"},
     subjects.FILES_BUCKET: {"gateway"},
 }
