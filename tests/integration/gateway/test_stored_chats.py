@@ -1,5 +1,7 @@
 """Chat completions with `store: true`, through the official client: kept, listed, changed, deleted."""
 
+import time
+
 import openai
 import pytest
 
@@ -10,6 +12,7 @@ from shared.stores import Bucket
 from shared.subjects import CHATS_BUCKET
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, until
+from tests.integration.gateway.responding import until_known
 
 pytestmark = pytest.mark.usefixtures("ring")
 
@@ -55,12 +58,10 @@ async def test_lists_have_pages_and_are_chosen_by_model_and_metadata(gateway: Ru
             model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=3
         )
 
-        async def stored() -> list[str]:
-            return [chat.id async for chat in client.chat.completions.list(limit=2)]
+        async def all_kept() -> bool | None:  # each is once its answer has been sent
+            return [chat.id async for chat in client.chat.completions.list(limit=2)] == ids or None
 
-        while len(await stored()) < len(ids):  # each is kept once its answer has been sent
-            pass
-        assert await stored() == ids
+        await until_known(all_kept)
         page = await client.chat.completions.list(order="desc", limit=3)
         assert ([chat.id for chat in page.data], page.has_more) == (ids[:1:-1], True)
         odd = await client.chat.completions.list(metadata={"odd": "1"}, model=MODEL)
@@ -105,17 +106,32 @@ async def test_it_is_kept_by_whoever_is_there_and_outlives_its_gateway(
         chat = await made(client, "Hello", n=2)
     entries = await Bucket.open(bus, CHATS_BUCKET, StoredChat)
 
-    async def kept() -> bool:
-        return len(await entries.items()) == 1
+    async def kept() -> bool | None:
+        return len(await entries.items()) == 1 or None
 
-    while not await kept():
-        pass
+    await until_known(kept)
     async with run_gateway(nats_settings) as other, other.openai() as client:
         await until(lambda: bool(other.service.work.catalog.listed()))
         shown = await client.chat.completions.retrieve(chat)
         assert len(shown.choices) == 2
         await client.chat.completions.delete(chat)
     assert await entries.items() == {}
+
+
+async def test_an_heir_keeps_what_had_ended(gateway: RunningGateway, nats_settings: CommonSettings) -> None:
+    """Its gateway was lost between the answer's end and the store: no client asks for it by its id."""
+    async with run_gateway(nats_settings) as lost:
+        answers, heirs = lost.service.work.answers, gateway.service.work.heirs
+        answers.keep = None
+        async with lost.openai() as client:
+            chat = await made(client, "Hello")
+        await heirs._try_to_inherit(lost.service.instance, time.time() + 1)
+        async with gateway.openai() as client:
+
+            async def listed() -> bool | None:
+                return [one.id for one in (await client.chat.completions.list()).data] == [chat] or None
+
+            await until_known(listed)
 
 
 async def test_an_answer_without_store_or_of_another_kind_is_not_there(gateway: RunningGateway) -> None:
