@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from shared import subjects
@@ -72,9 +72,16 @@ class ServiceProcess:
 
 @contextlib.asynccontextmanager
 async def service_process(
-    bus: Bus, settings: CommonSettings, module: str, directory: Path, *arguments: str, instance: str
+    bus: Bus,
+    settings: CommonSettings,
+    module: str,
+    directory: Path,
+    *arguments: str,
+    instance: str,
+    variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[ServiceProcess]:
-    """Starts `python -m module arguments` on the test's NATS; whatever happens, nothing is left running."""
+    """Starts `python -m module arguments` on the test's NATS; whatever happens, nothing is left running.
+    `variables` of its environment, besides those that say where NATS is."""
     log = directory / f"{instance}.log"
     environment = {
         **os.environ,
@@ -83,6 +90,7 @@ async def service_process(
         "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
         "RYZANSTEIN_INSTANCE": instance,
         "RYZANSTEIN_BEAT_INTERVAL": str(settings.beat_interval),
+        **(variables or {}),
     }
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(

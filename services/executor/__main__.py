@@ -1,8 +1,15 @@
-"""`python -m services.executor`: one executor, as a process."""
+"""`python -m services.executor`: one executor, as a process; or a host of its ring."""
 
+from services.executor.nodes.node import RingNode
 from services.executor.orchestrator import ExecutorService
 from services.executor.settings import ExecutorSettings
 from shared import lifecycle
 
+
+def make(settings: ExecutorSettings) -> ExecutorService | RingNode:
+    """Host 0 speaks for the ring."""
+    return RingNode(settings) if settings.node_rank else ExecutorService(settings)
+
+
 if __name__ == "__main__":
-    raise SystemExit(lifecycle.main(ExecutorService, ExecutorSettings, "ryzanstein serve executor"))
+    raise SystemExit(lifecycle.main(make, ExecutorSettings, "ryzanstein serve executor"))

@@ -10,6 +10,8 @@ field, each field an aligned 64-bit integer, so that no lock is needed:
 
 import mmap
 import os
+from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -150,6 +152,17 @@ class RingBoard:
     def rank(self, rank: int) -> RankBoard:
         """The row of `rank`, for the process that is this rank."""
         return RankBoard(self._words, self._row(rank))
+
+    # --- of ranks on other hosts: their row is copied ------------------------------------------------
+
+    def row(self, rank: int) -> list[int]:
+        """What `rank` has written."""
+        return self._words[self._row(rank) : self._row(rank) + _Rank.SIZE].tolist()
+
+    def put_row(self, rank: int, row: Sequence[int]) -> None:
+        """What `rank` has written on its host; of another length, it is no row and is left."""
+        if len(row) == _Rank.SIZE:
+            self._words[self._row(rank) : self._row(rank) + _Rank.SIZE] = memoryview(array("q", row))
 
     # --- read by the orchestrator ----------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import structlog
 from services.executor.board import RingState
 from services.executor.metrics import RingCollector
 from services.executor.naming import served_name
+from services.executor.nodes.head import NodesHead
 from services.executor.ring import Ring, RingEnd
 from services.executor.ring_watch import RingWatch
 from services.executor.settings import ExecutorSettings
@@ -45,6 +46,7 @@ class ExecutorService(Service):
             )
         self.group = settings.group or self.instance
         self._model = served_name(settings)
+        self._nodes = NodesHead(settings) if settings.nnodes > 1 else None
         self._ring: Ring | None = None
         self._message = ""
         self._epoch = 0
@@ -59,6 +61,8 @@ class ExecutorService(Service):
     # --- life ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
+        if self._nodes is not None:
+            await self._nodes.start()
         self._supervision = self.spawn(self._supervise(), "supervise")
         self.spawn(self._watch_progress(), "watch-progress")
 
@@ -73,6 +77,8 @@ class ExecutorService(Service):
             ring.lose("the executor is stopping")
         if self._supervision is not None:
             await asyncio.wait({self._supervision}, timeout=self._drain_limit)
+        if self._nodes is not None:
+            await self._nodes.stop()
 
     @property
     def _drain_limit(self) -> float:
@@ -83,8 +89,10 @@ class ExecutorService(Service):
         """One ring after the other; each is killed to the last process before the next begins."""
         pause = FIRST_PAUSE
         while not self._stopping.is_set():
+            if not await self._all_hosts():
+                return
             self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
-            ring = Ring(self._executor_settings, self.group, self.instance, self._epoch)
+            ring = Ring(self._executor_settings, self.group, self.instance, self._epoch, self._nodes)
             began = time.monotonic()
             try:
                 end = await self._live(ring)
@@ -99,6 +107,22 @@ class ExecutorService(Service):
             pause = FIRST_PAUSE if time.monotonic() - began > STABLE_AFTER else min(pause * 2, LONGEST_PAUSE)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _all_hosts(self) -> bool:
+        """Waits for the other hosts of the ring; False when the executor ends meanwhile."""
+        if self._nodes is None or not self._nodes.missing():
+            return True
+        hosts = ", ".join(map(str, self._nodes.missing()))
+        self._message = f"the ring waits for its host {hosts}" if not self._message else self._message
+        log.info("waiting_for_hosts", group=self.group, missing=hosts)
+        complete = asyncio.create_task(self._nodes.complete())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({complete, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            complete.cancel()
+            stopping.cancel()
+        return not self._stopping.is_set()
 
     async def _tell_loss(self, end: RingEnd) -> None:
         """At once, and before the processes that are left are ended: others take over meanwhile."""

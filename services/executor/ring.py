@@ -5,13 +5,9 @@ spawn all ranks ─▶ rank 0 says where to meet ─▶ told to the others ─�
 """
 
 import asyncio
-import contextlib
-import ipaddress
 import os
 import shutil
 import signal
-import socket
-import sys
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -20,28 +16,28 @@ import msgspec
 import structlog
 
 from services.executor.board import RingBoard
+from services.executor.nodes.head import NodesHead, RemoteRank
+from services.executor.rank_process import LocalRank
 from services.executor.settings import ExecutorSettings
-from shared.process import die_with_parent
 
 log = structlog.get_logger(__name__)
 
 LEAVE_TIMEOUT = 5.0
-SPIN_COUNT = "10000"
-"""Turns that an OpenMP thread waits before it sleeps: the time between two operations."""
 
 
 def thread_count(settings: ExecutorSettings) -> int:
     """CPU threads of each rank: what was set, else the cores shared out among the ranks."""
-    return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.tp)
+    return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.ranks_here)
 
 
 def cores_of(settings: ExecutorSettings, rank: int) -> list[int]:
     """The core of each of a rank's threads; empty where they are not to be kept on one. With fewer threads than
     cores the system places them better: it knows what else runs."""
     cores, threads = sorted(os.sched_getaffinity(0)), thread_count(settings)
-    if not settings.pin_threads or threads * settings.tp != len(cores):
+    if not settings.pin_threads or threads * settings.ranks_here != len(cores):
         return []
-    return cores[rank * threads : (rank + 1) * threads]
+    here = rank % settings.ranks_here
+    return cores[here * threads : (here + 1) * threads]
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -104,9 +100,17 @@ class RingEnd(msgspec.Struct, frozen=True):
 class Ring:
     """One life of a group's ranks. `start`, then `wait_end`, then always `kill`."""
 
-    def __init__(self, settings: ExecutorSettings, group: str, instance: str, epoch: int) -> None:
-        """`epoch`: larger than that of any earlier ring of the group."""
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        group: str,
+        instance: str,
+        epoch: int,
+        nodes: NodesHead | None = None,
+    ) -> None:
+        """`epoch`: larger than that of any earlier ring of the group. `nodes`: the other hosts, all of them there."""
         self._settings = settings
+        self._nodes = nodes
         self._group = group
         self._instance = instance
         self.epoch = epoch
@@ -114,7 +118,7 @@ class Ring:
         self.model = ""
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
         self.board = RingBoard(self._directory / "board", settings.tp, create=True)
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._processes: list[LocalRank | RemoteRank] = []
         self._events: dict[int, asyncio.Task[None]] = {}
         self._exits: list[asyncio.Task[None]] = []
         self._killed = False
@@ -147,9 +151,7 @@ class Ring:
             leaving = [asyncio.ensure_future(process.wait()) for process in self._processes]
             await asyncio.wait(leaving, timeout=LEAVE_TIMEOUT)
         for process in self._processes:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGKILL)
+            process.kill()
         for process in self._processes:
             await process.wait()
         followers = [*self._events.values(), *self._exits]
@@ -161,42 +163,26 @@ class Ring:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _spawn(self, rank: int) -> None:
-        read_end, write_end = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "services.executor.rank",
-                str(write_end),
-                stdin=asyncio.subprocess.PIPE,
-                pass_fds=(write_end,),
-                preexec_fn=die_with_parent(signal.SIGKILL),
-                start_new_session=True,  # Ctrl-C goes to the orchestrator alone, which drains the ring
-                env=self._environment(),
+        if rank < self._settings.ranks_here:
+            process: LocalRank | RemoteRank = await LocalRank.start(
+                thread_count(self._settings), self._settings
             )
-        finally:
-            os.close(write_end)
+        else:
+            assert self._nodes is not None, "ranks elsewhere are started by their hosts"
+            process = self._nodes.begin(rank, self.epoch, self.board)
         self._processes.append(process)
-        self._tell(rank, msgspec.json.encode(self._spec(rank)) + b"\n")
-        self._events[rank] = asyncio.create_task(self._follow_events(rank, read_end))
+        process.tell(msgspec.json.encode(self._spec(rank)) + b"\n")
+        self._events[rank] = asyncio.create_task(self._follow_events(rank, process))
         self._exits.append(asyncio.create_task(self._follow_exit(rank, process)))
         if self._killed:  # while the process was being started
             process.kill()
             await process.wait()
 
-    def _environment(self) -> dict[str, str]:
-        """OpenMP reads these when torch is imported. A thread that waits spins for a moment only, which
-        bridges the gap between two operations: one that spins for long takes the core from the other
-        ranks and services of the machine, and one that sleeps at once is woken too late."""
-        threads = str(thread_count(self._settings))
-        own = {"GOMP_SPINCOUNT": SPIN_COUNT, "OMP_NUM_THREADS": threads}
-        if ipaddress.ip_address(socket.gethostbyname(self._settings.ring_host)).is_loopback:
-            own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        return {**own, **os.environ}
-
     def _spec(self, rank: int) -> RankSpec:
         settings = self._settings.model_dump(mode="json")
-        settings["nats_password"] = self._settings.nats_password.get_secret_value()
+        if rank == 0:  # the others speak to nobody but the ring
+            settings["nats_password"] = self._settings.nats_password.get_secret_value()
+        settings["ring_secret"] = "known" if self._settings.nnodes > 1 else ""
         return RankSpec(
             rank=rank,
             world_size=self._settings.tp,
@@ -208,21 +194,14 @@ class Ring:
         )
 
     def _tell(self, rank: int, line: bytes) -> None:
-        stdin = self._processes[rank].stdin
-        assert stdin is not None
-        if not stdin.is_closing():
-            stdin.write(line)
+        self._processes[rank].tell(line)
 
-    async def _follow_events(self, rank: int, read_end: int) -> None:
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb")
-        )
+    async def _follow_events(self, rank: int, process: LocalRank | RemoteRank) -> None:
         try:
-            async for line in reader:
+            async for line in process.events:
                 self._on_event(rank, _event_decoder.decode(line))
         finally:
-            transport.close()
+            process.close()
 
     def _on_event(self, rank: int, event: RankEvent) -> None:
         match event:
@@ -238,12 +217,13 @@ class Ring:
             case Failed(code, message):
                 self._finish(RingEnd("failed", message, code))
 
-    async def _follow_exit(self, rank: int, process: asyncio.subprocess.Process) -> None:
+    async def _follow_exit(self, rank: int, process: LocalRank | RemoteRank) -> None:
         code = await process.wait()
         # What the rank said last may still be in the pipe, which ends with the process.
         await asyncio.wait({self._events[rank]}, timeout=LEAVE_TIMEOUT)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
-        self._finish(RingEnd("died", f"rank {rank} (process {process.pid}) ended with {how}"))
+        where = f"process {process.pid}" if isinstance(process, LocalRank) else process.where
+        self._finish(RingEnd("died", f"rank {rank} ({where}) ended with {how}"))
 
     def _finish(self, end: RingEnd) -> None:
         if not self._end.done():

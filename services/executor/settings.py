@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from platformdirs import user_cache_path
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from services.executor.engine.draft_limit import most_drafts
 from services.executor.kv_cache.dtypes import KvDType, parse_layers
@@ -94,11 +94,54 @@ class ExecutorSettings(CommonSettings):
     """Stub engine: KV blocks."""
     stub_context_length: int = Field(default=8192, ge=2)
     """Stub engine: context length."""
+    nnodes: int = Field(default=1, ge=1, le=64)
+    """Hosts over which the ring is spread, `tp / nnodes` ranks on each."""
+    node_rank: int = Field(default=0, ge=0)
+    """This host's place among them: 0 has the leader and speaks for the ring; the others start their ranks when it
+    says so."""
+    master_addr: str = ""
+    """Address of host 0, as the others reach it."""
+    master_port: int = Field(default=29500, ge=1, le=65535)
+    """Port of host 0 to which the other hosts come."""
+    ring_secret: SecretStr = SecretStr("")
+    """What the hosts of one ring know, and nobody else."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on each host."""
+        return self.tp // self.nnodes
+
+    @property
+    def meeting_host(self) -> str:
+        """Address on which rank 0 waits for the others."""
+        return self.master_addr if self.nnodes > 1 else self.ring_host
 
     @property
     def max_drafts(self) -> int:
         """Most drafts of one sequence in a step, after `speculation`."""
         return most_drafts(self.speculation)
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> "ExecutorSettings":
+        if self.nnodes == 1:
+            if self.node_rank:
+                raise ValueError(
+                    "node_rank says that there are other hosts; set nnodes, master_addr and ring_secret too"
+                )
+            return self
+        if self.tp % self.nnodes:
+            raise ValueError(
+                f"tp {self.tp} does not divide by nnodes {self.nnodes}: each host has equally many ranks"
+            )
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank {self.node_rank} is not below nnodes {self.nnodes}; count from 0")
+        if not self.master_addr:
+            raise ValueError("master_addr is not set: it is the address of host 0, as the others reach it")
+        if not self.ring_secret.get_secret_value():
+            raise ValueError(
+                "ring_secret is not set: hosts that are to be one ring must know the same secret"
+            )
+        return self
 
     @field_validator("speculation")
     @classmethod

@@ -44,7 +44,7 @@ def make_engine(
             context_length=settings.stub_context_length,
         )
     )
-    return StubRing(stub, spec, board, PlanListener(settings.ring_host), announce, directory)
+    return StubRing(stub, spec, board, PlanListener(settings.meeting_host), announce, directory)
 
 
 def vocabulary_of(directory: Path) -> int:

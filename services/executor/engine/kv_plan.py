@@ -99,7 +99,7 @@ def _my_blocks(
         budget, cap = settings.kv_memory, None
     else:
         # Ranks and groups of one host share its memory; each GPU has its own.
-        on_host = collectives.world_size * settings.replicas_on_host
+        on_host = settings.ranks_here * settings.replicas_on_host
         ranks_sharing = on_host if device.type == "cpu" else 1
         budget = default_budget(device) // ranks_sharing
         cap = DEFAULT_SEQUENCES if device.type == "cpu" else None

@@ -4,8 +4,7 @@
     follower                 is told where ──▶ connects      ──┴─▶ (plan receiver, collectives)
 
 The leader chooses the collectives; its announcement tells the others. On CPU the ranks share memory and
-torch's process group is not started at all. All ranks of a ring are processes of one orchestrator, hence of
-one host.
+torch's process group is not started at all, where they are on one host; on several (`nodes/`) they use gloo.
 """
 
 import socket
@@ -50,9 +49,14 @@ def lead(
     """
     if spec.world_size == 1:
         return PlanSender([]), SingleRank()
-    backend = choose_backend(settings.collectives, device.type, can_share_memory)
-    listener = PlanListener(settings.ring_host)
-    place = (settings.ring_host, listener.port, listener.secret)
+    one_host = settings.nnodes == 1
+    backend = choose_backend(settings.collectives, device.type, lambda: one_host and can_share_memory())
+    if backend == "shm" and not one_host:
+        raise ConfigurationError(
+            f"--collectives shm works on one host only and the ring has {settings.nnodes}; use --collectives auto."
+        )
+    listener = PlanListener(settings.meeting_host)
+    place = (settings.meeting_host, listener.port, listener.secret)
     others = spec.world_size - 1
     if backend == "shm":
         lanes = thread_count(settings)
@@ -65,9 +69,9 @@ def lead(
     from services.executor.model.collectives_torch import TorchDistributed
 
     # Our own socket, since the store would listen on every address of the host.
-    own = socket.create_server((settings.ring_host, 0))
+    own = socket.create_server((settings.meeting_host, 0))
     store = TCPStore(
-        settings.ring_host,
+        settings.meeting_host,
         own.getsockname()[1],
         spec.world_size,
         is_master=True,

@@ -179,18 +179,19 @@ def model_directory(settings: ExecutorSettings) -> Path:
 
 
 def choose_device(settings: ExecutorSettings, rank: int) -> torch.device:
-    """Rank r takes GPU r of its host; CPU where there is none or it was asked for."""
+    """Each rank takes the GPU of its place on its host; CPU where there is none or it was asked for."""
     use_cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     if not use_cuda:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigurationError("--device cuda was asked for and torch sees no GPU; use --device cpu.")
-    if rank >= torch.cuda.device_count():
+    needed = settings.ranks_here
+    if needed > torch.cuda.device_count():
         raise ConfigurationError(
-            f"--tp {settings.tp} needs {settings.tp} GPUs and this host has {torch.cuda.device_count()}; "
-            "use a smaller --tp."
+            f"--tp {settings.tp} needs {needed} GPUs on each host and this one has {torch.cuda.device_count()}; "
+            "use a smaller --tp, or more hosts (--nnodes)."
         )
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank % needed)
     torch.cuda.set_device(device)
     return device
 

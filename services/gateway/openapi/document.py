@@ -1,7 +1,6 @@
 """From the routes' descriptions to an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1). Pure."""
 
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from services.gateway.openapi import parameters
 from services.gateway.openapi.constraints import constrain
 from services.gateway.openapi.operation import EVENTS, JSON, ApiRoute, Operation, Parameter
 from services.gateway.settings import GatewaySettings
+from shared.version import VERSION
 
 REF = "#/components/schemas/{name}"
 ERROR = {"$ref": REF.format(name="ErrorBody")}
@@ -50,7 +50,7 @@ def document(routes: Iterable[Any], settings: GatewaySettings) -> dict[str, Any]
         )
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Ryzanstein", "version": _version(), "description": ABOUT},
+        "info": {"title": "Ryzanstein", "version": VERSION, "description": ABOUT},
         "security": [{}, {"bearer": []}],
         "paths": paths,
         "components": {
@@ -160,10 +160,3 @@ def _headers(status: int) -> dict[str, Any]:
 
 def _content(schemas: Any) -> Iterable[tuple[str, Any]]:
     return ((kind, {"schema": schema}) for kind, schema in schemas.items())
-
-
-def _version() -> str:
-    try:
-        return version("ryzanstein")
-    except PackageNotFoundError:
-        return "0"
