@@ -164,8 +164,11 @@ class Prometheus:
     async def firing(self) -> set[str]:
         return {alert["labels"]["alertname"] for alert in await self.alerts()}
 
-    async def ever_fired(self) -> set[str]:
-        found = await self.query('count by (alertname) (max_over_time(ALERTS{alertstate="firing"}[6h]))')
+    async def fired_within(self, seconds: float) -> set[str]:
+        window = f"{round(seconds * 1000)}ms"
+        found = await self.query(
+            f'count by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{window}]))'
+        )
         return {sample["metric"]["alertname"] for sample in found}
 
     async def until_firing(self, name: str, seconds: float) -> dict[str, Any]:

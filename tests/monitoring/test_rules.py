@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.monitoring import rules
+from tests.monitoring.page import pages
 from tests.monitoring.prometheus import need
 
 DOCUMENT = rules.load()
@@ -110,3 +111,8 @@ def test_a_shorter_rule_has_the_same_expression() -> None:
 @given(st.integers(0, 30), st.integers(0, 59))
 def test_durations_are_read_as_prometheus_writes_them(minutes: int, seconds: int) -> None:
     assert rules.milliseconds(f"{minutes}m{seconds}s") == (minutes * 60 + seconds) * 1000
+
+
+def test_the_tables_of_the_pages_are_those_of_the_rules() -> None:
+    for path, text in pages():
+        assert path.read_text() == text, "run: python -m tests.monitoring.page"
