@@ -12,11 +12,11 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from tests.alerts.prometheus import Prometheus
 from tests.chaos.alerting import fires, kill, signal_if_there, start, watched
 from tests.chaos.expected import stub_tasks
 from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
-from tests.monitoring.prometheus import Prometheus
 
 LIMIT = 180.0
 HUNG = ("--engine", "stub", "--served-model-name", "stub", "--stub-step-ms", "20", "--hung-after", "3600")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.alerts import rules
+from tests.alerts.prometheus import Prometheus, Target
 from tests.chaos.house import House
-from tests.monitoring import rules
-from tests.monitoring.prometheus import Prometheus, Target
 
 FACTOR = 12.0
 """Times by which windows and `for` are shorter than an operator's, so that 5 min are 25 s. Measured with the true

@@ -20,6 +20,8 @@ from nats.js.errors import APIError
 
 from shared import subjects
 from shared.messages import ControlReply, Drain
+from tests.alerts.prometheus import need
+from tests.alerts.rules import PENDING
 from tests.chaos.alerting import fires, kill, signal_if_there, start, watched
 from tests.chaos.conftest import Loader
 from tests.chaos.expected import stub_tasks
@@ -27,8 +29,6 @@ from tests.chaos.faults import group_of
 from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 from tests.chaos.mischief import DeafToBatches
-from tests.monitoring.prometheus import need
-from tests.monitoring.rules import PENDING
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 BUSY = 40.0

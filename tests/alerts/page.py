@@ -1,15 +1,15 @@
-"""The tables of docs/alerts.md and docs/runbooks/README.md, made from the rules: `python -m tests.monitoring.page`."""
+"""The tables of docs/alerts.md and docs/runbooks/README.md, made from the rules: `python -m tests.alerts.page`."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.monitoring import rules, runbooks
+from tests.alerts import rules, runbooks
 
 ALERTS_PAGE = runbooks.RUNBOOKS.parent / "alerts.md"
 INDEX = runbooks.RUNBOOKS / "README.md"
-BEGIN, END = "<!-- made by python -m tests.monitoring.page -->", "<!-- to here -->"
+BEGIN, END = "<!-- made by python -m tests.alerts.page -->", "<!-- to here -->"
 
 
 def alerts_table() -> str:

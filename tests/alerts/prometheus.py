@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from shared.process import die_with_parent
-from tests.monitoring.rules import Document
+from tests.alerts.rules import Document
 
 START_TIMEOUT = 30.0
 POLL = 0.1

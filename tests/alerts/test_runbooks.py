@@ -17,9 +17,9 @@ from shared import subjects
 from shared.bus import Bus
 from shared.messages import ServiceRecord
 from shared.stores import Bucket
+from tests.alerts import rules, runbooks
+from tests.alerts.test_rules import run_promtool
 from tests.e2e.stack import Stack
-from tests.monitoring import rules, runbooks
-from tests.monitoring.test_rules import run_promtool
 
 ELSEWHERE = {"up", "ryzanstein_gateway_certificate_expiry_timestamp_seconds"}
 """Prometheus' own, and what only a gateway with TLS tells (tests/integration/gateway/test_tls.py)."""

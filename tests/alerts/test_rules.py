@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.monitoring import rules
-from tests.monitoring.page import pages
-from tests.monitoring.prometheus import need
+from tests.alerts import rules
+from tests.alerts.page import pages
+from tests.alerts.prometheus import need
 
 DOCUMENT = rules.load()
 ALERTS = rules.alerts(DOCUMENT)
@@ -115,4 +115,4 @@ def test_durations_are_read_as_prometheus_writes_them(minutes: int, seconds: int
 
 def test_the_tables_of_the_pages_are_those_of_the_rules() -> None:
     for path, text in pages():
-        assert path.read_text() == text, "run: python -m tests.monitoring.page"
+        assert path.read_text() == text, "run: python -m tests.alerts.page"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.monitoring.rules import MONITORING
+from tests.alerts.rules import MONITORING
 
 RUNBOOKS = MONITORING.parent / "docs" / "runbooks"
 RUN = ("", "drains", "keys")
