@@ -85,6 +85,11 @@ async def test_processes_that_are_away(tmp_path: Path, load: Loader) -> None:
                 await start(house, f"{service}-0", f"{service}-1")
                 await seen.until_over(name, 30)
                 await seen.until_over("RyzansteinInstanceDown", 30)
+            if not PENDING:
+                house.broker.signal(signal.SIGSTOP)
+                await fires(seen, "RyzansteinJournalLag")
+                house.broker.signal(signal.SIGCONT)
+                await seen.until_over("RyzansteinJournalLag", 60)
             await house.broker.kill()
             await fires(seen, "RyzansteinBrokerUnreachable")
             await fires(seen, "RyzansteinRequestsFailing")
@@ -252,8 +257,6 @@ async def test_a_store_without_room(tmp_path: Path, load: Loader) -> None:
                     await jetstream.publish("ballast", bytes(size), timeout=5)
         await fires(seen, "RyzansteinStoreFailing")
         await fires(seen, "RyzansteinRequestsFailing")
-        if not PENDING:
-            await fires(seen, "RyzansteinJournalLag")
         await jetstream.delete_stream("BALLAST")
         await seen.until_over("RyzansteinStoreFailing", 60)
         await clients.finish()
