@@ -29,7 +29,7 @@ from shared.config import CommonSettings, SettingsT, parse_settings
 from shared.errors import RyzansteinError
 from shared.http_server import HttpServer, bind
 from shared.messages import GroupBeat, Heartbeat, ServiceName, ServiceStatus
-from shared.telemetry import Health, OpsApp, configure_logging, new_registry
+from shared.telemetry import Health, OpsApp, StateCollector, configure_logging, new_registry
 
 log = structlog.get_logger(__name__)
 
@@ -61,6 +61,7 @@ class Service(abc.ABC):
         self._http: HttpServer | None = None
         self._ended = asyncio.Event()
         self._failure: BaseException | None = None
+        self.registry.register(StateCollector(self.health, lambda: self._connected))
 
     # --- for subclasses --------------------------------------------------------------------------
 
@@ -68,6 +69,10 @@ class Service(abc.ABC):
     def bus(self) -> Bus:
         assert self._bus is not None, "the service has not been started"
         return self._bus
+
+    @property
+    def _connected(self) -> bool:
+        return self._bus is not None and self._bus.connected
 
     @property
     def address(self) -> str:
@@ -84,9 +89,8 @@ class Service(abc.ABC):
 
     def health(self) -> Health:
         """What /health and /ready say; a subclass adds its own conditions."""
-        connected = self._bus is not None and self._bus.connected
         reasons = [] if self.state == "ready" else [f"the service is {self.state}"]
-        if not connected:
+        if not self._connected:
             reasons.append("NATS is not connected")
         reason = "; ".join(reasons)
         return Health(self.name, self.instance, self.state, not reason, reason)

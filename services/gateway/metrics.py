@@ -36,7 +36,7 @@ class GatewayMetrics:
         )
         self.first_token = Histogram(
             name("first_token_seconds"),
-            "From the request's body to its first token.",
+            "From the request's body to its first token, batch jobs left out.",
             ["model"],
             buckets=_LATENCY,
             registry=registry,

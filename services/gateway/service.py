@@ -89,7 +89,11 @@ class GatewayService(Service):
     async def start(self) -> None:
         await self._serve_grpc()
         if self._certificates is not None:
-            self.spawn(self._certificates.run(self.settings.tls_check_interval), "certificates")
+            from services.gateway.certificate_expiry import CertificateExpiry  # its library takes a moment
+
+            expiry = CertificateExpiry(self.registry, self.settings.tls_certificate)
+            watch = self._certificates.run(self.settings.tls_check_interval, expiry.refresh)
+            self.spawn(watch, "certificates")
         self._work = Work(
             self.bus,
             self.instance,

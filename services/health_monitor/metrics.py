@@ -20,6 +20,18 @@ class HealthMetrics:
             ["group"],
             registry=registry,
         )
+        self.group_state = Gauge(
+            f"{_PREFIX}_group_state",
+            "1 for each group's present state.",
+            ["group", "model", "state"],
+            registry=registry,
+        )
+        self.group_lost = Gauge(
+            f"{_PREFIX}_group_lost",
+            "1 for a group that is gone without having been drained, for as long as it is listed.",
+            ["group", "model"],
+            registry=registry,
+        )
         self.events = Counter(f"{_PREFIX}_events", "Group events published.", ["kind"], registry=registry)
         self.writes = Counter(f"{_PREFIX}_writes", "Records written.", registry=registry)
         self.write_failures = Counter(

@@ -113,7 +113,13 @@ class HealthMonitorService(Service):
         self._metrics.groups.clear()
         self._metrics.instances.clear()
         self._metrics.weight.clear()
+        self._metrics.group_state.clear()
+        self._metrics.group_lost.clear()
+        lost = detector.lost()
         for group in detector.groups():
+            self._metrics.group_state.labels(group.group, group.model, group.state).set(1)
+            if group.group in lost:
+                self._metrics.group_lost.labels(group.group, group.model).set(1)
             self._metrics.groups.labels(group.state).inc()
             self._metrics.weight.labels(group.group).set(group.weight)
         for service in detector.services():

@@ -2,11 +2,13 @@
 
 FrameMischief   sits in a gateway's link and reads NATS' protocol: what the broker sends is kept back,
                 repeated, swapped and dropped. The journal still has it.
+DeafToBatches   sits in an executor's link: its leader does not hear the schedulers any more.
 Repeater        sits on the bus and publishes real frames again, in any order, also into the journal.
 """
 
 import asyncio
 import random
+import re
 
 from nats.aio.msg import Msg
 
@@ -115,3 +117,20 @@ class Repeater:
                 await self._bus.client.publish(subject, data)
                 self.published += 1
             await asyncio.sleep(self._pause)
+
+
+class DeafToBatches:
+    """While it is on, an executor's leader does not hear what schedulers send; everything else passes.
+
+    A message for a subscription that a client does not have is thrown away by it. Several connections use it at
+    the same time, so it keeps nothing; a head that two packets share is heard.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def feed(self, data: bytes) -> bytes:
+        return _DISPATCH.sub(rb"\g<1>999999", data) if self.on else data
+
+
+_DISPATCH = re.compile(rb"(MSG groups\.[^ ]+\.dispatch )\d+")

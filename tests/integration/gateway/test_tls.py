@@ -3,16 +3,21 @@
 import asyncio
 import contextlib
 import ssl
+import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
 import trustme
+from cryptography import x509
+from prometheus_client import CollectorRegistry
 from websockets.asyncio.client import connect
 
 from services.cli.chat import ChatClient, answer_once, trust_of
 from services.cli.nats_server import LocalNats
+from services.gateway.certificate_expiry import CertificateExpiry
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, Unavailable
@@ -31,9 +36,12 @@ class Files:
         self.ca = self._path("ca.pem")
         self.authority.cert_pem.write_to_path(self.ca)
 
-    def issue(self, name: str, identity: str = "127.0.0.1", *, to: str = "") -> tuple[str, str]:
-        """Files of certificate chain and key."""
-        issued = self.authority.issue_cert(identity)
+    def issue(
+        self, name: str, identity: str = "127.0.0.1", *, to: str = "", days: int | None = None
+    ) -> tuple[str, str]:
+        """Files of certificate chain and key. `days`: how long it is good; None: for many years."""
+        until = datetime.now(UTC) + timedelta(days=days) if days else None
+        issued = self.authority.issue_cert(identity, not_after=until)
         certificate, key = self._path(f"{to or name}.pem"), self._path(f"{to or name}.key")
         for path, blobs in ((key, [issued.private_key_pem]), (certificate, issued.cert_chain_pems)):
             fresh = f"{path}.new"
@@ -109,7 +117,7 @@ async def test_everything_is_served_over_tls_and_nothing_without(
 
 
 async def test_a_replaced_certificate_is_used_without_a_restart(
-    nats_settings: CommonSettings, ring: FakeRing, files: Files
+    nats_settings: CommonSettings, ring: FakeRing, files: Files, tmp_path: Path
 ) -> None:
     trust = client_context(files.ca)
     async with (
@@ -118,13 +126,40 @@ async def test_a_replaced_certificate_is_used_without_a_restart(
     ):
         assert (await http.get("/health")).status_code == 200
         first = await shown_by(gateway, trust)
-        certificate, _ = files.issue("gateway")
+        assert await expiry_of(http) == not_after(str(tmp_path / "gateway.pem"))
+        certificate, _ = files.issue("gateway", days=5)
         new = first_of(certificate)
         assert new != first
         async with asyncio.timeout(10):
             while await shown_by(gateway, trust) != new:
                 pass
         assert (await http.get("/health")).status_code == 200  # the connection of before goes on
+        assert await expiry_of(http) == not_after(certificate) < time.time() + 5 * 86_400
+
+
+async def expiry_of(http: httpx.AsyncClient) -> float:
+    """When the certificate expires, as the metrics have it."""
+    name = "ryzanstein_gateway_certificate_expiry_timestamp_seconds "
+    lines = (await http.get("/metrics")).text.splitlines()
+    (value,) = (line.removeprefix(name) for line in lines if line.startswith(name))
+    return float(value)
+
+
+def not_after(chain: str) -> float:
+    return x509.load_pem_x509_certificate(Path(chain).read_bytes()).not_valid_after_utc.timestamp()
+
+
+def test_an_expiry_that_cannot_be_read_changes_nothing(files: Files) -> None:
+    certificate, _ = files.issue("gateway")
+    registry = CollectorRegistry()
+    expiry = CertificateExpiry(registry, certificate)
+    Path(certificate).write_text("no certificate")
+    expiry.refresh()
+    Path(certificate).unlink()
+    expiry.refresh()
+    value = registry.get_sample_value("ryzanstein_gateway_certificate_expiry_timestamp_seconds")
+    assert value is not None
+    assert value > time.time()
 
 
 async def test_clients_may_be_asked_for_a_certificate(

@@ -1,0 +1,66 @@
+"""The tables of docs/alerts.md and docs/runbooks/README.md, made from the rules: `python -m tests.alerts.page`."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.alerts import rules, runbooks
+
+ALERTS_PAGE = runbooks.RUNBOOKS.parent / "alerts.md"
+INDEX = runbooks.RUNBOOKS / "README.md"
+BEGIN, END = "<!-- made by python -m tests.alerts.page -->", "<!-- to here -->"
+
+
+def alerts_table() -> str:
+    """What each alert asks, and how long it must be so."""
+    rows = ["| alert | | fires when | for |", "| --- | --- | --- | --- |"]
+    for alert in rules.alerts(rules.load()):
+        name, expression = alert["alert"], " ".join(alert["expr"].split()).replace("|", "\\|")
+        link = f"[{name.removeprefix('Ryzanstein')}](runbooks/{rules.kebab(name)}.md)"
+        rows.append(f"| {link} | {alert['labels']['severity']} | `{expression}` | {alert.get('for', '0s')} |")
+    return "\n".join(rows)
+
+
+def index_table() -> str:
+    """What each alert means, and how long its repair takes."""
+    rows = ["| alert | | means | expected recovery |", "| --- | --- | --- | --- |"]
+    for alert in rules.alerts(rules.load()):
+        name = rules.kebab(alert["alert"])
+        text = (runbooks.RUNBOOKS / f"{name}.md").read_text()
+        means, expected = (
+            _first(r"(?m)^\*\*\w+\*\* · (.+)$", text),
+            _first(r"(?m)^\*\*Expected\*\*: (.+)$", text),
+        )
+        severity = alert["labels"]["severity"]
+        rows.append(f"| [{alert['alert']}]({name}.md) | {severity} | {means} | {_plain(expected)} |")
+    return "\n".join(rows)
+
+
+def _first(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found is not None, pattern
+    return found[1]
+
+
+def _plain(text: str) -> str:
+    """Without links, which lead from another folder."""
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Each page with its table renewed."""
+    tables: list[tuple[Path, Any]] = [(ALERTS_PAGE, alerts_table()), (INDEX, index_table())]
+    for path, table in tables:
+        before, _, rest = path.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        yield path, f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def main() -> None:
+    for path, text in pages():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""How long after a fault its alert fires, with the true durations: `python -m tests.chaos.alert_delays`.
+
+A house of two of everything under load, a real Prometheus that scrapes every 5 s as monitoring/prometheus.yml says,
+and our rules as they stand. Takes ten minutes or so; prints a table for docs/alerts.md.
+"""
+
+import asyncio
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tests.alerts.prometheus import Prometheus
+from tests.chaos.alerting import fires, kill, signal_if_there, start, watched
+from tests.chaos.expected import stub_tasks
+from tests.chaos.house import House, Plan
+from tests.chaos.load import Load
+
+LIMIT = 180.0
+HUNG = ("--engine", "stub", "--served-model-name", "stub", "--stub-step-ms", "20", "--hung-after", "3600")
+
+Act = Callable[[], Awaitable[object]]
+
+
+class Delays:
+    """Rows of the table."""
+
+    def __init__(self, house: House, prometheus: Prometheus) -> None:
+        self._house = house
+        self._prometheus = prometheus
+        self.rows: list[tuple[str, str, float]] = []
+
+    async def measure(self, fault: str, inject: Act, heal: Act, *alerts: str) -> None:
+        """`alerts` are those that must come; then everything is healed, and they must be over."""
+        at = time.monotonic()
+        await inject()
+
+        async def wait(alert: str) -> None:
+            await fires(self._prometheus, alert, LIMIT)
+            self.rows.append((fault, alert, time.monotonic() - at))
+            print(f"{fault}: {alert} after {time.monotonic() - at:.0f} s", flush=True)
+
+        await asyncio.gather(*map(wait, alerts))
+        await heal()
+        for alert in alerts:
+            await self._prometheus.until_over(alert, 600)
+
+
+async def measure(directory: Path) -> list[tuple[str, str, float]]:
+    plan = Plan(tp=1, executor_arguments=HUNG)
+    chance = random.Random()
+    async with (
+        House(directory / "house", plan) as house,
+        watched(house, directory / "prometheus", factor=1) as seen,
+        Load(house.addresses, stub_tasks(chance, 120), patience=600) as load,
+    ):
+        await load.flowing()
+        delays = Delays(house, seen)
+        for service, name in (
+            ("gateway", "RyzansteinNoGateway"),
+            ("scheduler", "RyzansteinNoScheduler"),
+            ("health-monitor", "RyzansteinNoHealthMonitor"),
+        ):
+            both = (f"{service}-0", f"{service}-1")
+            await delays.measure(
+                f"kill -9 of every {service.replace('-', ' ')}",
+                lambda both=both: kill(house, *both),
+                lambda both=both: start(house, *both),
+                name,
+                "RyzansteinInstanceDown",
+            )
+
+        async def stop_rank(number: signal.Signals) -> None:
+            signal_if_there(house.ranks("executor-0")[0], number)
+
+        await house.watch.until(house.all_work, 60, "every ring has work")
+        await delays.measure(
+            "SIGSTOP of a rank whose executor leaves it alone",
+            lambda: stop_rank(signal.SIGSTOP),
+            lambda: stop_rank(signal.SIGCONT),
+            "RyzansteinGroupHung",
+        )
+        executors = ("executor-0", "executor-1")
+        await delays.measure(
+            "kill -9 of every executor, ring and all",
+            lambda: kill(house, *executors),
+            lambda: start(house, *executors),
+            "RyzansteinModelWithoutGroup",
+            "RyzansteinGroupLost",
+        )
+        await delays.measure(
+            "kill -9 of NATS",
+            house.broker.kill,
+            house.broker.up,
+            "RyzansteinBrokerUnreachable",
+            "RyzansteinRequestsFailing",
+            "RyzansteinErrorBudgetBurn",
+        )
+        return delays.rows
+
+
+def main() -> None:
+    rows = asyncio.run(measure(Path(tempfile.mkdtemp(prefix="ryzanstein-alerts-"))))
+    print("\n| fault | alert | fires after |\n| --- | --- | ---: |")
+    for fault, alert, seconds in rows:
+        print(f"| {fault} | {alert} | {seconds:.0f} s |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A house under a real Prometheus with our rules: what is broken must be alerted, what is busy must not."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.alerts import rules
+from tests.alerts.prometheus import Prometheus, Target
+from tests.chaos.house import House
+
+FACTOR = 12.0
+"""Times by which windows and `for` are shorter than an operator's, so that 5 min are 25 s. Measured with the true
+ones: `python -m tests.chaos.alert_delays`."""
+OWN_FACTORS = {"RyzansteinBatchesStuck": 60.0}
+"""Of alerts that look back for many minutes."""
+SCRAPE = 5.0
+"""Seconds between two scrapes, as in monitoring/prometheus.yml."""
+LIMIT = 90.0
+"""Seconds after which an alert that has not come will not come."""
+
+
+@dataclass
+class Targets:
+    """The house's processes as Prometheus would find them: those that are away stay on the list."""
+
+    house: House
+    scheme: str = "http"
+
+    def __post_init__(self) -> None:
+        self._known: dict[str, Target] = {}
+
+    def __call__(self) -> Iterator[Target]:
+        for name, member in self.house.members.items():
+            beat = self.house.watch.beats.get(name)
+            if beat is not None and beat.address:
+                job = f"ryzanstein-{member.service}"
+                scheme = self.scheme if member.service == "gateway" else "http"
+                self._known[name] = Target(job, name, member.link.reach(beat.address), scheme)
+        yield from self._known.values()
+
+
+def watched(house: House, directory: Path, *, factor: float = FACTOR, scheme: str = "http") -> Prometheus:
+    """A Prometheus for `house`, with rules and scrapes `factor` times as fast as an operator's."""
+    fast = rules.scaled(rules.load(), factor, OWN_FACTORS if factor > 1 else {})
+    return Prometheus(directory, fast, Targets(house, scheme), interval=SCRAPE / factor)
+
+
+async def fires(prometheus: Prometheus, name: str, seconds: float = LIMIT, **labels: str) -> dict[str, Any]:
+    """Waits for an alert; it must have these labels, and say everything that it has to say."""
+    alert = await prometheus.until_firing(name, seconds)
+    assert labels.items() <= alert["labels"].items(), alert
+    said = " ".join(alert["annotations"].values())
+    assert "<no value>" not in said, said
+    assert "<error" not in said, said
+    return alert
+
+
+async def kill(house: House, *instances: str) -> None:
+    """Without a goodbye, ring and all."""
+    for name in instances:
+        member = house.members[name]
+        ranks = house.ranks(name) if member.service == "executor" else []
+        for pid in (member.pid, *ranks):
+            signal_if_there(pid, signal.SIGKILL)
+        await member.ended()
+
+
+def signal_if_there(pid: int, number: signal.Signals) -> None:
+
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+async def start(house: House, *instances: str) -> None:
+    """Again, as a supervisor would."""
+    for name in instances:
+        await house.start(name)
+    for name in instances:
+        await house.ready(name)
