@@ -15,7 +15,9 @@
 # NATS_IMAGE  any image with the program nats-server, and wget for its health check.
 # TORCH_INDEX package index that torch alone comes from: that of PyTorch's CPU wheels makes the executor a
 #             tenth of the size. Empty: the one that pip is set to use, whose torch brings CUDA and NCCL for GPUs.
-# VERSION, REVISION  for the labels.
+#
+# Version and revision are labels that whoever builds gives (`make images`, compose/): here they would make every
+# layer after them anew.
 ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 ARG NATS_IMAGE=nats:2.15.1-alpine
 
@@ -99,13 +101,9 @@ ENV PATH=/opt/ryzanstein/bin:/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     RYZANSTEIN_HOST=0.0.0.0 \
     RYZANSTEIN_LOG_FORMAT=json
-ARG VERSION=0.1.0
-ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Ryzanstein" \
       org.opencontainers.image.description="Distributed LLM inference on your own machines" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}"
+      org.opencontainers.image.licenses="Apache-2.0"
 WORKDIR /tmp
 USER 10001:10001
 
