@@ -19,6 +19,11 @@ EXAMPLES ?= 1000
 # Package index that torch alone comes from; empty: the one that pip is set to use, whose torch may bring
 # gigabytes of CUDA. Without a GPU name the index of PyTorch's CPU wheels: make serve TORCH_INDEX=...
 TORCH_INDEX ?=
+# Name before / and tag of the images; more for `docker build`, such as --build-arg BASE_IMAGE=... --network host.
+IMAGES ?= ryzanstein
+IMAGE_VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE_ARGS ?=
+IMAGE_TARGETS ?= gateway scheduler health-monitor executor cli nats
 
 .PHONY: help
 help: ## Show this list
@@ -89,6 +94,20 @@ chaos: $(INSTALLED) ## Break everything under load, check every token (make chao
 fuzz: $(INSTALLED) ## Requests made from the OpenAPI document, valid and not (make fuzz EXAMPLES=5000 SEED=7)
 	@RYZANSTEIN_FUZZ_EXAMPLES=$(EXAMPLES) RYZANSTEIN_FUZZ_SEED=$(or $(SEED),$$RANDOM) \
 	  $(BIN)/pytest tests/integration/gateway/test_fuzz.py -s $(ARGS)
+
+.PHONY: images
+images: ## Build the container images (make images TORCH_INDEX=... IMAGE_ARGS="--build-arg BASE_IMAGE=...")
+	@for target in $(IMAGE_TARGETS); do \
+	  docker build --target $$target --tag $(IMAGES)/$$target:$(IMAGE_VERSION) \
+	    --label org.opencontainers.image.version=$(IMAGE_VERSION) \
+	    --label org.opencontainers.image.revision=$$(git rev-parse HEAD 2>/dev/null || echo unknown) \
+	    --build-arg TORCH_INDEX=$(TORCH_INDEX) $(IMAGE_ARGS) .; \
+	done
+
+.PHONY: lint-images
+lint-images: $(INSTALLED) ## Lint the Dockerfile, and check the images and the compose stack as files
+	@$(BIN)/hadolint Dockerfile
+	@$(BIN)/pytest tests/unit/compose --quiet
 
 .PHONY: clean
 clean: ## Remove the virtual environment and caches

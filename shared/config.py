@@ -1,7 +1,8 @@
-"""Settings: frozen, typed, read once from (in order of precedence) arguments, environment, file.
+"""Settings: frozen, typed, read once from (in order of precedence) arguments, environment, secrets, file.
 
 The environment variables are the field names with the prefix `RYZANSTEIN_`; the file is TOML with
-the same names in lower case, and its path stands in `RYZANSTEIN_CONFIG`.
+the same names in lower case, and its path stands in `RYZANSTEIN_CONFIG`. Secrets are files whose names are those of
+the variables, in either case, and whose text is the value; their directory stands in `RYZANSTEIN_SECRETS_DIR`.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pydantic_settings import (
     CliSettingsSource,
     CliSuppress,
     PydanticBaseSettingsSource,
+    SecretsSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
@@ -72,10 +74,12 @@ class CommonSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        path = os.environ.get(f"{ENV_PREFIX}CONFIG")
-        if not path:
-            return init_settings, env_settings
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, Path(path))
+        sources = [init_settings, env_settings]
+        if secrets := os.environ.get(f"{ENV_PREFIX}SECRETS_DIR"):
+            sources.append(SecretsSettingsSource(settings_cls, secrets))
+        if path := os.environ.get(f"{ENV_PREFIX}CONFIG"):
+            sources.append(TomlConfigSettingsSource(settings_cls, Path(path)))
+        return tuple(sources)
 
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
@@ -119,6 +123,7 @@ def _refuse_secrets(kind: type[CommonSettings], arguments: Sequence[str]) -> Non
 def _validated(kind: type[SettingsT], build: Callable[[], SettingsT]) -> SettingsT:
     """Turns the errors of a settings class into one sentence, which never holds a secret."""
     path = os.environ.get(f"{ENV_PREFIX}CONFIG")
+    _check_secrets(kind)
     try:
         if path and not Path(path).is_file():
             raise ConfigurationError(
@@ -138,6 +143,26 @@ def _validated(kind: type[SettingsT], build: Callable[[], SettingsT]) -> Setting
         raise ConfigurationError(
             f"The settings file {path} cannot be read ({error.strerror}); make it readable, "
             f"or unset {ENV_PREFIX}CONFIG."
+        ) from None
+
+
+def _check_secrets(kind: type[CommonSettings]) -> None:
+    """Each secret of `kind` that lies in the directory must be a file of text: one that cannot be read is no
+    secret that was not given."""
+    directory = os.environ.get(f"{ENV_PREFIX}SECRETS_DIR")
+    if not directory:
+        return
+    names = {f"{ENV_PREFIX}{name}".lower() for name in kind.model_fields}
+    try:
+        for file in Path(directory).iterdir():
+            if file.name.lower() in names:
+                file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"The secret {file} is not UTF-8; save it as UTF-8.") from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"The secrets in {directory} cannot be read ({error.strerror}: {error.filename}); make the directory "
+            f"and its files readable, or unset {ENV_PREFIX}SECRETS_DIR."
         ) from None
 
 

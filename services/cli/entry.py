@@ -1,6 +1,6 @@
 """Entry point of the command `ryzanstein`.
 
-`serve` is handled before the command line's own packages are imported: a container installs one
+`serve` and `probe` are handled before the command line's own packages are imported: a container installs one
 service's extra and nothing else.
 """
 
@@ -16,6 +16,10 @@ def main() -> None:
             from services.cli.serve import serve
 
             serve(sys.argv[2:])
+        if sys.argv[1:2] == ["probe"]:
+            from services.cli.probe import probe
+
+            raise SystemExit(probe(sys.argv[2:]))
         from services.cli.main import main as command_line
     except RyzansteinError as error:
         _end(str(error))

@@ -18,6 +18,7 @@ from services.cli.drain import drain_group, left_of, print_groups, undrain_group
 from services.cli.keys import keys_app
 from services.cli.nats_config_command import nats_config
 from services.cli.prepare import prepare_model
+from services.cli.probe import probe as probe_service
 from services.cli.serve import MODULES
 from services.cli.serve import serve as serve_service
 from services.cli.settings import LocalSettings, StackSettings
@@ -158,6 +159,14 @@ def serve(
 ) -> None:
     """Run one service in the foreground, as containers do (`serve SERVICE --help` lists its options)."""
     serve_service([service, *context.args])
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def probe(
+    service: Annotated[str, typer.Argument(metavar="|".join(sorted(MODULES)), help="The service.")] = "",
+) -> None:
+    """Ask the service beside this command whether it is ready, as a container's health check does."""
+    raise typer.Exit(probe_service([service]))
 
 
 @app.command()

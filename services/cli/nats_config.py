@@ -55,10 +55,13 @@ def variable_of(user: User) -> str:
     return f"RYZANSTEIN_NATS_PASSWORD_{user.upper().replace('-', '_')}"
 
 
-def deployed(*, listen: str, store: str, tls: Mapping[str, str]) -> str:
-    """A whole configuration, its passwords in the server's environment. `tls`: nats-server's names and files."""
-    head = "# Made by `ryzanstein nats-config`; the passwords stand in the environment of nats-server.\n"
-    lines = [f"listen: {json.dumps(listen)}", f"max_payload: {MAX_PAYLOAD}"]
+def deployed(*, listen: str, store: str, tls: Mapping[str, str], passwords: str = "") -> str:
+    """A whole configuration, its passwords in the server's environment, or in the file `passwords`, whose path
+    is relative to the configuration's. `tls`: nats-server's names and files."""
+    where = f"the file {passwords}" if passwords else "the environment of nats-server"
+    head = f"# Made by `ryzanstein nats-config`; the passwords stand in {where}.\n"
+    lines = [f"include {json.dumps(passwords)}"] if passwords else []
+    lines += [f"listen: {json.dumps(listen)}", f"max_payload: {MAX_PAYLOAD}"]
     lines.append(f"jetstream {{ store_dir: {json.dumps(store)} }}")
     if tls:
         settings = [f"  {name}: {json.dumps(value)}" for name, value in tls.items() if name != "verify"]

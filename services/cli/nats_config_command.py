@@ -16,14 +16,26 @@ def nats_config(
     tls_client_ca: Annotated[
         str, typer.Option(help="File of the authorities whose certificates clients must have.")
     ] = "",
+    passwords: Annotated[
+        str,
+        typer.Option(
+            help='File of the passwords, a line RYZANSTEIN_NATS_PASSWORD_GATEWAY = "..." for each user; '
+            "its path is relative to the configuration's. Default: nats-server's environment."
+        ),
+    ] = "",
 ) -> None:
     """Print a nats-server configuration: a user per service, and what each may say and hear.
 
-    Passwords are taken from the environment of nats-server: RYZANSTEIN_NATS_PASSWORD_GATEWAY and so on.
+    Passwords are taken from the environment of nats-server, RYZANSTEIN_NATS_PASSWORD_GATEWAY and so on, or from a file.
     """
     if bool(tls_certificate) != bool(tls_key) or (tls_client_ca and not tls_certificate):
         raise ConfigurationError("--tls-certificate and --tls-key go together; --tls-client-ca needs both.")
+    if passwords.startswith("/"):
+        raise ConfigurationError(
+            f"nats-server takes {passwords} for a path below the configuration's directory; name the file from there, "
+            "as in ../../run/secrets/passwords."
+        )
     tls = {"cert_file": tls_certificate, "key_file": tls_key} if tls_certificate else {}
     if tls_client_ca:
         tls |= {"ca_file": tls_client_ca, "verify": "true"}
-    print(deployed(listen=listen, store=store, tls=tls), end="")  # noqa: T201
+    print(deployed(listen=listen, store=store, tls=tls, passwords=passwords), end="")  # noqa: T201

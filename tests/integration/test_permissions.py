@@ -1,7 +1,9 @@
 """Rights on a real NATS: every service may what it needs, and the broker refuses everything else."""
 
 import asyncio
+import os
 import re
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from services.cli.nats_server import LocalNats, find_binary
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable
-from shared.permissions import USERS, inbox_of
+from shared.permissions import USERS, User, inbox_of
 from tests.integration.gateway.fake_ring import until
 
 G, S, H, E, O, B = "gateway", "scheduler", "health-monitor", "executor", "operator", "batch"  # noqa: E741
@@ -160,17 +162,29 @@ async def test_one_users_password_is_no_use_to_another(server: LocalNats) -> Non
         await Bus.connect(mixed, "test")
 
 
-async def test_a_configuration_for_a_server_of_ones_own(tmp_path: Path) -> None:
-    """nats-server takes it, with the passwords in its environment alone."""
-    config = tmp_path / "nats.conf"
-    config.write_text(deployed(listen="127.0.0.1:-1", store=str(tmp_path / "store"), tls={}))
+def set_up(folder: Path) -> dict[User, str]:
+    """The passwords that compose/setup makes there."""
+    setup = Path(__file__).parents[2] / "compose" / "setup"
+    subprocess.run([setup], env={**os.environ, "SECRETS": str(folder)}, check=True, capture_output=True)
+    return {user: (folder / f"nats-password-{user}").read_text() for user in USERS}
+
+
+@pytest.mark.parametrize("file", ["", "../secrets/nats-passwords"])
+async def test_a_configuration_for_a_server_of_ones_own(tmp_path: Path, file: str) -> None:
+    """nats-server takes it, with the passwords in its environment alone, or in the file that compose/setup makes."""
+    config = tmp_path / "etc" / "nats.conf"
+    config.parent.mkdir()
+    store = str(tmp_path / "store")
+    config.write_text(deployed(listen="127.0.0.1:-1", store=store, tls={}, passwords=file))
     config.write_text(config.read_text() + f'ports_file_dir: "{tmp_path}"\n')
     passwords = {user: f"secret-of-{user}" for user in USERS}
+    if file:
+        passwords = set_up(tmp_path / "secrets")
     process = await asyncio.create_subprocess_exec(
         str(find_binary()),
         "-c",
         str(config),
-        env={variable_of(user): password for user, password in passwords.items()},
+        env={} if file else {variable_of(user): password for user, password in passwords.items()},
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:

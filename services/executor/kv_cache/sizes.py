@@ -141,18 +141,23 @@ def free_host_memory() -> int:
     """Bytes of memory that this process may still take, within its control group's limit."""
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
     available = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable"))
-    return min([available * 1024, *_control_group_room()])
+    return min([available * 1024, *control_group_room(Path("/sys/fs/cgroup"))])
 
 
-def _control_group_room() -> list[int]:
-    """[bytes below the control group's limit], or [] where there is none."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return []
-    return [] if limit == "max" else [max(0, int(limit) - used)]
+def control_group_room(group: Path) -> list[int]:
+    """[bytes below the control group's limit], or [] where there is none. Version 2 of control groups, then 1,
+    whose limit is a number beyond any memory where there is none."""
+    for limit_file, used_file in (
+        (group / "memory.max", group / "memory.current"),
+        (group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit = limit_file.read_text(encoding="ascii").strip()
+            used = int(used_file.read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+        return [] if limit == "max" else [max(0, int(limit) - used)]
+    return []
 
 
 class SpillCounts(NamedTuple):

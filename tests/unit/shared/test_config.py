@@ -13,6 +13,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in CommonSettings.model_fields:
         monkeypatch.delenv(f"RYZANSTEIN_{name.upper()}", raising=False)
     monkeypatch.delenv("RYZANSTEIN_CONFIG", raising=False)
+    monkeypatch.delenv("RYZANSTEIN_SECRETS_DIR", raising=False)
 
 
 def test_arguments_come_before_environment_before_file(
@@ -109,4 +110,34 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RYZANSTEIN_CONFIG", "/proc/self/mem")
     with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_settings(CommonSettings)
+
+
+def test_secrets_come_after_environment_before_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, secrets = tmp_path / "settings.toml", tmp_path / "secrets"
+    file.write_text('nats_password = "file"\nnats_user = "file"\nhost = "file"\n')
+    secrets.mkdir()
+    (secrets / "ryzanstein_nats_password").write_text("secret\n")
+    (secrets / "RYZANSTEIN_NATS_USER").write_text("secret")
+    (secrets / "another_programs").write_bytes(b"\xff")
+    monkeypatch.setenv("RYZANSTEIN_CONFIG", str(file))
+    monkeypatch.setenv("RYZANSTEIN_SECRETS_DIR", str(secrets))
+    monkeypatch.setenv("RYZANSTEIN_NATS_USER", "environment")
+    settings = load_settings(CommonSettings)
+    given = (settings.nats_password.get_secret_value(), settings.nats_user, settings.host)
+    assert given == ("secret", "environment", "file")
+
+
+def test_secrets_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RYZANSTEIN_SECRETS_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigurationError, match=r"cannot be read .*nowhere"):
+        load_settings(CommonSettings)
+    monkeypatch.setenv("RYZANSTEIN_SECRETS_DIR", str(tmp_path))
+    secret = tmp_path / "ryzanstein_nats_password"
+    secret.mkdir()
+    with pytest.raises(ConfigurationError, match=r"cannot be read .*nats_password"):
+        load_settings(CommonSettings)
+    secret.rmdir()
+    secret.write_bytes(b"\xff")
+    with pytest.raises(ConfigurationError, match="nats_password is not UTF-8"):
         load_settings(CommonSettings)

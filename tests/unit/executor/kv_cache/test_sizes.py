@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.kv_cache.sizes import (
     StoreShape,
+    control_group_room,
     default_budget,
     free_host_memory,
     hot_reserve,
@@ -54,3 +57,22 @@ def test_hot_blocks_for_the_batch_and_cold_ones_for_the_rest() -> None:
 def test_the_reserve_covers_what_a_step_can_fill() -> None:
     # 4 sequences that each begin a block in a step of 30 tokens, beside the blocks that they were filling.
     assert hot_reserve(4, 30, 16) >= 4 + 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("files", "room"),
+    [
+        ({"memory.max": "1000\n", "memory.current": "400\n"}, [600]),
+        ({"memory.max": "1000\n", "memory.current": "1400\n"}, [0]),
+        ({"memory.max": "max\n", "memory.current": "400\n"}, []),
+        ({"memory/memory.limit_in_bytes": "1000\n", "memory/memory.usage_in_bytes": "400\n"}, [600]),
+        ({}, []),
+    ],
+)
+def test_memory_stays_within_the_control_group(
+    tmp_path: Path, files: dict[str, str], room: list[int]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert control_group_room(tmp_path) == room

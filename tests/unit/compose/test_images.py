@@ -1,0 +1,109 @@
+"""The Dockerfile: hadolint's rules, and what no linter knows of our images."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.unit.compose.dockerfile import Dockerfile
+
+ROOT = Path(__file__).parents[3]
+FILE = Dockerfile(ROOT / "Dockerfile")
+SERVICES = ("gateway", "scheduler", "health-monitor", "executor")
+TARGETS = (*SERVICES, "cli", "nats")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def extras_of(target: str) -> set[str]:
+    """Whose requirements are installed in that image."""
+    text = " ".join(one.text for stage in FILE.contents(target) for one in stage.instructions)
+    return set(re.findall(r"--requirement /extras/(\S+)", text))
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", requirement)[0].lower() for requirement in requirements}
+
+
+def test_hadolint_finds_nothing() -> None:
+    program = Path(sys.executable).parent / "hadolint"
+    found = str(program) if program.exists() else shutil.which("hadolint")
+    assert found, "hadolint is missing; `make install` brings it"
+    ended = subprocess.run([found, str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stdout + ended.stderr
+
+
+def test_there_is_a_target_for_each_image() -> None:
+    assert set(TARGETS) < set(FILE.stages)
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "nats"])
+def test_an_image_has_the_packages_of_its_extra(target: str) -> None:
+    more = {"cli"} if target == "executor" else set()
+    assert extras_of(target) == {"core", target} | more
+    assert target in PROJECT["optional-dependencies"]
+
+
+@pytest.mark.parametrize("target", ["gateway", "scheduler", "health-monitor", "cli", "nats"])
+def test_only_the_executor_has_torch(target: str) -> None:
+    installs = [
+        one.text for stage in FILE.contents(target) for one in stage.instructions if "pip install" in one.text
+    ]
+    assert installs
+    assert not any("torch" in text for text in installs)
+    extras = extras_of(target) - {"core"}
+    wanted = names_of([line for name in extras for line in PROJECT["optional-dependencies"][name]])
+    assert not wanted & {"torch", "transformers", "accelerate", "safetensors"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_runs_as_nobody_in_particular(target: str) -> None:
+    """By number, so that Kubernetes can see that it is not root."""
+    assert FILE.last(target, "USER").text == "10001:10001"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_signals_reach_the_program(target: str) -> None:
+    """No shell stands between."""
+    words = FILE.last(target, "ENTRYPOINT").exec_form()
+    assert words[0] in ("ryzanstein", "nats-server")
+    if target in SERVICES:
+        assert words == ["ryzanstein", "serve", target]
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "cli"])
+def test_an_image_says_how_to_see_its_health(target: str) -> None:
+    check = FILE.last(target, "HEALTHCHECK")
+    assert set(re.findall(r"--([a-z-]+)=", check.text)) == {"interval", "timeout", "start-period", "retries"}
+    if target in SERVICES:
+        assert check.exec_form() == ["ryzanstein", "probe", target]
+        port = {"gateway": "RYZANSTEIN_PORT=8000"}.get(target, "RYZANSTEIN_OPS_PORT=8081")
+        assert port in " ".join(one.text for one in FILE.stages[target].instructions if one.keyword == "ENV")
+
+
+def test_every_base_is_an_argument_with_an_exact_tag() -> None:
+    outside = {stage.base for stage in FILE.stages.values()} - set(FILE.stages)
+    assert outside == {"${BASE_IMAGE}", "${NATS_IMAGE}"}
+    for name in ("BASE_IMAGE", "NATS_IMAGE"):
+        assert re.search(r":\d+\.\d+\.\d+", FILE.arguments[name]), name
+
+
+def test_nothing_needs_a_frontend_that_would_have_to_be_fetched() -> None:
+    assert "syntax=" not in (ROOT / "Dockerfile").read_text().splitlines()[0]
+
+
+def test_the_context_has_what_is_copied_and_no_more() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    admitted = {rule[1:] for rule in rules if rule.startswith("!")}
+    copies = [
+        one.text.split()[:-1]
+        for stage in FILE.stages.values()
+        for one in stage.instructions
+        if one.keyword == "COPY" and "--from" not in one.text
+    ]
+    assert {source for sources in copies for source in sources} == admitted
