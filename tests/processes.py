@@ -5,8 +5,9 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from shared import subjects
 from shared.bus import Bus
@@ -72,12 +73,20 @@ class ServiceProcess:
 
 @contextlib.asynccontextmanager
 async def service_process(
-    bus: Bus, settings: CommonSettings, module: str, directory: Path, *arguments: str, instance: str
+    bus: Bus,
+    settings: CommonSettings,
+    module: str,
+    directory: Path,
+    *arguments: str,
+    instance: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[ServiceProcess]:
-    """Starts `python -m module arguments` on the test's NATS; whatever happens, nothing is left running."""
+    """Starts `python -m module arguments` on the test's NATS, with `variables` in its environment; whatever
+    happens, nothing is left running."""
     log = directory / f"{instance}.log"
     environment = {
         **os.environ,
+        **variables,
         "RYZANSTEIN_NATS_URL": settings.nats_url,
         "RYZANSTEIN_NATS_USER": settings.nats_user,
         "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
