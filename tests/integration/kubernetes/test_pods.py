@@ -102,7 +102,7 @@ def _files(pod: Pod, directory: Path) -> Path:
 
 async def _ports(path: Path) -> dict[str, list[str]]:
     async with asyncio.timeout(20):
-        while (ports := _read(path)) is None:
+        while (ports := _read(path)) is None:  # noqa: ASYNC110  # it is another process
             await asyncio.sleep(0.02)
     return ports
 
