@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from shared import subjects
 from shared.bus import Bus
@@ -85,6 +86,7 @@ async def service_process(
     log = directory / f"{instance}.log"
     environment = {
         **os.environ,
+        **variables,
         "RYZANSTEIN_NATS_URL": settings.nats_url,
         "RYZANSTEIN_NATS_USER": settings.nats_user,
         "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),

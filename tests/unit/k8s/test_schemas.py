@@ -1,0 +1,90 @@
+"""Every resource is one that Kubernetes, or the operator it is for, takes; an unknown field is an error."""
+
+import functools
+import json
+from typing import Any
+
+import cloudcoil.models.keda.v1alpha1 as keda
+import cloudcoil.models.prometheus_operator.v1 as prometheus
+import kubernetes_validate
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from tests.unit.k8s import manifests
+from tests.unit.k8s.manifests import Resource
+
+VERSIONS = ("1.31", "1.37")
+"""The oldest that the manifests are meant for (docs/kubernetes.md), and the newest known."""
+
+MODELS: dict[str, type[BaseModel]] = {
+    "ScaledObject": keda.ScaledObject,
+    "ServiceMonitor": prometheus.ServiceMonitor,
+    "PrometheusRule": prometheus.PrometheusRule,
+}
+"""Made from the operators' own definitions."""
+
+ROUTES = ("HTTPRoute", "GRPCRoute")
+"""Of the Gateway API, which no package brings; `test_routes` looks at them."""
+
+
+def unknown(given: Any, understood: Any, path: str = "") -> list[str]:
+    """Fields that a model has passed over."""
+    if isinstance(given, dict) and isinstance(understood, dict):
+        return [
+            found
+            for key, value in given.items()
+            for found in (
+                unknown(value, understood[key], f"{path}.{key}") if key in understood else [f"{path}.{key}"]
+            )
+        ]
+    if isinstance(given, list) and isinstance(understood, list):
+        pairs = enumerate(zip(given, understood, strict=True))
+        return [found for index, (one, other) in pairs for found in unknown(one, other, f"{path}[{index}]")]
+    return []
+
+
+def check_model(resource: Resource) -> None:
+    model = MODELS[resource["kind"]].model_validate(resource)
+    assert unknown(resource["spec"], model.model_dump(mode="json", by_alias=True)["spec"]) == []
+
+
+@functools.cache
+def check_schema(resource: str) -> None:
+    """Most resources are alike in many builds, and validating is slow: the text is the key of the cache."""
+    for version in VERSIONS:
+        kubernetes_validate.validate(json.loads(resource), version, strict=True)
+
+
+@pytest.mark.parametrize("name", manifests.BUILDS)
+def test_every_resource_holds_to_its_schema(name: str) -> None:
+    for resource in manifests.build(name).resources:
+        if resource["kind"] in MODELS:
+            check_model(resource)
+        elif resource["kind"] not in ROUTES:
+            check_schema(json.dumps(resource))
+
+
+def test_a_misspelt_field_is_found() -> None:
+    service = manifests.build("base").get("Service", "nats")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(
+            {**service, "spec": {**service["spec"], "port": []}}, VERSIONS[0], strict=True
+        )
+    scaled = manifests.build("overlays/production").of_kind("ScaledObject")[0]
+    with pytest.raises(AssertionError, match="minReplicas"):
+        check_model({**scaled, "spec": {**scaled["spec"], "minReplicas": 0}})
+    with pytest.raises(ValidationError):
+        check_model({**scaled, "spec": {**scaled["spec"], "pollingInterval": "often"}})
+
+
+def test_routes_name_a_gateway_and_a_port_of_the_service() -> None:
+    build = manifests.build("overlays/cpu+gateway-api")
+    ports = {
+        port["name"]: port["port"] for port in build.get("Service", "ryzanstein-gateway")["spec"]["ports"]
+    }
+    for kind, port in zip(ROUTES, ("http", "grpc"), strict=True):
+        (route,) = build.of_kind(kind)
+        assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
+        assert set(route["spec"]) == {"parentRefs", "hostnames", "rules"}
+        (rule,) = route["spec"]["rules"]
+        assert rule["backendRefs"] == [{"name": "ryzanstein-gateway", "port": ports[port]}]
