@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from shared import subjects
 from shared.bus import Bus

@@ -164,7 +164,7 @@ class RingNode(Service):
         address = f"{self._executor_settings.master_addr}:{self._executor_settings.master_port}"
         while True:
             try:
-                line = await self._connected()
+                line = await self._line_to_head()
                 pause = FIRST_PAUSE
                 await self._talk(line)
             except LineLost as error:
@@ -175,7 +175,7 @@ class RingNode(Service):
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
 
-    async def _connected(self) -> Line[ToNode]:
+    async def _line_to_head(self) -> Line[ToNode]:
         """A line whose other end knows the secret. Raises `LineLost`."""
         settings = self._executor_settings
         try:
