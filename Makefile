@@ -77,6 +77,10 @@ format: $(INSTALLED) ## Format the code
 protos: $(INSTALLED) ## Make Python code of protos/ again
 	@$(BIN)/python -m tests.unit.gateway.grpc.generate
 
+.PHONY: manifests
+manifests: $(INSTALLED) ## Renew what k8s/ copies: NATS' rights, alerts, the list of dashboards
+	@$(BIN)/python -m k8s.generate
+
 .PHONY: bench
 bench: $(INSTALLED) ## Run the workloads against a running server (make bench ARGS="--workload W2")
 	@$(BIN)/python -m benchmarks.serve $(ARGS)

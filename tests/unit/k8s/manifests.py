@@ -123,11 +123,7 @@ def build(name: str) -> Build:
     """What `kustomize build` makes of it. Skips the test where there is no kustomize."""
     folder, _, component = name.partition("+")
     with tempfile.TemporaryDirectory() as directory:
-        tree = Path(directory) / "k8s"
-        shutil.copytree(FOLDER, tree, ignore=shutil.ignore_patterns("__pycache__", "*.env"))
-        monitoring = ROOT / "monitoring"
-        if monitoring.is_dir():
-            shutil.copytree(monitoring, tree.parent / "monitoring")
+        tree = copy(Path(directory) / "tree") / "k8s"
         lines = [f"{key}={value}\n" for key, value in passwords.passwords().items()]
         (tree / "components" / "secrets" / "nats.env").write_text("".join(lines))
         path = tree / folder
@@ -140,6 +136,14 @@ def build(name: str) -> Build:
             }
             (path / "kustomization.yaml").write_text(yaml.safe_dump(content))
         return Build(name, tuple(yaml.load_all(kustomize(path), yaml.CSafeLoader)))
+
+
+def copy(directory: Path) -> Path:
+    """Copies all that kustomize reads to `directory`, where tests may change it; returns it."""
+    shutil.copytree(FOLDER, directory / "k8s", ignore=shutil.ignore_patterns("__pycache__", "*.env"))
+    if (ROOT / "monitoring").is_dir():
+        shutil.copytree(ROOT / "monitoring", directory / "monitoring")
+    return directory
 
 
 def kustomize(path: Path) -> str:

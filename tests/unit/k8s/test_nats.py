@@ -5,6 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import trustme
+import yaml
 
 from k8s import passwords
 from services.cli.nats_server import find_binary
@@ -89,6 +91,48 @@ def test_routes_are_the_pods_of_the_stateful_set() -> None:
         f"{pod}-{number}.{headless}:{pod.ports['cluster']}"
         for number in range(pod.workload["spec"]["replicas"])
     ]
+
+
+def with_tls(directory: Path) -> Build:
+    """Three servers with TLS, beside a sidecar."""
+    overlay = manifests.copy(directory) / "k8s/overlays/secured"
+    overlay.mkdir()
+    components = ["../../components/monitoring", "../../components/ha", "../../components/nats-tls"]
+    content = {"resources": ["../cpu"], "components": components}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    return Build("secured", tuple(yaml.load_all(manifests.kustomize(overlay), yaml.CSafeLoader)))
+
+
+def test_tls_is_between_all_who_talk_to_nats(tmp_path: Path) -> None:
+    build = with_tls(tmp_path / "tree")
+    files = tmp_path / "files"
+    files.mkdir()
+    path = configuration(build, files)
+    pod = build.component("nats")
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod.main["volumeMounts"]}
+    authority = trustme.CA()
+    certificate = authority.issue_cert("nats", "*.nats-headless")
+    authority.cert_pem.write_to_path(files / "ca.crt")
+    certificate.private_key_pem.write_to_path(files / "tls.key")
+    certificate.cert_chain_pems[0].write_to_path(files / "tls.crt")
+    for file in files.glob("*.conf"):
+        file.write_text(file.read_text().replace(mounts["tls"], str(files)))
+
+    def check() -> int:
+        command = [find_binary(), "-t", "-c", path]
+        return subprocess.run(command, env=variables(pod.main), capture_output=True, check=False).returncode
+
+    assert check() == 0
+    assert (files / "cluster.conf").read_text().count("cluster-tls.conf") == 1
+    (files / "tls.crt").unlink()
+    assert check() != 0
+    for one in build.pods():
+        if one.component != "nats":
+            trusted = Path(manifests.environment(build, one.main)["RYZANSTEIN_NATS_CA"])
+            (mount,) = [mount for mount in one.main["volumeMounts"] if mount["name"] == "nats-ca"]
+            (volume,) = [volume for volume in one.spec["volumes"] if volume["name"] == "nats-ca"]
+            assert trusted.parent == Path(mount["mountPath"])
+            assert [item["path"] for item in volume["secret"]["items"]] == [trusted.name]
 
 
 def test_passwords_are_new_each_time_and_begin_with_a_letter() -> None:

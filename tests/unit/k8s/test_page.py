@@ -92,10 +92,7 @@ def test_resources_that_are_named_are_there() -> None:
 
 def test_the_overlay_that_is_shown_can_be_built(tmp_path: Path) -> None:
     (text,) = [text for kind, text in BLOCKS if kind == "yaml" and "components:" in text]
-    shutil.copytree(manifests.FOLDER, tmp_path / "k8s", ignore=shutil.ignore_patterns("__pycache__"))
-    if (manifests.ROOT / "monitoring").is_dir():
-        shutil.copytree(manifests.ROOT / "monitoring", tmp_path / "monitoring")
-    own = tmp_path / "k8s/overlays/own"
+    own = manifests.copy(tmp_path / "tree") / "k8s/overlays/own"
     own.mkdir()
     (own / "kustomization.yaml").write_text(text)
     resources = list(yaml.load_all(manifests.kustomize(own), yaml.CSafeLoader))

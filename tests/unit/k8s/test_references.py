@@ -11,7 +11,7 @@ from shared import subjects
 from tests.unit.k8s import manifests
 from tests.unit.k8s.manifests import Build, Pod, Resource, name_of, selects
 
-EXTERNAL_SECRETS = {"ryzanstein-nats", "ryzanstein-hub", "ryzanstein-tls"}
+EXTERNAL_SECRETS = {"ryzanstein-nats", "ryzanstein-nats-tls", "ryzanstein-hub"}
 """Secrets that are made by hand or by a secret store; docs/kubernetes.md says how."""
 
 CLUSTER_WIDE = {"Namespace", "PriorityClass"}
@@ -101,6 +101,8 @@ def test_volumes_are_there_and_read_from(name: str) -> None:
         for volume in volumes.values():
             if "configMap" in volume:
                 assert volume["configMap"]["name"] in build.names("ConfigMap")
+            if "secret" in volume:
+                assert volume["secret"]["secretName"] in build.names("Secret") | EXTERNAL_SECRETS
             if "persistentVolumeClaim" in volume:
                 claim = volume["persistentVolumeClaim"]["claimName"]
                 assert claim in build.names("PersistentVolumeClaim")
