@@ -50,7 +50,7 @@ class SubjectReader(Generic[T]):
         self._read_at = 0.0
         """Unix seconds at which that reading began."""
 
-    async def read(self, since: float) -> AsyncIterator[T]:
+    async def read(self, since: float) -> AsyncGenerator[T, None]:
         """Yields the messages from `since` (unix seconds; 0: all) to the newest, then ends.
 
         It begins behind the last reading that was complete, where that is later. A message that cannot be

@@ -287,7 +287,7 @@ class Answers:
             for generation in answer.generations:
                 generation.sources = (*known, name)
         for source in logs:
-            await source.catch_up(answer.record.created - CLOCK_MARGIN)
+            await source.catch_up(answer.record.created - CLOCK_MARGIN, lambda: answer.ended)
 
     # --- inside ----------------------------------------------------------------------------------
 

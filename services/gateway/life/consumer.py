@@ -1,7 +1,8 @@
 """One subscription to a gateway's token frames, and the journal behind it: its own, or another gateway's."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 
 import structlog
 from nats.aio.subscription import Subscription
@@ -16,6 +17,20 @@ log = structlog.get_logger(__name__)
 
 REPLAY_INTERVAL = 0.1
 """Seconds between two readings of the journal: a burst of gap notices costs few of them."""
+
+
+class _Late:
+    """Who has come later than the frames they need."""
+
+    def __init__(self, since: float, has_all: Callable[[], bool]) -> None:
+        self.since = since
+        """Unix time of the first of them."""
+        self.has_all = has_all
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def settle(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
 
 
 class TokenConsumer:
@@ -43,8 +58,7 @@ class TokenConsumer:
         self._journal = JournalReader(bus, name)
         self._wanted = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
-        self._late: list[tuple[float, asyncio.Future[None]]] = []
-        """Who has come later than the frames they need, with the unix time of the first of them."""
+        self._late: list[_Late] = []
         self._subscription: Subscription | None = None
         self._stopping = False
         self.replays = 0
@@ -78,15 +92,16 @@ class TokenConsumer:
         self._wanted.set()
         await done
 
-    async def catch_up(self, since: float) -> None:
-        """Returns when everything recorded from `since` (unix seconds) on has been given to `on_recorded`.
+    async def catch_up(self, since: float, has_all: Callable[[], bool]) -> None:
+        """Returns when everything recorded from `since` (unix seconds) on has been given to `on_recorded`, or so
+        much of it that `has_all` says so: what ended long ago is not read up to now.
 
         Those who ask at the same time share one reading.
         """
-        done = asyncio.get_running_loop().create_future()
-        self._late.append((since, done))
+        late = _Late(since, has_all)
+        self._late.append(late)
         self._wanted.set()
-        await done
+        await late.done
 
     async def run(self) -> None:
         """Reads the journal whenever that is asked for. Runs until it is cancelled."""
@@ -96,33 +111,55 @@ class TokenConsumer:
             waiting, self._waiting = self._waiting, []
             late, self._late = self._late, []
             try:
-                await self._read(late)
+                whole = bool(late) and await self._catch_up(late)
+                if not whole and (since := self._replay_since()) is not None:
+                    await self._replay(self._journal, since, late=())
             except BROKER_ERRORS as error:
                 log.warning("replay_failed", consumer=self._name, error=reason_of(error))
                 self._waiting += waiting
-                self._late += late
+                self._late += [one for one in late if not one.done.done()]
                 self._wanted.set()
             else:
-                for done in [*waiting, *(done for _, done in late)]:
+                for done in waiting:
                     if not done.done():
                         done.set_result(None)
             await asyncio.sleep(REPLAY_INTERVAL)
 
-    async def _read(self, late: list[tuple[float, "asyncio.Future[None]"]]) -> None:
-        """From where the last reading ended; for those who are late, from the beginning."""
-        if late:
-            await self._replay(JournalReader(self._bus, self._name), min(since for since, _ in late))
-        elif (since := self._replay_since()) is not None:
-            await self._replay(self._journal, since)
+    async def _catch_up(self, late: Sequence[_Late]) -> bool:
+        """For those who are late, from their beginning. Whether it was read to its newest frame."""
+        journal = JournalReader(self._bus, self._name)
+        whole = await self._replay(journal, min(one.since for one in late), late)
+        for one in late:
+            one.settle()
+        return whole
 
-    async def _replay(self, journal: JournalReader, since: float) -> None:
+    async def _replay(self, journal: JournalReader, since: float, late: Sequence[_Late]) -> bool:
+        """False when all who were `late` had what they need before its end."""
         self.replays += 1
         frames = 0
-        async for frame in journal.read(since):
-            frames += 1
-            self._on_recorded(frame)
+        async with contextlib.aclosing(journal.read(since)) as reading:
+            async for frame in reading:
+                frames += 1
+                self._on_recorded(frame)
+                if late and any(entry.finish for entry in frame.entries):
+                    late = _without_served(late)
+                    if not late:
+                        log.info("journal_read", consumer=self._name, frames=frames)
+                        return False
         log.info("journal_replayed", consumer=self._name, frames=frames)
         self._on_replayed()
+        return True
 
     async def _receive(self, frame: TokenFrame) -> None:
         self._on_frame(frame)
+
+
+def _without_served(late: Sequence[_Late]) -> list[_Late]:
+    """Lets those go who have what they need."""
+    left = []
+    for one in late:
+        if one.has_all():
+            one.settle()
+        else:
+            left.append(one)
+    return left

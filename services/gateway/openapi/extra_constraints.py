@@ -23,14 +23,7 @@ def constrain_extras(properties: dict[str, Schema]) -> list[Schema]:
     ):
         if name in properties:
             narrow(properties[name], "string", enum=list(known))
-    entries, key_length, value_length = extra_fields.METADATA
-    narrow(
-        properties["metadata"],
-        "object",
-        maxProperties=entries,
-        propertyNames={"type": "string", "minLength": 1, "maxLength": key_length},
-        additionalProperties={"type": "string", "maxLength": value_length},
-    )
+    _constrain_metadata(properties["metadata"])
     properties["truncate_prompt_tokens"] = LAST_TOKENS
     narrow(
         properties["allowed_token_ids"], "array", items=TOKEN, minItems=1, maxItems=extra_fields.MAX_ALLOWED
@@ -40,8 +33,20 @@ def constrain_extras(properties: dict[str, Schema]) -> list[Schema]:
     rules = [ONE_MESSAGE] if "continue_final_message" in properties else []
     if "best_of" in properties:
         narrow(properties["best_of"], "integer", minimum=1, maximum=MAX_CHOICES)
+        rules.append(given_needs("best_of", {"type": "integer", "minimum": 2}, {"stream": NOT_TRUE}))
         rules.append(given_needs("echo", {"const": True}, {"logprobs": NULL}))
     return rules
+
+
+def _constrain_metadata(schema: Schema) -> None:
+    entries, key_length, value_length = extra_fields.METADATA
+    narrow(
+        schema,
+        "object",
+        maxProperties=entries,
+        propertyNames={"type": "string", "minLength": 1, "maxLength": key_length},
+        additionalProperties={"type": "string", "maxLength": value_length},
+    )
 
 
 def constrain_others(components: dict[str, Schema]) -> None:
@@ -53,6 +58,8 @@ def constrain_others(components: dict[str, Schema]) -> None:
         _constrain_embedding(components["EmbeddingRequest"]["properties"])
     if "TokenizeRequest" in components:
         _constrain_tokenize(components["TokenizeRequest"])
+    if "ChangedChat" in components:
+        _constrain_metadata(components["ChangedChat"]["properties"]["metadata"])
     if "DetokenizeRequest" in components:
         narrow(components["DetokenizeRequest"]["properties"]["tokens"], "array", items=TOKEN)
 

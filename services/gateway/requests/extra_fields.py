@@ -105,7 +105,7 @@ def _check_completion(request: CompletionRequest) -> None:
             param="best_of",
             reason="integer_above_max_value",
         )
-    if request.stream and request.best_of > shown:
+    if request.stream and request.best_of > 1:
         raise InvalidParameter(
             "Invalid value for 'best_of': which candidates are the best is known at their end, so they cannot be "
             "streamed; leave out 'stream' or 'best_of'.",

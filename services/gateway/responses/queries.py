@@ -14,7 +14,7 @@ PAGE = 20
 """Items of a page where no limit is given, as OpenAI has it."""
 MAX_PAGE = 100
 MAX_EVENT = 2**31 - 1
-_BOOLEANS = {"true": True, "True": True, "1": True, "false": False, "False": False, "0": False, "": False}
+_BOOLEANS = {"true": True, "True": True, "1": True, "false": False, "False": False, "0": False}
 
 
 class Retrieval(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ def _read(query: bytes, known: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _boolean(given: dict[str, list[str]], name: str) -> bool:
-    value = given.get(name, [""])[-1]
+    value = given.get(name, ["false"])[-1]
     if value not in _BOOLEANS:
         raise InvalidParameter(
             f"Invalid type for '{name}': expected a boolean.", param=name, reason="invalid_type"
