@@ -24,7 +24,7 @@ from nats.js.object_store import ObjectStore as NatsObjectStore
 from shared.broker_errors import BROKER_ERRORS, broker_error, lacks_servers, reason_of, translated
 from shared.bus import Bus, encode
 from shared.errors import BrokerFull
-from shared.streams import ensure_stream
+from shared.streams import LEADER_PAUSE, ensure_stream, when_led
 from shared.subjects import escape, unescape
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -66,12 +66,8 @@ class Bucket(Generic[T]):
     @classmethod
     async def open(cls, bus: Bus, name: str, value_type: type[T], *, ttl: float | None = None) -> "Bucket[T]":
         """Opens the bucket `name`, creating it where it does not exist. `ttl` in seconds."""
-        jetstream = bus.jetstream()
         with translated(f"open the bucket {name}"):
-            try:
-                store = await jetstream.key_value(name)
-            except BucketNotFoundError:
-                store = await _create(bus, name, ttl)
+            store = await when_led(bus, lambda: _find_or_create(bus, name, ttl))
         return cls(bus, name, store, value_type)
 
     @classmethod
@@ -101,7 +97,7 @@ class Bucket(Generic[T]):
         except BrokerFull:
             await _fit(bus, config)
         with translated(f"open the bucket {name}"):
-            return cls(bus, name, await bus.jetstream().key_value(name), value_type)
+            return cls(bus, name, await _existing(bus, name), value_type)
 
     async def get(self, key: str) -> Entry[T] | None:
         with translated(f"read from the bucket {self._name}"):
@@ -280,6 +276,13 @@ async def _stop(watcher: KeyValue.KeyWatcher) -> None:
         await watcher.stop()  # type: ignore[no-untyped-call]
 
 
+async def _find_or_create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
+    try:
+        return await bus.jetstream().key_value(name)
+    except BucketNotFoundError:
+        return await _create(bus, name, ttl)
+
+
 async def _create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
     jetstream = bus.jetstream()
     for replicas in bus.replica_choices():
@@ -292,7 +295,19 @@ async def _create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
             if not isinstance(error, BadRequestError):
                 raise
             break  # another service was first, with another time to live
-    return await jetstream.key_value(name)
+    return await _existing(bus, name)
+
+
+async def _existing(bus: Bus, name: str) -> KeyValue:
+    """A bucket that somebody has created: in a cluster one may be told so before one is shown it."""
+    give_up = asyncio.get_running_loop().time() + bus.patience
+    while True:
+        try:
+            return await when_led(bus, lambda: bus.jetstream().key_value(name))
+        except BucketNotFoundError:
+            if not bus.clustered or asyncio.get_running_loop().time() >= give_up:
+                raise
+        await asyncio.sleep(LEADER_PAUSE)
 
 
 class ObjectStore:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from nats.js.api import StreamConfig
 from nats.js.errors import APIError, BadRequestError, NotFoundError
@@ -21,6 +21,8 @@ from shared.errors import ConfigurationError
 if TYPE_CHECKING:
     from shared.bus import Bus
 
+T = TypeVar("T")
+
 LEADER_PAUSE = 0.1
 """Seconds between two questions to a cluster that has no leader."""
 
@@ -29,7 +31,7 @@ async def ensure_stream(bus: "Bus", config: StreamConfig, *, change: bool = True
     """Creates the stream, or gives it these limits if `change` says so. Raises `BrokerUnavailable`,
     `ConfigurationError`."""
     try:
-        await _when_led(bus, lambda: _add_or_update(bus, config, change))
+        await when_led(bus, lambda: _add_or_update(bus, config, change))
     except BROKER_ERRORS as error:
         if lacks_jetstream(error):
             raise ConfigurationError(
@@ -39,13 +41,12 @@ async def ensure_stream(bus: "Bus", config: StreamConfig, *, change: bool = True
         raise broker_error(f"create the stream {config.name}", error) from None
 
 
-async def _when_led(bus: "Bus", work: Callable[[], Awaitable[None]]) -> None:
+async def when_led(bus: "Bus", work: Callable[[], Awaitable[T]]) -> T:
     """Does `work` again while the cluster has no leader, for as long as one waits for a broker that starts."""
     give_up = asyncio.get_running_loop().time() + bus.patience
     while True:
         try:
-            await work()
-            return
+            return await work()
         except BROKER_ERRORS as error:
             waits = bus.clustered and (lacks_leader(error) or isinstance(error, TimeoutError))
             if not waits or asyncio.get_running_loop().time() >= give_up:

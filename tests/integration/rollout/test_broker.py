@@ -1,5 +1,6 @@
 """NATS is killed under the whole house: alone, and as the leader of a cluster of three."""
 
+import asyncio
 import os
 import signal
 import time
@@ -35,6 +36,25 @@ async def cluster_bus(cluster: NatsCluster) -> AsyncIterator[Bus]:
     await connection.ensure_streams()
     yield connection
     await connection.close()
+
+
+async def test_services_that_start_together_on_a_new_cluster_open_the_same_buckets(
+    cluster: NatsCluster,
+) -> None:
+    """Who comes second is told that a bucket exists before it is shown to it."""
+    buses = await asyncio.gather(*(Bus.connect(cluster.settings, f"test-{number}") for number in range(4)))
+    try:
+        await asyncio.gather(*(bus.ensure_streams() for bus in buses))
+        for turn in range(2):
+            bounded, plain = f"bounded-{turn}", f"plain-{turn}"
+            opened = await asyncio.gather(
+                *(Bucket.open_bounded(bus, bounded, GroupRecord, ttl=60, max_bytes=1 << 20) for bus in buses),
+                *(Bucket.open(bus, plain, GroupRecord, ttl=60 + place) for place, bus in enumerate(buses)),
+            )
+            assert [await bucket.get("nothing") for bucket in opened] == [None] * len(opened)
+    finally:
+        for bus in buses:
+            await bus.close()
 
 
 async def test_a_killed_and_restarted_nats_loses_nothing_and_restarts_no_executor(tmp_path: Path) -> None:
