@@ -61,34 +61,6 @@ async def test_a_journal_that_was_made_anew_is_read_from_the_time(bus: Bus) -> N
     assert await steps_of(reader, since) == [9]
 
 
-async def test_what_ended_long_ago_is_not_read_up_to_now(bus: Bus) -> None:
-    """Else a look-up would take the longer the older the generation is."""
-    end = TokenFrame("g1", 1, 3, [TokenEntry("g", 0, 3, [7], "stop")])
-    await record(bus, 0, 1, 2)
-    await bus.publish_durable(subjects.tokens(GATEWAY), end)
-    await record(bus, *range(4, 300))
-    seen: list[int] = []
-    wholes: list[int] = []
-    consumer = TokenConsumer(
-        bus,
-        GATEWAY,
-        on_frame=lambda frame: None,
-        on_recorded=lambda frame: seen.append(frame.step),
-        replay_since=lambda: None,
-        on_replayed=lambda: wholes.append(len(seen)),
-        pending_frames=10,
-    )
-    reading = asyncio.create_task(consumer.run())
-    begin = time.time() - 5
-    await asyncio.wait_for(consumer.catch_up(begin, lambda: 3 in seen), 20)
-    assert (seen, wholes) == ([0, 1, 2, 3], [])
-    seen.clear()
-    both = [consumer.catch_up(begin, lambda: 3 in seen), consumer.catch_up(begin, lambda: False)]
-    await asyncio.wait_for(asyncio.gather(*both), 20)
-    assert (seen, wholes) == (list(range(300)), [300])
-    reading.cancel()
-
-
 async def test_an_undecodable_frame_is_left_out(bus: Bus) -> None:
     await record(bus, 0)
     await bus.jetstream().publish(subjects.tokens(GATEWAY), b"\xc1 no frame")
