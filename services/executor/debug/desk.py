@@ -142,7 +142,13 @@ class DebugDesk(Collector):
 
     async def _save_dump(self, directory: Path, wait: float) -> None:
         ring, _ = self._now()
-        dump = await self._dump(ring, min(max(wait, 0.0), LONGEST_WAIT))
+        wait = min(max(wait, 0.0), LONGEST_WAIT)
+        try:
+            dump = await self._dump(ring, wait)
+        except (OSError, ValueError):  # its memory and files go with it
+            if ring is self._now()[0]:
+                raise
+            dump = await take_dump(None, self._now()[1], self._settings, self._still, wait)
         data = await asyncio.to_thread(lambda: gzip.compress(msgspec.json.encode(dump)))
         (directory / "dump.json.gz").write_bytes(data)
 

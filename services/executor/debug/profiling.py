@@ -27,6 +27,8 @@ EXCUSE = 60.0
 """Seconds that starting, or stopping and writing, may take."""
 IDLE_END = 3.0
 """Seconds without a step that end a profile which has some: what was asked about is over."""
+MOST_STEPS = 500
+"""However long it is to last: what is recorded of a step may be thousands of operations."""
 OPERATORS = 40
 """Rows of the table that are kept."""
 
@@ -74,8 +76,9 @@ class Profiler:
 
     def _is_complete(self) -> bool:
         question, now = self._question, time.monotonic()
-        enough = self._steps >= question.steps if question.steps else now - self._began >= question.seconds
-        return enough or now >= self._give_up_at
+        enough = self._steps >= (question.steps or MOST_STEPS)
+        late = question.seconds > 0 and now - self._began >= question.seconds
+        return enough or late or now >= self._give_up_at
 
     def _start(self) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ INTERVAL = 5.0
 BURST = 5
 """Lines that may follow each other at once."""
 
-_SETTING = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>x|s|ms)")
+_SETTING = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>x|s|ms)", re.ASCII)
 
 
 class SlowSteps:
