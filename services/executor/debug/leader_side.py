@@ -26,6 +26,8 @@ log = structlog.get_logger(__name__)
 
 LOOP_ANSWER = 0.25
 """Seconds that the event loop has to tell of itself; then another thread reads what it finds."""
+RANKS_END = 0.1
+"""Seconds after the leader's own end of a step by which the other ranks have noted theirs, if they ever do."""
 MOST_ARRIVALS = 20_000
 
 
@@ -71,18 +73,21 @@ class LeaderDebug:
             return
         self._own.count_slow_step()
         if self._slow.may_log(time.monotonic()):
-            parts = self._parts(plan, rows, computed, masks)
-            log.warning(
-                "slow_step",
-                step=plan.step,
-                ms=_ms(seconds),
-                expected_ms=_ms(expected) if expected else None,
-                **parts,
-                not_logged=self._slow.suppressed,
-            )
-            self._slow.suppressed = 0
+            usual = _ms(expected) if expected else None
+            fields: dict[str, object] = {
+                "step": plan.step,
+                "ms": _ms(seconds),
+                "expected_ms": usual,
+                "masks_ms": _ms(masks),
+            }
+            fields["not_logged"], self._slow.suppressed = self._slow.suppressed, 0
+            # The other ranks may not have noted their end yet.
+            self._loop.call_later(RANKS_END, self._log_slow, plan, rows, computed, fields)
 
-    def _parts(self, plan: StepPlan, rows: list[Row], computed: int, masks: float) -> dict[str, object]:
+    def _log_slow(self, plan: StepPlan, rows: list[Row], computed: int, fields: dict[str, object]) -> None:
+        log.warning("slow_step", **fields, **self._parts(plan, rows, computed))
+
+    def _parts(self, plan: StepPlan, rows: list[Row], computed: int) -> dict[str, object]:
         """What the step was made of."""
         times = [rank.step(plan.step) for rank in self._ranks]
         return {
@@ -98,8 +103,7 @@ class LeaderDebug:
             "restores": len(plan.restores) // 8,
             "embeds": len(plan.pools) // 8,
             **(_stages(times[0]) if times[0] else {}),
-            "masks_ms": _ms(masks),
-            "ranks": [_of_rank(rank, one) for rank, one in enumerate(times) if one is not None],
+            "ranks": [_of_rank(rank, one, times[0]) for rank, one in enumerate(times) if one is not None],
         }
 
     # --- looked into -----------------------------------------------------------------------------
@@ -151,12 +155,19 @@ def _stages(times: StepTimes) -> dict[str, float]:
     }
 
 
-def _of_rank(rank: int, times: StepTimes) -> dict[str, object]:
-    """How a rank has spent the step: where it computed, and where it waited for others."""
-    ended = times.ended or time.monotonic_ns()
-    whole = (ended - times.began) / 1e9
+def _of_rank(rank: int, times: StepTimes, leader: StepTimes | None) -> dict[str, object]:
+    """How a rank has spent the step: how late it began, how long it computed and waited for others."""
+    late = _ms((times.began - leader.began) / 1e9) if leader is not None else 0.0
+    if not times.ended:
+        return {
+            "rank": rank,
+            "began_after_ms": late,
+            "not_over_after_ms": _ms((time.monotonic_ns() - times.began) / 1e9),
+        }
+    whole = (times.ended - times.began) / 1e9
     return {
         "rank": rank,
+        "began_after_ms": late,
         "ms": _ms(whole),
         "compute_ms": _ms(max(0.0, whole - times.busy_ns / 1e9)),
         "collectives_ms": _ms(times.busy_ns / 1e9),

@@ -10,6 +10,7 @@ Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
 """
 
 import mmap
+import struct
 import time
 from enum import IntEnum
 from pathlib import Path
@@ -68,7 +69,12 @@ class _Step(IntEnum):
     WAITED = 6
 
 
-_STEPS_AT = _Word.SIZE
+# Plain numbers, for what happens in every step: an enumeration's members take longer to look up than to store.
+_STEPS_BEGUN, _BUSY, _WAITED = int(_Word.STEPS), int(_Word.BUSY_NS), int(_Word.WAITED_NS)
+_SENT, _COMPUTED, _ENDED = int(_Step.SENT), int(_Step.COMPUTED), int(_Step.ENDED)
+_BEGIN, _END = struct.Struct("7q"), struct.Struct("3q")
+"""A step's words; those from its end on."""
+_STEPS_AT = int(_Word.SIZE)
 _LINES_AT = (_STEPS_AT + STEPS * _STEP_WORDS) * _WORD
 _ROW_BYTES = _LINES_AT + LINES * (_LINE_HEAD + LINE_BYTES)
 _ROW_BYTES += -_ROW_BYTES % _WORD
@@ -116,7 +122,7 @@ class RankRecorder:
     def __init__(self, memory: memoryview, offset: int) -> None:
         self._bytes = memory[offset : offset + _ROW_BYTES]
         self._words = self._bytes[:_LINES_AT].cast("q")
-        self._at: int = _STEPS_AT
+        self._at = _STEPS_AT
         self._busy = self._waited = 0
 
     @classmethod
@@ -133,33 +139,29 @@ class RankRecorder:
 
     def begin_step(self, step: int) -> None:
         words = self._words
-        count = words[_Word.STEPS]
+        count = words[_STEPS_BEGUN]
         self._at = at = _STEPS_AT + count % STEPS * _STEP_WORDS
-        words[at + _Step.STEP] = step
-        words[at + _Step.SENT] = words[at + _Step.COMPUTED] = words[at + _Step.ENDED] = 0
-        words[at + _Step.BUSY] = words[at + _Step.WAITED] = 0
-        words[at + _Step.BEGAN] = time.monotonic_ns()
-        self._busy, self._waited = words[_Word.BUSY_NS], words[_Word.WAITED_NS]
-        words[_Word.STEPS] = count + 1
+        self._busy, self._waited = words[_BUSY], words[_WAITED]
+        _BEGIN.pack_into(self._bytes, at * _WORD, step, time.monotonic_ns(), 0, 0, 0, 0, 0)
+        words[_STEPS_BEGUN] = count + 1
 
     def sent(self) -> None:
         """Every other rank has been sent the step's plan."""
-        self._words[self._at + _Step.SENT] = time.monotonic_ns()
+        self._words[self._at + _SENT] = time.monotonic_ns()
 
     def computed(self) -> None:
         """The logits are there."""
-        self._words[self._at + _Step.COMPUTED] = time.monotonic_ns()
+        self._words[self._at + _COMPUTED] = time.monotonic_ns()
 
     def end_step(self) -> None:
-        words, at = self._words, self._at
-        words[at + _Step.BUSY] = words[_Word.BUSY_NS] - self._busy
-        words[at + _Step.WAITED] = words[_Word.WAITED_NS] - self._waited
-        words[at + _Step.ENDED] = time.monotonic_ns()
+        words, at = self._words, self._at + _ENDED
+        busy, waited = words[_BUSY] - self._busy, words[_WAITED] - self._waited
+        _END.pack_into(self._bytes, at * _WORD, time.monotonic_ns(), busy, waited)
 
     @property
     def last_end(self) -> float:
         """When the last step was over; seconds, monotonic."""
-        return self._words[self._at + _Step.ENDED] / 1e9
+        return self._words[self._at + _ENDED] / 1e9
 
     # --- collectives that are called from Python -------------------------------------------------
 

@@ -20,8 +20,6 @@ from shared.config import CommonSettings
 from shared.debugging import DebugCommand, Dump, JobReply, ProfileCommand, ProfileSummary, ResultCommand
 from shared.errors import ConfigurationError
 from shared.messages import (
-    DispatchBatch,
-    DispatchReply,
     GenerationRequest,
     GroupBeat,
     SamplingParams,
@@ -53,6 +51,25 @@ def ring(process: ServiceProcess) -> GroupBeat:
 
 async def ask(bus: Bus, command: DebugCommand) -> JobReply:
     return await bus.request(subjects.debug("g"), command, JobReply, timeout=5)
+
+
+async def logged(process: ServiceProcess, event: str) -> list[str]:
+    """The lines about `event`, once there are any."""
+    async with asyncio.timeout(30):
+        while True:
+            lines = [line for line in process.log.read_text().splitlines() if f'"{event}"' in line]
+            if lines:
+                return lines
+            await asyncio.sleep(0.05)
+
+
+async def result(bus: Bus, job: str) -> JobReply:
+    async with asyncio.timeout(60):
+        while True:
+            reply = await ask(bus, ResultCommand(job))
+            if reply.done:
+                return reply
+            await asyncio.sleep(0.1)
 
 
 @pytest.fixture
@@ -198,7 +215,7 @@ async def test_slow_steps_are_logged_with_what_they_were_made_of(
         beat = await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=12))
         await reader.finish("a")
-        lines = [line for line in process.log.read_text().splitlines() if '"slow_step"' in line]
+        lines = await logged(process, "slow_step")
         assert 1 <= len(lines) < 12, "not every one"
         first = json.loads(lines[0])
         assert first["ms"] >= 20
@@ -256,9 +273,7 @@ async def test_steps_are_profiled_on_every_rank_while_the_ring_serves(
         endless = ProfileCommand(steps=0, seconds=60.0, timeout=2.0)
         long = await ask(bus, endless)
         assert "is under way; ask again when it is over" in (await ask(bus, endless)).error
-        async with asyncio.timeout(60):
-            while not (reply := await ask(bus, ResultCommand(long.job))).done:
-                await asyncio.sleep(0.1)
+        reply = await result(bus, long.job)
         assert [file.name for file in reply.files][-1] == "summary.json", (
             "what there is when the time is over"
         )
