@@ -54,6 +54,8 @@ class DebugDesk(Collector):
         self._still = Stillness()
         self._jobs: Jobs | None = None
         self._profile: Job | None = None
+        self._one_at_a_time = asyncio.Lock()
+        """Each rank has one file for its stacks."""
 
     async def start(self, bus: Bus) -> None:
         self._bus = bus
@@ -144,7 +146,8 @@ class DebugDesk(Collector):
         ring, _ = self._now()
         wait = min(max(wait, 0.0), LONGEST_WAIT)
         try:
-            dump = await self._dump(ring, wait)
+            async with self._one_at_a_time:
+                dump = await self._dump(ring, wait)
         except (OSError, ValueError):  # its memory and files go with it
             if ring is self._now()[0]:
                 raise

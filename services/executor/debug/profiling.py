@@ -10,13 +10,16 @@ moment in which no step is computed, so the rank is excused for it: nobody takes
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from services.executor.debug import spans
+from services.executor.debug.operator_table import Range, operator_table
 from services.executor.debug.rank_side import ProfileQuestion, write_answer
 from services.executor.debug.recorder import RankRecorder
 from shared.debugging import OperatorTime, ProfileSummary
@@ -145,6 +148,8 @@ class Profiler:
 
     def _operators(self) -> list[OperatorTime]:
         assert self._profile is not None
+        if not self._question.memory:
+            return operator_table(_ranges(self._profile), OPERATORS)
         rows = [
             OperatorTime(
                 name=event.key,
@@ -161,3 +166,14 @@ class Profiler:
 
     def _answer(self, summary: ProfileSummary) -> None:
         write_answer(Path(self._question.path), summary)
+
+
+def _ranges(ended: profile) -> Iterator[Range]:
+    """Of operators on a CPU, and of what ran on a device."""
+    assert ended.profiler is not None
+    results = ended.profiler.kineto_results
+    assert results is not None
+    for event in results.events():
+        on_device = event.device_type() != DeviceType.CPU
+        if event.end_ns() > event.start_ns() and not (on_device and event.is_user_annotation()):
+            yield Range(event.name(), event.start_ns(), event.end_ns(), event.start_thread_id(), on_device)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -41,6 +42,24 @@ async def dump_when(settings: CommonSettings, condition: Callable[[Dump], bool])
             if condition(found):
                 return found
             await asyncio.sleep(0.1)
+
+
+async def command_line(settings: CommonSettings, directory: Path, *arguments: str) -> str:
+    """What `ryzanstein debug` prints."""
+    command = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.cli", "debug", *arguments),
+        env={
+            **os.environ,
+            "RYZANSTEIN_DATA_DIR": str(directory),
+            "RYZANSTEIN_NATS_URL": settings.nats_url,
+            "RYZANSTEIN_NATS_USER": settings.nats_user,
+            "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
+        },
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await asyncio.wait_for(command.communicate(), 60)
+    assert command.returncode == 0
+    return output.decode()
 
 
 def ring(process: ServiceProcess) -> GroupBeat:
@@ -133,7 +152,12 @@ async def test_a_ring_that_is_well_shows_all_there_is_to_see(
         assert found.plans[-1].sequences[0].generation_id == "a"
         assert found.settings["stub_step_ms"] == 5.0
         assert found.versions["msgspec"]
-        assert (await fetch_dump(nats_settings, "g", 0.0, 30)).epoch == found.epoch, "it does no harm"
+        shown = await command_line(nats_settings, tmp_path, "dump", "g", "--output", str(tmp_path / "file"))
+        assert shown.splitlines()[0].startswith("The ring is at work in step")
+        kept = msgspec.json.decode((tmp_path / "file").read_bytes(), type=Dump)
+        assert kept.epoch == found.epoch, "it does no harm"
+        plans = msgspec.json.decode(await command_line(nats_settings, tmp_path, "plans", "g", "--json"))
+        assert plans[-1]["step"] >= kept.plans[-1].step
 
 
 async def test_a_rank_that_does_not_come_to_a_collective_is_named_before_the_ring_is_taken_down(
