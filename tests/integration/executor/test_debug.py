@@ -294,7 +294,7 @@ async def test_steps_are_profiled_on_every_rank_while_the_ring_serves(
         assert any(row.memory_bytes for row in one_rank[0].operators)
         with pytest.raises(ConfigurationError, match="has no rank 2; its ranks are 0 to 1"):
             await profile(tmp_path / "third", ranks=[2])
-        endless = ProfileCommand(steps=0, seconds=60.0, timeout=2.0)
+        endless = ProfileCommand(steps=0, seconds=60.0, timeout=1.0)
         long = await ask(bus, endless)
         assert "is under way; ask again when it is over" in (await ask(bus, endless)).error
         reply = await result(bus, long.job)
