@@ -139,6 +139,7 @@ def _stores() -> Iterator[str]:
 # --- the table -----------------------------------------------------------------------------------
 
 _ALL_DISPATCH, _ALL_CONTROL, _ALL_GATEWAYS = "groups.*.dispatch", "groups.*.control", "gateways.*"
+_ALL_DEBUG = "groups.*.debug"
 
 _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gateway": (
@@ -215,11 +216,12 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_objects(subjects.TOKENIZERS_STORE),
             *_answers("scheduler", "gateway", "operator"),
         ),
-        (_ALL_DISPATCH, _ALL_CONTROL),
+        (_ALL_DISPATCH, _ALL_CONTROL, _ALL_DEBUG),
     ),
     "operator": (
         (
             _ALL_CONTROL,
+            _ALL_DEBUG,
             *map(_create, _STREAMS),
             *map(_change, _STREAMS),
             *(f"{_API}.STREAM.INFO.{stream}" for stream in _STREAMS),

@@ -84,6 +84,11 @@ def control(group: str) -> str:
     return f"groups.{escape(group)}.control"
 
 
+def debug(group: str) -> str:
+    """Where an executor's orchestrator answers whoever looks into its ring."""
+    return f"groups.{escape(group)}.debug"
+
+
 def tokens(consumer: str) -> str:
     return f"tokens.{escape(consumer)}"
 

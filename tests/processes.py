@@ -85,7 +85,7 @@ async def service_process(
     log = directory / f"{instance}.log"
     environment = {
         **os.environ,
-        **variables,
+        "RYZANSTEIN_DUMP_DIRECTORY": str(directory / "dumps"),
         "RYZANSTEIN_NATS_URL": settings.nats_url,
         "RYZANSTEIN_NATS_USER": settings.nats_user,
         "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),

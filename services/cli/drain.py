@@ -43,7 +43,7 @@ async def drain_group(
     bus = await Bus.connect(settings, "ryzanstein drain")
     try:
         bucket = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
-        record = _known(await bucket.items(), group)
+        record = known_group(await bucket.items(), group)
         await _command(bus, record, Drain(grace))
         left = False
         if wait:
@@ -64,12 +64,12 @@ async def undrain_group(settings: CommonSettings, group: str) -> None:
     bus = await Bus.connect(settings, "ryzanstein undrain")
     try:
         bucket = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
-        await _command(bus, _known(await bucket.items(), group), Undrain())
+        await _command(bus, known_group(await bucket.items(), group), Undrain())
     finally:
         await bus.close()
 
 
-def _known(records: Mapping[str, GroupRecord], group: str) -> GroupRecord:
+def known_group(records: Mapping[str, GroupRecord], group: str) -> GroupRecord:
     """The group's record. Raises `ConfigurationError` where there is none, or it has left."""
     present = sorted(name for name, record in records.items() if record.state != "gone")
     if group in present:

@@ -14,6 +14,7 @@ from services.cli import models as model_store
 from services.cli.bars import model_bars
 from services.cli.batch_commands import BatchCommands
 from services.cli.chat import ChatClient, trust_of
+from services.cli.debug_commands import debug_app
 from services.cli.drain import drain_group, left_of, print_groups, undrain_group
 from services.cli.keys import keys_app
 from services.cli.nats_config_command import nats_config
@@ -45,6 +46,7 @@ app = typer.Typer(
 models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
 app.add_typer(keys_app, name="keys")
+app.add_typer(debug_app, name="debug")
 app.command("nats-config")(nats_config)
 
 

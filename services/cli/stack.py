@@ -213,6 +213,7 @@ class LocalStack:
         if self._nats is not None:
             user, password = service, self._nats.passwords[service]
         return {
+            "RYZANSTEIN_DUMP_DIRECTORY": str(self._plan.data_dir / "dumps"),
             **os.environ,
             "RYZANSTEIN_NATS_URL": settings.nats_url,
             "RYZANSTEIN_NATS_USER": user,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.executor.debug.recorder import RankRecorder
 from services.executor.progress import Progress
 from shared.messages import GroupLoad, RankBeat
 
@@ -78,17 +79,20 @@ class Totals(msgspec.Struct, frozen=True):
 class RankBoard:
     """One rank's row, for that rank to write."""
 
-    def __init__(self, words: memoryview, offset: int) -> None:
+    def __init__(self, words: memoryview, offset: int, recorder: RankRecorder) -> None:
         self._words = words
         self._offset = offset
+        self.recorder = recorder
         self.progress = Progress(words, offset + _Rank.PROGRESS)
         """Counts the layers computed."""
         words[offset + _Rank.PID] = os.getpid()
 
     def begin(self, step: int) -> None:
         self._words[self._offset + _Rank.STARTED] = step
+        self.recorder.begin_step(step)
 
     def end(self, step: int) -> None:
+        self.recorder.end_step()
         self._words[self._offset + _Rank.FINISHED] = step
 
     def loaded(self, done: int, total: int) -> None:
@@ -108,6 +112,15 @@ class RingBoard:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
         self._words = memoryview(self._map).cast("q")
+        self._recorder: RankRecorder | None = None
+
+    def record(self, recorder: RankRecorder) -> None:
+        """Has this process's rank write down its steps there too."""
+        self._recorder = recorder
+
+    def begun(self, rank: int) -> int:
+        """The last step that a rank has begun."""
+        return self._words[self._row(rank) + _Rank.STARTED]
 
     def close(self) -> None:
         self._words.release()
@@ -151,7 +164,7 @@ class RingBoard:
 
     def rank(self, rank: int) -> RankBoard:
         """The row of `rank`, for the process that is this rank."""
-        return RankBoard(self._words, self._row(rank))
+        return RankBoard(self._words, self._row(rank), self._recorder or RankRecorder.unread())
 
     # --- of ranks on other hosts: their row is copied ------------------------------------------------
 

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from services.executor.board import RingBoard, RingState
+from services.executor.debug.leader_side import LeaderDebug
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
 from services.executor.engine.plan import StepPlan
@@ -33,7 +34,7 @@ from services.executor.fingerprint import fingerprint
 from services.executor.gathering import Gathering, acknowledgements, output_tokens
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
-from services.executor.naming import served_name
+from services.executor.naming import check_name, served_name
 from services.executor.pace import Pace
 from services.executor.parsers import with_parsers
 from services.executor.recent_frames import RecentFrames
@@ -52,7 +53,6 @@ from shared.messages import (
     Drain,
     GenerationRequest,
     GroupLoad,
-    GroupRecord,
     ModelCard,
     Refusal,
     TokenEntry,
@@ -96,6 +96,8 @@ class Leader:
         self._recent = RecentFrames()
         self._gathering = Gathering()
         self._grammars = GrammarWork()
+        self._masks = 0.0
+        """Seconds that the last step has spent on beginning masks."""
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.Task[None] | None = None
         self._republishing: asyncio.Task[None] | None = None
@@ -116,6 +118,8 @@ class Leader:
             ),
             self._model,
         )
+        self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
+        self._orchestrator.on_state(self._debug.tell)
         self._report_load()
         self._bus = await Bus.connect(
             self._settings, subjects.connection("executor", self._spec.instance, subjects.LEADER)
@@ -138,15 +142,14 @@ class Leader:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
         card = msgspec.structs.replace(card, fingerprint=fingerprint(self._settings, card))
-        card = with_parsers(card, self._settings)
-        await self._check_name(card)
+        card, group = with_parsers(card, self._settings), self._spec.group
+        await check_name(self._bus, card, group)
         await asyncio.to_thread(self._grammars.load, card, bundle)
         if bundle:
             store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)
             if await store.get(card.tokenizer) is None:
                 await store.put(card.tokenizer, bundle)
         await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).put(self._model, card)
-        group = self._spec.group
         await self._bus.subscribe(subjects.dispatch(group), DispatchBatch, self._on_dispatch)
         await self._bus.subscribe(subjects.control(group), ControlCommand, self._on_control)  # type: ignore[arg-type]
         await self._bus.flush()
@@ -154,28 +157,6 @@ class Leader:
         self._board.set_state(RingState.READY)
         self._orchestrator.send(Ready(self._model))
         log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.total_blocks)
-
-    async def _check_name(self, card: ModelCard) -> None:
-        """Two models under one name would be decoded with one tokenizer: the second is refused."""
-        known = await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).get(card.model)
-        if known is None or (known.value.tokenizer, known.value.vocab_size) == (
-            card.tokenizer,
-            card.vocab_size,
-        ):
-            return
-        records = await (await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
-        others = [
-            record.group
-            for record in records.values()
-            if record.model == card.model
-            and record.group != self._spec.group
-            and record.state in ("ready", "busy")
-        ]
-        if others:
-            raise ConfigurationError(
-                f"The group {others[0]} serves another model under the name {card.model}; give this one a name "
-                "of its own with --served-model-name."
-            )
 
     # --- from NATS -------------------------------------------------------------------------------
 
@@ -202,6 +183,7 @@ class Leader:
                 prompt_tokens=len(request.prompt),
                 reason=refusal.code if refusal else "",
             )
+        self._debug.arrived(batch.requests)
         self._gathering.add(acknowledgements(batch.requests, set(accepted)))
         await self._tell()
         self._wake.set()
@@ -295,10 +277,12 @@ class Leader:
                     await self._wake.wait()
                 continue
             plan, rows = scheduled
+            self._debug.planned(plan)
             began = time.perf_counter_ns()
             entries = await self._execute(plan, rows)
             taken = time.perf_counter_ns() - began
             computed = prompt_tokens(plan, rows)
+            self._debug.took(plan, rows, taken / 1e9, computed, self._pace.expected(computed), self._masks)
             self._pace.observe(taken / 1e9, computed)
             self._board.add_step(taken, computed, output_tokens(entries))
             self._report_load()
@@ -311,6 +295,7 @@ class Leader:
         loop = asyncio.get_running_loop()
         began = time.perf_counter()
         self._grammars.begin_masks(samples)
+        self._masks = time.perf_counter() - began
         computing = loop.run_in_executor(self._thread, self._engine.execute, plan, samples)
         await self._tell_when_due()
         try:
@@ -394,6 +379,7 @@ class Leader:
         with contextlib.suppress(asyncio.CancelledError):
             while True:
                 self._board.loop_beat()
+                self._debug.beat(self._thread)
                 if self._batcher.expire(time.time()):
                     self._wake.set()
                 await asyncio.sleep(LOOP_BEAT_INTERVAL)

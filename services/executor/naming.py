@@ -3,6 +3,11 @@
 from pathlib import Path
 
 from services.executor.settings import ExecutorSettings
+from shared import subjects
+from shared.bus import Bus
+from shared.errors import ConfigurationError
+from shared.messages import GroupRecord, ModelCard
+from shared.stores import Bucket
 
 STUB_MODEL = "stub"
 
@@ -17,3 +22,24 @@ def served_name(settings: ExecutorSettings) -> str:
     if path.exists():
         return path.resolve().name.removesuffix(".gguf")
     return settings.model
+
+
+async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
+    """Two models under one name would be decoded with one tokenizer: the second is refused.
+
+    Raises `ConfigurationError` where another group than `group` serves something else as `card.model`.
+    """
+    known = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get(card.model)
+    if known is None or (known.value.tokenizer, known.value.vocab_size) == (card.tokenizer, card.vocab_size):
+        return
+    records = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
+    others = [
+        record.group
+        for record in records.values()
+        if record.model == card.model and record.group != group and record.state in ("ready", "busy")
+    ]
+    if others:
+        raise ConfigurationError(
+            f"The group {others[0]} serves another model under the name {card.model}; give this one a name "
+            "of its own with --served-model-name."
+        )

@@ -11,6 +11,8 @@ from typing import ClassVar
 import structlog
 
 from services.executor.board import RingState
+from services.executor.debug.desk import DebugDesk
+from services.executor.debug.gather import Group
 from services.executor.metrics import RingCollector
 from services.executor.naming import served_name
 from services.executor.nodes.head import NodesHead
@@ -57,12 +59,16 @@ class ExecutorService(Service):
         self._stopping = asyncio.Event()
         self._collector = RingCollector(lambda: self._ring.board if self._ring else None)
         self.registry.register(self._collector)
+        self._debug = DebugDesk(settings, lambda: (self._ring, self._whose()))
+        self.registry.register(self._debug)
 
     # --- life ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         if self._nodes is not None:
             await self._nodes.start()
+        await self._debug.start(self.bus)
+        self.spawn(self._debug.look(), "debug-look")
         self._supervision = self.spawn(self._supervise(), "supervise")
         self.spawn(self._watch_progress(), "watch-progress")
 
@@ -79,6 +85,10 @@ class ExecutorService(Service):
             await asyncio.wait({self._supervision}, timeout=self._drain_limit)
         if self._nodes is not None:
             await self._nodes.stop()
+        await self._debug.close()
+
+    def _whose(self) -> Group:
+        return Group(self.group, self._model, self.instance, self._message)
 
     @property
     def _drain_limit(self) -> float:
@@ -99,6 +109,7 @@ class ExecutorService(Service):
                 self._ring = None
                 if end.kind != "drained" and not self._stopping.is_set():
                     await self._tell_loss(end)
+                    await self._debug.before_kill(ring)
             finally:
                 self._ring = None
                 await ring.kill()
@@ -184,6 +195,9 @@ class ExecutorService(Service):
             ring = self._ring
             if ring is None or not ring.ready.is_set():
                 continue
+            if self._debug.excuses(ring):
+                watch = RingWatch(self._executor_settings.hung_after)
+                continue
             board = ring.board
             reason = watch.verdict(ring.epoch, board.loop_beats, board.beats(), time.monotonic())
             if reason:
@@ -203,7 +217,7 @@ class ExecutorService(Service):
             model=self._model,
             epoch=ring.epoch,
             state="starting" if not ready else "draining" if draining else "ready",
-            ranks=ring.board.beats(),
+            ranks=self._debug.beats(ring),
             load=ring.board.load,
             loaded=1.0 if ready else ring.board.loaded,
             message=self._message,

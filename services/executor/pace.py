@@ -49,6 +49,16 @@ class Pace:
             self._steps = self._steps * _KEEP + 1
             self._seconds = self._seconds * _KEEP + min(seconds, OUTLIER * usual)
 
+    def expected(self, prompt_tokens: int) -> float:
+        """Seconds that a step with so many prompt tokens usually takes; 0 while too little was seen."""
+        if not self._step or self._seen < ENOUGH:
+            return 0.0
+        if not prompt_tokens:
+            return self._step
+        if self._prompts_seen < ENOUGH or not self._prompt_tokens:
+            return 0.0
+        return self._step + prompt_tokens * self._prompt_seconds / self._prompt_tokens
+
     @property
     def step_seconds(self) -> float:
         """What a step without prompt tokens takes; 0 while too little was seen."""

@@ -7,6 +7,7 @@ Plans hold users' tokens, so a rank shows the ring's secret before it is taken f
 
 import hmac
 import secrets
+import select
 import socket
 import struct
 
@@ -99,6 +100,10 @@ class PlanReceiver:
             return None
         payload = self._read(_LENGTH.unpack(header)[0])
         return None if payload is None else decode_plan(payload)
+
+    def has_news(self, timeout: float) -> bool:
+        """Whether a plan, or the end, comes within `timeout` seconds."""
+        return bool(select.select([self._socket], [], [], timeout)[0])
 
     def _read(self, count: int) -> bytearray | None:
         buffer = bytearray(count)

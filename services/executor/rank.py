@@ -16,8 +16,10 @@ import structlog
 import uvloop
 
 from services.executor.board import RingBoard
+from services.executor.debug.rank_side import PREFIX, RankDesk
 from services.executor.ring import Failed, RankEvent, RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
+from shared.debugging import LeaderDump
 from shared.errors import InternalError, RyzansteinError
 from shared.telemetry import configure_logging
 
@@ -31,12 +33,19 @@ class Orchestrator:
         self._commands = commands
         self._events_fd = events_fd
         self._on_drain: Callable[[], object] | None = None
+        self._on_debug: Callable[[bytes], object] | None = None
+        self.on_state: Callable[[Callable[[], LeaderDump | None]], object] = lambda leader: None
+        """Takes what the leader tells whoever looks into the ring."""
 
     def read_spec(self) -> RankSpec:
         return msgspec.json.decode(self._commands.readline(), type=RankSpec)
 
     def read_rendezvous(self) -> Rendezvous:
-        return msgspec.json.decode(self._commands.readline(), type=Rendezvous)
+        """Waits for it; answers what is asked meanwhile."""
+        while (line := self._commands.readline()).startswith(PREFIX):
+            if self._on_debug is not None:
+                self._on_debug(line)
+        return msgspec.json.decode(line, type=Rendezvous)
 
     def send(self, event: RankEvent) -> None:
         os.write(self._events_fd, msgspec.json.encode(event) + b"\n")
@@ -44,6 +53,10 @@ class Orchestrator:
     def on_drain(self, callback: Callable[[], object]) -> None:
         """Calls `callback`, from another thread, when the orchestrator wants the ring to drain."""
         self._on_drain = callback
+
+    def attach(self, desk: RankDesk) -> None:
+        """Has `desk` answer what is asked about this rank."""
+        self._on_debug, self.on_state = desk.answer, desk.on_state
 
     def listen(self) -> None:
         """Ends the process when the orchestrator is gone."""
@@ -53,6 +66,8 @@ class Orchestrator:
         for line in self._commands:
             if line == b"drain\n" and self._on_drain is not None:
                 self._on_drain()
+            elif line.startswith(PREFIX) and self._on_debug is not None:
+                self._on_debug(line)
         os._exit(1)
 
 
@@ -60,9 +75,12 @@ def main() -> int:
     orchestrator = Orchestrator(sys.stdin.buffer, int(sys.argv[1]))
     spec = orchestrator.read_spec()
     settings = ExecutorSettings.model_validate(spec.settings)
+    desk = RankDesk(spec)
+    orchestrator.attach(desk)
     configure_logging("executor", spec.instance, level=settings.log_level, fmt=settings.log_format)
     structlog.contextvars.bind_contextvars(rank=spec.rank, epoch=spec.epoch)
     board = RingBoard(Path(spec.board), spec.world_size)
+    board.record(desk.recorder)
     try:
         if spec.rank == 0:
             _lead(settings, spec, board, orchestrator)

@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from services.executor.board import RingBoard
+from services.executor.debug.recorder import FlightRecorder
 from services.executor.nodes.head import NodesHead, RemoteRank
 from services.executor.rank_process import LocalRank
 from services.executor.settings import ExecutorSettings
@@ -116,8 +117,11 @@ class Ring:
         self.epoch = epoch
         self.ready = asyncio.Event()
         self.model = ""
+        self.given_up = ""
+        """Why the orchestrator has had enough of it, where it has."""
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
         self.board = RingBoard(self._directory / "board", settings.tp, create=True)
+        self.flight = FlightRecorder.beside(self._directory / "board", settings.tp, create=True)
         self._processes: list[LocalRank | RemoteRank] = []
         self._events: dict[int, asyncio.Task[None]] = {}
         self._exits: list[asyncio.Task[None]] = []
@@ -135,7 +139,23 @@ class Ring:
 
     def lose(self, reason: str) -> None:
         """Gives the ring up, because of something that only the orchestrator sees."""
+        self.given_up = reason
         self._finish(RingEnd("died", reason))
+
+    @property
+    def directory(self) -> Path:
+        """Of files that end with the ring."""
+        return self._directory
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that were started on this host, by rank; some may have ended."""
+        return [process.pid for process in self._processes if isinstance(process, LocalRank)]
+
+    def ask(self, rank: int, line: bytes) -> None:
+        """Tells one rank something; one that does not read loses it."""
+        if self._processes[rank].returncode is None:
+            self._processes[rank].tell(line)
 
     def drain(self) -> None:
         """Has the leader finish what runs; the ring ends by itself then."""

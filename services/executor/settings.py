@@ -6,6 +6,7 @@ from typing import Literal
 from platformdirs import user_cache_path
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from services.executor.debug.slow_steps import SlowSteps
 from services.executor.engine.draft_limit import most_drafts
 from services.executor.kv_cache.dtypes import KvDType, parse_layers
 from shared.config import CommonSettings
@@ -86,6 +87,14 @@ class ExecutorSettings(CommonSettings):
     reasoning_parser: ReasoningParser = "auto"
     """How the model marks its reasoning: `auto` (as its chat template shows), `none` (it is part of the answer), or a
     parser."""
+    slow_step: str = "auto"
+    """Steps that are logged as slow: `auto` (4 times what such a step usually takes, and at least 250 ms), `off`,
+    another factor such as `3x`, or a time such as `0.5s` or `200ms`."""
+    dump_directory: Path | None = None
+    """Where a dump is written before a ring that is hung is taken down; not set: `ryzanstein-dumps` in the directory
+    for temporary files."""
+    dump_keep: int = Field(default=10, ge=0)
+    """Dumps that are kept there, the newest; 0: none is written."""
     stub_step_ms: float = Field(default=0.0, ge=0)
     """Stub engine: milliseconds per step."""
     stub_us_per_token: float = Field(default=0.0, ge=0)
@@ -147,6 +156,12 @@ class ExecutorSettings(CommonSettings):
     @classmethod
     def _check_speculation(cls, text: str) -> str:
         most_drafts(text)
+        return text
+
+    @field_validator("slow_step")
+    @classmethod
+    def _check_slow_step(cls, text: str) -> str:
+        SlowSteps.of(text)
         return text
 
     @field_validator("kv_dtype_layers")

@@ -21,6 +21,7 @@ With none running, the first that waits is admitted, since it fits the whole cac
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,19 +30,32 @@ from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.drafting import Drafter
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.plan_builder import NO_STEP, Row, Step, build_plan, rows_of
+from services.executor.engine.plan_builder import NO_STEP, Row, Step, build_plan, in_order, rows_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState
 from services.executor.engine.step_planning import StepPlanner
 from services.executor.engine.vectors import Floats
 from services.executor.grammar.state import GrammarState
+from services.executor.kv_cache.allocator import Census
 from services.executor.kv_cache.prefix_index import root_digest
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
 
 Entries = dict[str, list[TokenEntry]]
 """New tokens and endings by consumer."""
+
+
+class BatcherView(NamedTuple):
+    """A batcher, looked into."""
+
+    sequences: list[Sequence]
+    spec: EngineSpec
+    blocks: Census
+    promised: int
+    """Blocks that running sequences will still need."""
+    reserve: int
+    """Blocks that an admission leaves to them."""
 
 
 class ContinuousBatcher:
@@ -257,6 +271,17 @@ class ContinuousBatcher:
             free_blocks=self._tables.free_blocks(self._planner.running),
             total_blocks=self._spec.total_blocks,
         )
+
+    def under_way(self) -> list[Sequence]:
+        """The sequences of the step under way, in the order of its plan."""
+        return [chunk.sequence for chunk in in_order(self._under_way.batch)]
+
+    def look(self) -> "BatcherView":
+        """All there is, as it stands. For whoever looks into a ring: nothing of it may be changed."""
+        sequences = [*self._planner.running, *self._planner.waiting, *self._held.values()]
+        missing = sum(self._tables.missing(s) for s in self._planner.running)
+        reserve = self._tables.reserve(len(self._planner.running))
+        return BatcherView(sequences, self._spec, self._tables.census(), missing, reserve)
 
     def check(self) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""

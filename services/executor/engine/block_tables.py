@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sequence import Sequence
-from services.executor.kv_cache.allocator import BlockAllocator
+from services.executor.kv_cache.allocator import BlockAllocator, Census
 from services.executor.kv_cache.block_copies import Copies
 from services.executor.kv_cache.tiers import SpillTiers
 
@@ -85,8 +85,9 @@ class BlockTables:
         room, hot = self._allocator.room_after(found)
         missing = [self.missing(s) for s in running]
         needed = self.missing(sequence) - sum(1 for place in found if place >= 0)
-        reserve = max(len(missing), self._spec.total_blocks // 100)
-        return room >= needed + sum(missing) + reserve and hot > sum(1 for count in missing if count)
+        return room >= needed + sum(missing) + self.reserve(len(missing)) and hot > sum(
+            1 for count in missing if count
+        )
 
     def _shareable(self, sequence: Sequence) -> int:
         """Blocks that may be shared or restored: the last token is computed in any case, for its logits."""
@@ -252,6 +253,14 @@ class BlockTables:
         return list(broken)
 
     # --- what others see -------------------------------------------------------------------------
+
+    def census(self) -> Census:
+        """The blocks, by what they are."""
+        return self._allocator.census()
+
+    def reserve(self, running: int) -> int:
+        """Blocks that an admission leaves free beside so many running sequences."""
+        return max(running, self._spec.total_blocks // 100)
 
     def check(self, running: Collection[Sequence]) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""

@@ -12,6 +12,8 @@ import torch
 from msgspec import structs
 
 from services.executor.board import RankBoard, RingBoard
+from services.executor.debug import spans
+from services.executor.debug.recorded import recorded
 from services.executor.engine import meeting
 from services.executor.engine.kv_plan import agree_on_slots, plan_store
 from services.executor.engine.plan import StepPlan
@@ -29,11 +31,14 @@ from services.executor.model.pooling import read_pooling
 from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.model_card import read_card
-from services.executor.plan_channel import PlanSender
+from services.executor.plan_channel import PlanReceiver, PlanSender
 from services.executor.ring import RankSpec, Rendezvous, cores_of, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard
+
+IDLE_LOOK = 0.2
+"""Seconds without a plan after which a profiler that is at work is told."""
 
 
 class RingEngine:
@@ -73,15 +78,20 @@ class RingEngine:
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         assert self._member is not None, "the engine has not been loaded"
+        spans.before_step(plan.step)
         self._board.begin(plan.step)
         wants = wants_of(samples, self._member.engine_spec.vocab_size)
         plan = structs.replace(plan, candidates=wants.tobytes())
         try:
-            self._sender.send(plan)
+            with spans.span("send plan"):
+                self._sender.send(plan)
+            self._board.recorder.sent()
             logits = self._member.runner.forward(plan, self._board.progress)
             assert logits is not None, "rank 0 gets the logits"
+            self._board.recorder.computed()
             self._board.progress.tick()
-            return self._sampler.sample(logits, samples)
+            with spans.span("sample"):
+                return self._sampler.sample(logits, samples)
         finally:
             self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
 
@@ -104,10 +114,17 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     receiver, collectives = meeting.follow(settings, spec, rendezvous)
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
-    while (plan := receiver.receive()) is not None:
+    while (plan := _next_plan(receiver)) is not None:
+        spans.before_step(plan.step)
         mine.begin(plan.step)
         member.runner.forward(plan, mine.progress)
         mine.end(plan.step)
+
+
+def _next_plan(receiver: PlanReceiver) -> StepPlan | None:
+    while spans.watched() and not receiver.has_news(IDLE_LOOK):
+        spans.idle()
+    return receiver.receive()
 
 
 class RingMember:
@@ -130,6 +147,7 @@ class RingMember:
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
+        collectives = recorded(collectives, board.recorder)
         config = load_config(directory)
         layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
         dtype = choose_dtype(settings, device, config)
@@ -156,6 +174,8 @@ class RingMember:
         store = KvStore(shape, blocks.hot, device, blocks.cold)
         cores = cores_of(settings, spec.rank)
         runner = make_runner(model, store, layout, collectives, device, threads, spill, cores)
+        if runner.is_native:
+            spans.count_native(runner.spent)
         runner.warm_up()
         collectives.barrier()
         engine_spec = EngineSpec(

@@ -29,15 +29,30 @@ full: nothing that is shared is ever written.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from services.executor.kv_cache.block_copies import Copies, PendingCopies
-from services.executor.kv_cache.block_pool import BlockPool
+from services.executor.kv_cache.block_pool import BlockPool, PoolCounts
 from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex
 from services.executor.kv_cache.sessions import SessionPins
 from services.executor.kv_cache.tiers import SpillTiers
 
 MOST_PINNED = 0.5
 """Share of a format's blocks that sessions may pin."""
+
+
+class Census(NamedTuple):
+    """The blocks of an allocator, counted."""
+
+    hot: PoolCounts
+    cold: PoolCounts
+    private: int
+    shared: int
+    host: tuple[int, int]
+    """(spill slots, used) in host memory."""
+    disk: tuple[int, int]
+    pinned_for: dict[str, int]
+    """Blocks by session."""
 
 
 class OutOfBlocks(Exception):
@@ -301,6 +316,20 @@ class BlockAllocator:
                 self._tiers.forget(slot)
 
     # --- checks ----------------------------------------------------------------------------------
+
+    def census(self) -> Census:
+        """How many blocks are in which state."""
+        used = [block for block, references in enumerate(self._references) if references]
+        hot = sum(1 for block in used if block < self.num_hot)
+        return Census(
+            hot=self._hot.counts(hot),
+            cold=self._cold.counts(len(used) - hot),
+            private=sum(1 for block in used if block not in self._index),
+            shared=sum(1 for block in used if self._references[block] > 1),
+            host=self._tiers.host_counts,
+            disk=self._tiers.disk_counts,
+            pinned_for=self._pins.blocks_by_session(),
+        )
 
     def check(
         self, tables: Iterable[Sequence[int]] | None = None, locked: dict[int, int] | None = None

@@ -7,6 +7,17 @@ pinned    cached, and kept for a session          handed out last: a pin delays 
 """
 
 from collections import OrderedDict
+from typing import NamedTuple
+
+
+class PoolCounts(NamedTuple):
+    """The blocks of one format, by what they are."""
+
+    total: int
+    empty: int
+    cached: int
+    pinned: int
+    used: int
 
 
 class BlockPool:
@@ -63,6 +74,10 @@ class BlockPool:
             del self._cached[block]
         else:
             del self._pinned[block]
+
+    def counts(self, used: int) -> PoolCounts:
+        """`used`: blocks in use, which the allocator knows."""
+        return PoolCounts(self.size, len(self._empty), len(self._cached), len(self._pinned), used)
 
     def unused(self) -> tuple[set[int], set[int], set[int]]:
         """(empty, cached, pinned). Raises AssertionError where a block is in two of them. For checks."""

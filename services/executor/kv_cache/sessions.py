@@ -59,6 +59,10 @@ class SessionPins:
             del self._sessions[session]
         return blocks
 
+    def blocks_by_session(self) -> dict[str, int]:
+        """How many blocks are kept for each session."""
+        return {session: len(entry.blocks) for session, entry in self._sessions.items()}
+
     def __contains__(self, block: int) -> bool:
         return block in self._owners
 

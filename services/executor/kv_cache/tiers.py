@@ -86,6 +86,11 @@ class SpillTier:
             self._free.append(slot)
 
     @property
+    def counts(self) -> tuple[int, int]:
+        """(slots, those that hold a block)."""
+        return self._size, len(self._keys)
+
+    @property
     def locks(self) -> Mapping[int, int]:
         """Locks by slot."""
         return self._locks
@@ -141,6 +146,16 @@ class SpillTiers:
     def is_locked(self, slot: int) -> bool:
         """Whether `slot` is going to be read."""
         return slot in self._tier(slot).locks
+
+    @property
+    def host_counts(self) -> tuple[int, int]:
+        """(slots, used) in host memory."""
+        return self._host.counts
+
+    @property
+    def disk_counts(self) -> tuple[int, int]:
+        """The same on disk."""
+        return self._disk.counts
 
     def on_disk(self, slot: int) -> bool:
         return slot >= self._num_host

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.executor.debug.spans import span
 from services.executor.model.shared_area import SharedArea, host_has_shared_areas
 from services.executor.native.library import compiled
 from shared.errors import ConfigurationError, RingLost
@@ -81,6 +82,10 @@ class SharedMemory:
         self._watch([int(pid) for rank, pid in enumerate(pids) if rank != self.rank])
         self._timeout = later
 
+    def show(self, address: int) -> None:
+        """Has each operation write what it does to `address` (see `rz_ring_show`), until the ring is left."""
+        self._library.rz_ring_show(self.handle, address)
+
     @property
     def handle(self) -> int:
         """The `rz_ring *`, for C code that calls between two operations of this object."""
@@ -102,7 +107,8 @@ class SharedMemory:
         if sum_ is None:
             return tensor.copy_(torch.stack(self._gather_to_all(tensor)).sum(0))
         assert tensor.is_contiguous()
-        self._check(sum_(self._ring, tensor.data_ptr(), tensor.numel(), self.timeout_ns))
+        with span("communicate: all_reduce"):
+            self._check(sum_(self._ring, tensor.data_ptr(), tensor.numel(), self.timeout_ns))
         return tensor
 
     def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
@@ -155,9 +161,11 @@ class SharedMemory:
         ranks = self.world_size
         addresses = None if parts is None else (ctypes.c_void_p * ranks)(*(part.data_ptr() for part in parts))
         lengths = (ctypes.c_size_t * ranks)(*sizes)
-        self._check(
-            self._library.rz_ring_gather(self._ring, tensor.data_ptr(), lengths, addresses, self.timeout_ns)
-        )
+        with span("communicate: gather"):
+            code = self._library.rz_ring_gather(
+                self._ring, tensor.data_ptr(), lengths, addresses, self.timeout_ns
+            )
+        self._check(code)
 
     def _check(self, code: int) -> None:
         if code:

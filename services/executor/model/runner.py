@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from services.executor.debug.spans import span
 from services.executor.engine.plan import Int32Array, StepPlan, as_int32, to_bytes
 from services.executor.engine.protocol import RestoreFailed
 from services.executor.engine.vectors import Floats
@@ -34,6 +35,7 @@ def _widths(model: Any) -> list[int]:
     return head.widths
 
 
+NATIVE = "compute: native kernels, sums over the ranks included"
 NO_POOLS = np.zeros((0, 2), np.int32)
 
 
@@ -113,7 +115,8 @@ class ModelRunner:
         Raises `shared.errors.RingLost` when another rank is gone. Where some rank cannot restore a block no
         rank computes the step, and rank 0 raises `RestoreFailed`.
         """
-        failed = self._copier.run(plan)
+        with span("copy KV blocks"):
+            failed = self._copier.run(plan)
         if failed and self._is_leader:
             raise RestoreFailed(failed)
         if failed or not plan.token_ids:
@@ -137,9 +140,10 @@ class ModelRunner:
         """This rank's share of the logits [R, vocab share]."""
         pools = as_int32(plan.pools).reshape(-1, 2) if self._is_leader else NO_POOLS
         if self._decoder is not None:
-            logits, self.pooled = self._decoder.forward(plan, progress, pools)
+            with span(NATIVE):
+                logits, self.pooled = self._decoder.forward(plan, progress, pools)
             return logits
-        with _KeptStates(self._model, wanted=len(pools) > 0) as kept:
+        with span("compute"), _KeptStates(self._model, wanted=len(pools) > 0) as kept:
             local = self._compute_with_pytorch(plan, progress)
         self.pooled = kept.sums(pools)
         return local
@@ -158,7 +162,8 @@ class ModelRunner:
     def _compute_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
         """The largest of each row of `_compute`, and where they are: [R] both."""
         assert self._decoder is not None, "PyTorch computes"
-        return self._decoder.forward_to_largest(plan, progress)
+        with span(NATIVE):
+            return self._decoder.forward_to_largest(plan, progress)
 
     def warm_up(self) -> None:
         """Runs one step of two tokens through block 0, which must be free: what cannot run fails here.

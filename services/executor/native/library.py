@@ -81,6 +81,7 @@ _RING_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "rz_ring_area_bytes": (c_size_t, [c_int, c_int, c_size_t]),
     "rz_ring_open": (c_void_p, [c_void_p, c_int, c_int, c_int, c_size_t]),
     "rz_ring_watch": (None, [c_void_p, c_void_p, c_int]),
+    "rz_ring_show": (None, [c_void_p, c_void_p]),
     "rz_ring_close": (None, [c_void_p]),
     "rz_ring_abort": (None, [c_void_p]),
     "rz_ring_sum_f32": (c_int, [c_void_p, c_void_p, c_size_t, c_int64]),
@@ -141,7 +142,7 @@ def compiled() -> Any | None:
     if spec is None or spec.origin is None:
         return None
     library = ctypes.CDLL(spec.origin)
-    if not _has_our_structures(library):
+    if not _has_our_structures(library) or not all(hasattr(library, name) for name in _RING_FUNCTIONS):
         return None
     library.rz_supported.restype = c_int
     library.rz_packed_bytes.argtypes, library.rz_packed_bytes.restype = [c_long, c_long], c_size_t

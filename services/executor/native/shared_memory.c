@@ -37,6 +37,7 @@ struct rz_ring {
     size_t piece_bytes;
     struct pollfd *watched;
     int watched_count;
+    _Atomic int64_t *shown; /* RZ_RING_SHOWN words, or NULL */
     lane_state lane[];
 };
 
@@ -123,6 +124,11 @@ void rz_ring_watch(rz_ring *ring, const int *pidfds, int count)
         ring->watched[i] = (struct pollfd){.fd = pidfds[i], .events = POLLIN};
 }
 
+void rz_ring_show(rz_ring *ring, int64_t *words)
+{
+    ring->shown = (_Atomic int64_t *)words;
+}
+
 void rz_ring_close(rz_ring *ring)
 {
     if (ring != NULL)
@@ -143,6 +149,42 @@ int64_t rz_ring_busy_ns(const rz_ring *ring, int lane)
 int64_t rz_ring_waited_ns(const rz_ring *ring, int lane)
 {
     return ring->lane[lane].waited_ns;
+}
+
+/* --- what is shown ------------------------------------------------------------------------------------- */
+
+enum { BEGUN, FINISHED, KIND, BYTES, SINCE, BUSY, WAITED };
+
+static void show(const rz_ring *ring, int word, int64_t value)
+{
+    atomic_store_explicit(&ring->shown[word], value, memory_order_relaxed);
+}
+
+/* An operation begins; returns when. */
+static int64_t begin(const rz_ring *ring, int lane, int kind, size_t bytes)
+{
+    int64_t now = now_ns();
+    if (lane == 0 && ring->shown != NULL) {
+        show(ring, KIND, kind);
+        show(ring, BYTES, (int64_t)bytes);
+        show(ring, SINCE, now);
+        int64_t begun = atomic_load_explicit(&ring->shown[BEGUN], memory_order_relaxed);
+        atomic_store_explicit(&ring->shown[BEGUN], begun + 1, memory_order_release);
+    }
+    return now;
+}
+
+/* It is over. One that has failed stays shown as under way: the ring is lost in it. */
+static int end(rz_ring *ring, int lane, int64_t began, int result)
+{
+    lane_state *state = &ring->lane[lane];
+    state->busy_ns += now_ns() - began;
+    if (lane == 0 && ring->shown != NULL && result == RZ_RING_OK) {
+        show(ring, BUSY, state->busy_ns);
+        show(ring, WAITED, state->waited_ns);
+        show(ring, FINISHED, atomic_load_explicit(&ring->shown[BEGUN], memory_order_relaxed));
+    }
+    return result;
 }
 
 /* --- waiting ------------------------------------------------------------------------------------------- */
@@ -296,7 +338,7 @@ static void sum_bf16(uint16_t *out, const void *const *parts, int count, size_t 
 /* Sums `count` elements of `size` bytes on one lane, piece after piece. */
 static int sum_on_lane(rz_ring *ring, int lane, void *values, size_t count, size_t size, int64_t timeout_ns)
 {
-    int64_t began = now_ns();
+    int64_t began = begin(ring, lane, RZ_RING_SUM, count * size);
     lane_state *state = &ring->lane[lane];
     const void *parts[ring->ranks];
     size_t most = ring->piece_bytes / size;
@@ -316,8 +358,7 @@ static int sum_on_lane(rz_ring *ring, int lane, void *values, size_t count, size
             sum_bf16(mine, parts, ring->ranks, length);
         state->pieces++;
     }
-    state->busy_ns += now_ns() - began;
-    return result;
+    return end(ring, lane, began, result);
 }
 
 int rz_ring_sum_f32(rz_ring *ring, float *values, size_t count, int64_t timeout_ns)
@@ -359,7 +400,7 @@ static size_t piece_of(size_t bytes, size_t start, size_t most)
 int rz_ring_gather(
     rz_ring *ring, const void *mine, const size_t *bytes, void *const *parts, int64_t timeout_ns)
 {
-    int64_t began = now_ns();
+    int64_t began = begin(ring, 0, RZ_RING_GATHER, bytes[ring->rank]);
     lane_state *state = &ring->lane[0];
     size_t longest = 0;
     for (int rank = 0; rank < ring->ranks; rank++)
@@ -379,16 +420,14 @@ int rz_ring_gather(
         }
         state->pieces++;
     }
-    state->busy_ns += now_ns() - began;
-    return result;
+    return end(ring, 0, began, result);
 }
 
 int rz_ring_barrier(rz_ring *ring, int64_t timeout_ns)
 {
-    int64_t began = now_ns();
+    int64_t began = begin(ring, 0, RZ_RING_BARRIER, 0);
     int result = meet(ring, 0, timeout_ns);
     if (result == RZ_RING_OK)
         ring->lane[0].pieces++;
-    ring->lane[0].busy_ns += now_ns() - began;
-    return result;
+    return end(ring, 0, began, result);
 }

@@ -48,6 +48,13 @@ rz_ring *rz_ring_open(void *area, int rank, int ranks, int lanes, size_t piece_b
  * keeps them open. At most one per rank. */
 void rz_ring_watch(rz_ring *ring, const int *pidfds, int count);
 
+/* Has this rank show what it does on lane 0, to whoever reads `words` meanwhile, in this order: operations begun,
+ * operations finished, kind and bytes of the last one, when it began (nanoseconds, monotonic); then, after each
+ * operation, rz_ring_busy_ns and rz_ring_waited_ns. The words stay where they are until `rz_ring_close`. */
+enum { RZ_RING_SHOWN = 7 };
+enum { RZ_RING_SUM = 1, RZ_RING_GATHER = 2, RZ_RING_BARRIER = 3 };
+void rz_ring_show(rz_ring *ring, int64_t *words);
+
 void rz_ring_close(rz_ring *ring);
 
 /* Makes every operation of every rank, those under way included, return RZ_RING_ABORTED. */

@@ -1,0 +1,1 @@
+"""Tests of what looks into rings."""
