@@ -21,6 +21,7 @@ from services.cli.prepare import prepare_model
 from services.cli.serve import MODULES
 from services.cli.serve import serve as serve_service
 from services.cli.settings import LocalSettings, StackSettings
+from services.cli.sla.command import sla
 from services.cli.status import print_status, read_status
 from services.cli.terminal import AnswerPrinter, console, print_columns
 from services.cli.up import Up, UpOptions
@@ -45,6 +46,7 @@ models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, r
 app.add_typer(models_app, name="models")
 app.add_typer(keys_app, name="keys")
 app.command("nats-config")(nats_config)
+app.command()(sla)
 
 
 @app.command()
