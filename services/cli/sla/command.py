@@ -84,7 +84,7 @@ def sla(
     step: Annotated[
         str,
         typer.Option(
-            help="Of Prometheus: time between samples, 5s or more.",
+            help="Of Prometheus: time between samples, not shorter than its scrape interval.",
             show_default="as fine as the period allows",
         ),
     ] = "",
@@ -180,8 +180,10 @@ def _time(text: str, option: str) -> float:
 
 def _step(text: str) -> float:
     seconds = span_of(text, "--step") if text else 0.0
-    if 0 < seconds < 5:
-        raise ConfigurationError("--step must be 5s or more: Prometheus asks no more often.")
+    if 0 < seconds < 1:
+        raise ConfigurationError(
+            "--step must be 1s or more; a step shorter than the scrape interval tells nothing more."
+        )
     return seconds
 
 

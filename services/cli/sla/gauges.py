@@ -19,6 +19,8 @@ from services.cli.sla.series import Samples, Series, growth, increases, spans, t
 
 CLIENT_GONE = "499"
 """The gateway's status for a request that its client gave up."""
+ROUNDING = 0.002
+"""Seconds by which a sample's moment may differ from the one that was asked for: Prometheus has milliseconds."""
 Causes = list[tuple[Reason, Interval]]
 
 
@@ -63,7 +65,7 @@ class Evidence:
         self._gauges = gauges
         self.covered = covered_of(gauges, period)
         first = self.covered[0].begin if self.covered else period.begin
-        self._known_since = period.begin if first <= period.begin else first + counters.step
+        self._known_since = ROUNDING + (period.begin if first <= period.begin else first + counters.step)
 
     def scopes(self) -> list[Scope]:
         """All models together, then each."""

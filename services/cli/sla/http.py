@@ -1,6 +1,5 @@
 """Prometheus' HTTP API: series over a period, in parts that it answers."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -107,19 +106,19 @@ class Prometheus:
 
     def queries(self, period: Interval, step: float) -> int:
         """How many questions `series` asks."""
-        return max(1, math.ceil(period.seconds / (step * POINTS)))
+        return -(-(1 + round(period.seconds / step)) // POINTS)
 
     def series(self, query: str, period: Interval, step: float) -> list[Series]:
-        """Values of `query` every `step` seconds. Raises `Unavailable`, `PrometheusError`."""
+        """Values of `query` at the period's begin, and every `step` seconds to its end, of which `step` is a part.
+        Raises `Unavailable`, `PrometheusError`, `ConfigurationError`."""
         found: dict[tuple[tuple[str, str], ...], Series] = {}
-        begin = period.begin
-        while begin <= period.end:
-            end = min(period.end, begin + step * (POINTS - 1))
+        last = round(period.seconds / step)
+        for first in range(0, last + 1, POINTS):
+            begin, end = (period.begin + step * at for at in (first, min(last, first + POINTS - 1)))
             for result in self._ask(query, begin, end, step):
                 labels = {name: value for name, value in result.metric.items() if name != "__name__"}
                 one = found.setdefault(tuple(sorted(labels.items())), Series(labels, []))
                 one.samples.extend((at, float(value)) for at, value in result.values)
-            begin = end + step
         return list(found.values())
 
     def _ask(self, query: str, begin: float, end: float, step: float) -> list[_Result]:

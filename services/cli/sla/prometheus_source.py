@@ -1,5 +1,6 @@
 """A report from Prometheus."""
 
+import math
 from datetime import tzinfo
 
 from services.cli.sla.gauges import Counters, Evidence, Gauges, lacks
@@ -44,9 +45,14 @@ def _gauges(gateway_job: str) -> dict[str, str]:
 
 def steps_of(period: Interval, wanted: float) -> tuple[float, float]:
     """Seconds between samples of counters and of gauges; `wanted`: 0 for as fine as the period allows."""
-    if wanted:
-        return wanted, wanted
-    return max(SMALLEST_STEP, period.seconds / COUNTED), max(SMALLEST_STEP, period.seconds / WATCHED)
+    counted = wanted or max(SMALLEST_STEP, period.seconds / COUNTED)
+    watched = wanted or max(SMALLEST_STEP, period.seconds / WATCHED)
+    return _part(period, counted), _part(period, watched)
+
+
+def _part(period: Interval, step: float) -> float:
+    """The largest part of the period that is no longer than `step`: begin and end are samples, too."""
+    return period.seconds / math.ceil(period.seconds / step)
 
 
 def queries(prometheus: Prometheus, period: Interval, wanted: float) -> int:
