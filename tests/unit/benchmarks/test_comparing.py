@@ -45,15 +45,15 @@ def test_the_unit_does_not_matter(given: list[float], scale: float) -> None:
     assert scaled.spread == pytest.approx(ratio.spread * scale, abs=1e-9)
 
 
-@given(st.integers(0, 2**32), st.floats(0.01, 0.15))
-def test_noise_alone_is_hardly_ever_a_regression(seed: int, noise: float) -> None:
-    """Of 20 pairs of runs of the same code not more than one is called worse."""
-    source = random.Random(seed)
+@pytest.mark.parametrize("noise", [0.02, 0.05, 0.15])
+def test_noise_alone_is_hardly_ever_a_regression(noise: float) -> None:
+    """Two runs of the same code: fewer than 3 in a hundred are called worse, and those are measured once more."""
+    source = random.Random(7)
 
     def run() -> list[float]:
         return [2.0 * source.lognormvariate(0, noise) for _ in range(7)]
 
-    assert sum(verdict(run(), run()) == "worse" for _ in range(20)) <= 1
+    assert sum(verdict(run(), run()) == "worse" for _ in range(500)) < 15
 
 
 def test_one_disturbed_round_changes_nothing() -> None:
