@@ -17,7 +17,7 @@ from benchmarks.workloads import Workload
 
 ONE = Workload("one", clients=1, requests=2, prompt_tokens=128, output_tokens=64)
 STREAMS = 160
-"""Answers of each turn that CPU time is taken of: it comes in hundredths of a second."""
+"""Answers of each turn that CPU time is taken of."""
 MANY = Workload("many", clients=32, requests=64, prompt_tokens=64, output_tokens=32)
 
 
