@@ -85,6 +85,10 @@ manifests: $(INSTALLED) ## Renew what k8s/ copies: NATS' rights, alerts, the lis
 bench: $(INSTALLED) ## Run the workloads against a running server (make bench ARGS="--workload W2")
 	@$(BIN)/python -m benchmarks.serve $(ARGS)
 
+.PHONY: perf
+perf: $(INSTALLED) ## Performance against recorded ratios, on a quiet machine (make perf ARGS="--record": new ones)
+	@$(BIN)/python -m benchmarks.regressions $(ARGS)
+
 # Without MINUTES: each fault once. With it: random faults from SEED, made up and printed when left out.
 .PHONY: chaos
 chaos: $(INSTALLED) ## Break everything under load, check every token (make chaos MINUTES=10 SEED=7: at random)

@@ -85,8 +85,10 @@ class Ours:
         step_ms: float = 0.0,
         variables: Mapping[str, str] | None = None,
         grpc: bool = False,
+        engine: str = "stub",
     ) -> None:
-        """`model`: whose tokenizer and chat template the gateway uses; None: a token is a byte.
+        """`model`: whose tokenizer and chat template the gateway uses; None: a token is a byte. It computes with
+        the `engine` torch.
         `variables`: RYZANSTEIN_* settings of the services. `grpc`: whether the gateway serves that too."""
         self._model = model
         self._variables = {
@@ -105,7 +107,7 @@ class Ours:
             tp=1,
             replicas=1,
             dtype="auto",
-            engine="stub",
+            engine=engine,
             grpc_port=0 if grpc else None,
         )
         self._stack = LocalStack(plan, StackSettings())

@@ -8,10 +8,10 @@ request's CPU time is what the API costs and what both share of it.
 import asyncio
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -69,19 +69,33 @@ class _Answers:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(STEP)
-            for row in list(self._open.values()):
-                request, deliver, position = row
-                count = min(FRAME, request.max_tokens - position)
-                if count:
-                    row[2] = position + count
-                    finish = "length" if row[2] == request.max_tokens else ""
-                    tokens = [ord("a")] * count
-                    deliver(0, TokenEntry(request.generation_id, 0, position, tokens, finish))  # type: ignore[arg-type]
+            self.say(FRAME)
+
+    def say(self, tokens: int) -> None:
+        """So many tokens of each answer."""
+        for row in list(self._open.values()):
+            request, deliver, position = row
+            count = min(tokens, request.max_tokens - position)
+            if count:
+                row[2] = position + count
+                finish = "length" if row[2] == request.max_tokens else ""
+                said = [ord("a")] * count
+                deliver(0, TokenEntry(request.generation_id, 0, position, said, finish))  # type: ignore[arg-type]
 
 
-async def serve(port: int, grpc_port: int) -> None:
-    """Prints a line once both APIs are served; runs until it is killed."""
-    configure_logging("gateway", "edge", level="warning", fmt="json")
+class EdgeParts(NamedTuple):
+    """Everything of a gateway but NATS."""
+
+    answers: _Answers
+    app: GatewayApp
+    backend: Backend
+    settings: GatewaySettings
+    metrics: GatewayMetrics
+    health: Callable[[], Health]
+
+
+def edge_parts() -> EdgeParts:
+    """Put together as the service does it."""
     card = ModelCard("stub", context_length=2048, vocab_size=256, eos_token_ids=[0], tokenizer="", created=0)
     tokenizer, answers, settings = StubTokenizer(), _Answers(), GatewaySettings()
     metrics = GatewayMetrics(CollectorRegistry())
@@ -103,12 +117,19 @@ async def serve(port: int, grpc_port: int) -> None:
         return Health("gateway", "edge", "ready", True, "")
 
     app = GatewayApp(backend, OpsApp(health, CollectorRegistry()), settings, metrics)
+    return EdgeParts(answers, app, backend, settings, metrics, health)
+
+
+async def serve(port: int, grpc_port: int) -> None:
+    """Prints a line once both APIs are served; runs until it is killed."""
+    configure_logging("gateway", "edge", level="warning", fmt="json")
+    parts = edge_parts()
     options = {"http": "httptools", "timeout_keep_alive": 75, "server_header": False, "proxy_headers": False}
-    await HttpServer(app, bind(HOST, port), **options).start()
-    await make_server(backend, settings, health, metrics, grpc_port).start()
+    await HttpServer(parts.app, bind(HOST, port), **options).start()
+    await make_server(parts.backend, parts.settings, parts.health, parts.metrics, grpc_port).start()
     tame_collector()
     print("serving", flush=True)
-    await answers.run()
+    await parts.answers.run()
 
 
 class Edge:

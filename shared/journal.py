@@ -38,6 +38,40 @@ def recorded(bus: Bus, writer: str, slot: str, since: float = 0.0) -> AsyncItera
     return SubjectReader(bus, subjects.records(writer, slot), GenerationRecords).read(since)
 
 
+async def read_messages(bus: Bus, subject: str, config: ConsumerConfig) -> AsyncGenerator[Msg, None]:
+    """The journal's messages of `subject` from where `config` begins to the newest, without a gap.
+
+    Raises one of `BROKER_ERRORS` when the broker does not answer, or the connection is cut meanwhile.
+    """
+    subscription = await bus.jetstream().pull_subscribe(
+        subject, stream=subjects.JOURNAL_STREAM, config=config
+    )
+    try:
+        pending = (await subscription.consumer_info()).num_pending or 0
+        delivered = 0
+        while pending > 0:
+            messages = await subscription.fetch(min(pending, BATCH), timeout=5)
+            for message in messages:
+                delivered += 1
+                if message.metadata.sequence.consumer != delivered:
+                    raise nats.errors.Error("the connection was cut within a reading of the journal")
+                yield message
+            pending = (messages[-1].metadata.num_pending if messages else 0) or 0
+    finally:
+        with contextlib.suppress(*BROKER_ERRORS):  # the broker removes an inactive consumer by itself
+            await subscription.unsubscribe()
+
+
+def from_moment(since: float) -> ConsumerConfig:
+    """A reading of the journal that begins at `since` (unix seconds; 0: at its beginning)."""
+    config = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=30, mem_storage=True)
+    if not since:
+        return config
+    return config.evolve(
+        deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=datetime.fromtimestamp(since, UTC)
+    )
+
+
 class SubjectReader(Generic[T]):
     """Reads a subject of the journal, time and again: what was read to its end is not read twice."""
 
@@ -58,7 +92,8 @@ class SubjectReader(Generic[T]):
         or the connection is cut meanwhile.
         """
         began, last = time.time(), self._read_to
-        async with contextlib.aclosing(self._messages(await self._start(since))) as messages:
+        config = await self._start(since)
+        async with contextlib.aclosing(read_messages(self._bus, self._subject, config)) as messages:
             async for message in messages:
                 last = message.metadata.sequence.stream
                 try:
@@ -70,37 +105,13 @@ class SubjectReader(Generic[T]):
         self._read_to, self._read_at = last, began
 
     async def _start(self, since: float) -> ConsumerConfig:
-        config = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=30, mem_storage=True)
         if self._read_to and since < self._read_at:
             info = await self._bus.jetstream().stream_info(subjects.JOURNAL_STREAM)
             if info.state.last_seq >= self._read_to:  # else the stream was made anew
-                return config.evolve(
+                return from_moment(0).evolve(
                     deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=self._read_to + 1
                 )
-        if not since:
-            return config
-        return config.evolve(
-            deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=datetime.fromtimestamp(since, UTC)
-        )
-
-    async def _messages(self, config: ConsumerConfig) -> AsyncGenerator[Msg, None]:
-        subscription = await self._bus.jetstream().pull_subscribe(
-            self._subject, stream=subjects.JOURNAL_STREAM, config=config
-        )
-        try:
-            pending = (await subscription.consumer_info()).num_pending or 0
-            delivered = 0
-            while pending > 0:
-                messages = await subscription.fetch(min(pending, BATCH), timeout=5)
-                for message in messages:
-                    delivered += 1
-                    if message.metadata.sequence.consumer != delivered:
-                        raise nats.errors.Error("the connection was cut within a reading of the journal")
-                    yield message
-                pending = (messages[-1].metadata.num_pending if messages else 0) or 0
-        finally:
-            with contextlib.suppress(*BROKER_ERRORS):  # the broker removes an inactive consumer by itself
-                await subscription.unsubscribe()
+        return from_moment(since)
 
 
 class JournalReader(SubjectReader[TokenFrame]):

@@ -225,6 +225,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *map(_create, _STREAMS),
             *map(_change, _STREAMS),
             *(f"{_API}.STREAM.INFO.{stream}" for stream in _STREAMS),
+            *_read(subjects.JOURNAL_STREAM),  # what the report of service levels is made from
             *map(_change, _stores()),
             *_bucket(subjects.GROUPS_BUCKET),
             *_bucket(subjects.SERVICES_BUCKET),

@@ -23,6 +23,7 @@ from services.cli.probe import probe as probe_service
 from services.cli.serve import MODULES
 from services.cli.serve import serve as serve_service
 from services.cli.settings import LocalSettings, StackSettings
+from services.cli.sla.command import sla
 from services.cli.status import print_status, read_status
 from services.cli.terminal import AnswerPrinter, console, print_columns
 from services.cli.up import Up, UpOptions
@@ -48,6 +49,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(keys_app, name="keys")
 app.add_typer(debug_app, name="debug")
 app.command("nats-config")(nats_config)
+app.command()(sla)
 
 
 @app.command()

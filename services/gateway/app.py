@@ -57,7 +57,7 @@ class GatewayApp:
         self._metrics_need_key = settings.metrics_need_key
         self._backend = backend
         self._ops = ops
-        self._socket = StreamSocket(backend, settings)
+        self._socket = StreamSocket(backend, settings, metrics)
         chat = CompletionsRoute("chat.completions", backend, settings)
         completions = CompletionsRoute("completions", backend, settings)
         embeddings = CompletionsRoute("embeddings", backend, settings)
@@ -190,6 +190,8 @@ class _Exchange:
             send = self._deny
         if not self.status:
             await send_json(send, status_of(error), describe(error, self.request_id), headers_of(error))
+        else:
+            self.status = status_of(error)  # a stream has told it: for logs and metrics alone
 
     async def _deny(self, message: Any) -> None:
         """Answers a WebSocket's handshake like a request (ASGI's extension `websocket.http.response`)."""

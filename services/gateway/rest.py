@@ -84,7 +84,8 @@ def positions_of(scope: Scope) -> list[int] | None:
 
 
 async def stream(run: Run, send: Send, request_id: str) -> None:
-    """Events until the end. An error before the first chunk is raised: it gets a status of its own."""
+    """Events until the end. An error is raised: before the first chunk, so that it gets a status of its own; behind
+    it, once the client has been told, so that it is logged and counted as what it is and not as a success."""
     events = EventStream(send)
     try:
         async with contextlib.aclosing(run.chunks()) as chunks:
@@ -94,10 +95,9 @@ async def stream(run: Run, send: Send, request_id: str) -> None:
     except ClientGone:
         raise
     except Exception as error:
-        if not events.started:
-            raise
-        log_failure(error)
-        await events.write([(msgspec.json.encode(describe(error, request_id)), b"")], end=True)
+        if events.started:
+            await events.write([(msgspec.json.encode(describe(error, request_id)), b"")], end=True)
+        raise
 
 
 def log_failure(error: Exception) -> None:

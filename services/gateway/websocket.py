@@ -34,6 +34,7 @@ Every message is one JSON object in a text frame (binary frames with the same co
 
 import asyncio
 import contextlib
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -41,8 +42,9 @@ import structlog
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from services.gateway.backend import Backend
-from services.gateway.errors import InvalidParameter, describe
+from services.gateway.errors import InvalidParameter, describe, status_of
 from services.gateway.http_io import header
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.readers import cursor
 from services.gateway.readers.mailbox import ClientGone, Mailbox
 from services.gateway.readers.run import Run
@@ -60,6 +62,11 @@ from shared.errors import QueueFull
 from shared.telemetry import Receive, Scope, Send
 
 log = structlog.get_logger(__name__)
+
+ROUTE = "/v1/stream"
+"""As metrics name it."""
+CLIENT_GONE = 499
+"""As of requests whose client gave up."""
 
 
 class ClientMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,9 +89,10 @@ _encode = msgspec.json.encode
 class StreamSocket:
     """The route; each connection is a `_Connection`."""
 
-    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+    def __init__(self, backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self._backend = backend
         self._settings = settings
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         socket = WebSocket(scope, receive, send)
@@ -95,7 +103,22 @@ class StreamSocket:
             principal=scope["state"]["principal"],
         )
         await socket.accept()
-        await _Connection(socket, self._backend, context, self._settings).serve()
+        await _Connection(socket, self._backend, context, self._settings, self._metrics).serve()
+
+
+class _Account:
+    """What is counted of one generation, as a request of its own."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._began = time.perf_counter()
+        self.model = ""
+        self.status = CLIENT_GONE
+        """Until it has ended in some other way."""
+
+    def close(self) -> None:
+        self._metrics.requests.labels(ROUTE, self.model, self.status).inc()
+        self._metrics.duration.labels(ROUTE).observe(time.perf_counter() - self._began)
 
 
 class _Cancelled(Exception):
@@ -108,8 +131,14 @@ class _Refused(InvalidParameter):
 
 class _Connection:
     def __init__(
-        self, socket: WebSocket, backend: Backend, context: Context, settings: GatewaySettings
+        self,
+        socket: WebSocket,
+        backend: Backend,
+        context: Context,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
     ) -> None:
+        self._metrics = metrics
         self._socket = socket
         self._backend = backend
         self._context = context
@@ -196,9 +225,11 @@ class _Connection:
     async def _generate(self, message: ClientMessage) -> None:
         """One generation, from its request to `done` or `error`."""
         last: dict[str, Any] = {"type": "done", "id": message.id}
+        account = _Account(self._metrics)
         try:
             with self._backend.active():
-                await self._run(message)
+                await self._run(message, account)
+            account.status = 200
         except _Cancelled:
             last["cancelled"] = True
         except (ClientGone, WebSocketDisconnect):
@@ -206,13 +237,17 @@ class _Connection:
         except Exception as error:
             log_failure(error)
             last = self._error(message.id, error)
+            account.status = status_of(error)
         finally:
             self._mailboxes.pop(message.id, None)
+            if message.type == "generate":
+                account.close()
         with contextlib.suppress(WebSocketDisconnect):
             await self._send(_encode(last))
 
-    async def _run(self, message: ClientMessage) -> None:
+    async def _run(self, message: ClientMessage, account: "_Account") -> None:
         run = await self._prepare(message)
+        account.model = run.model
         try:
             if self._mailboxes[message.id] is not None:  # cancelled while it was tokenized
                 raise _Cancelled

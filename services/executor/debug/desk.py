@@ -138,7 +138,7 @@ class DebugDesk(Collector):
         error = refusal(command, self._settings, ring, group.group)
         if error or ring is None:
             return JobReply(error=error)
-        ranks = sorted(set(command.ranks)) or list(range(self._settings.tp))
+        ranks = sorted(set(command.ranks)) or list(range(self._settings.ranks_here))
         self._profile = await jobs.begin(lambda directory: run_profile(ring, command, ranks, directory))
         return self._profile.reply()
 

@@ -30,9 +30,10 @@ def refusal(command: ProfileCommand, settings: ExecutorSettings, ring: Ring | No
         return f"The group {group} runs the stub engine, which computes nothing: there is nothing to profile."
     if ring is None or not ring.ready.is_set():
         return f"The group {group} has no ring that is ready; see `ryzanstein debug dump {group}`."
-    unknown = [rank for rank in command.ranks if not 0 <= rank < settings.tp]
+    unknown = [rank for rank in command.ranks if not 0 <= rank < settings.ranks_here]
     if unknown:
-        return f"The group {group} has no rank {unknown[0]}; its ranks are 0 to {settings.tp - 1}."
+        where = " on the host of its leader" if settings.nnodes > 1 else ""
+        return f"The group {group} has no rank {unknown[0]}{where}; its ranks are 0 to {settings.ranks_here - 1}."
     if not 0 <= command.steps <= MOST_STEPS or not 0 <= command.seconds <= MOST_SECONDS:
         return f"A profile has at most {MOST_STEPS} steps or {MOST_SECONDS:g} s; ask for less."
     if not command.steps and not command.seconds:

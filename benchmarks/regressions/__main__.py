@@ -1,0 +1,206 @@
+"""Performance regressions by ratios of one run: `python -m benchmarks.regressions --help`, `make perf`."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.errors import BenchError, told_in_a_sentence
+from benchmarks.regressions.comparing import Finding, Ratio, Recorded, compare, left_out
+from benchmarks.regressions.measures import BETTER, Rounds, engine, ring
+from benchmarks.regressions.serving import served, services
+from benchmarks.report import machine
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "benchmarks/recorded/ratios.json"
+MODEL = Path("~/.cache/ryzanstein/models/SmolLM2-135M-Instruct")
+FAMILIES: dict[str, Callable[[Path, int, int], Rounds]] = {
+    "engine": engine,
+    "ring": ring,
+    "served": served,
+    "services": services,
+}
+REGRESSION = 2
+"""Exit code."""
+TIME_LIMIT = 300.0
+"""Seconds for a family, on a machine that is slow: only so that nothing hangs for ever."""
+
+
+def measure(family: str, model: Path, rounds: int, effort: int) -> Rounds:
+    """A family's ratios, from a process of its own: what one has loaded and set does not trouble the next.
+
+    Raises BenchError.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch, "rounds.json")
+        command = [sys.executable, "-m", "benchmarks.regressions", "--family", family, "--json", str(result)]
+        options = ["--model", str(model), "--rounds", str(rounds), "--effort", str(effort)]
+        try:
+            done = subprocess.run(
+                [*command, *options],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=TIME_LIMIT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"Measuring {family} took longer than {TIME_LIMIT:g} s.") from None
+        if done.returncode:
+            raise BenchError(f"Measuring {family} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        return msgspec.json.decode(result.read_bytes(), type=Rounds)
+
+
+def measure_all(families: Sequence[str], model: Path, rounds: int, effort: int, screen: Console) -> Rounds:
+    found: Rounds = {}
+    for family in families:
+        began = time.monotonic()
+        with screen.status(f"measuring: {family}"):
+            found |= measure(family, model, rounds, effort)
+        screen.print(f"{family}: {time.monotonic() - began:.0f} s", style="dim")
+    return found
+
+
+def judge(found: Rounds, recorded: Recorded | None) -> list[Finding]:
+    now = {name: Ratio.of(rounds) for name, rounds in found.items()}
+    return compare(now, recorded.ratios if recorded else {}, BETTER)
+
+
+def once_more(
+    findings: Sequence[Finding], found: Rounds, again: Callable[[], Rounds], recorded: Recorded | None
+) -> list[Finding]:
+    """A ratio that looks worse is measured once more, and all its rounds are judged together: a regression
+    stays, what disturbed a minute does not."""
+    if not any(finding.verdict == "worse" for finding in findings):
+        return list(findings)
+    more = again()
+    worse = {finding.name for finding in findings if finding.verdict == "worse"}
+    whole = {name: rounds + (more.get(name, []) if name in worse else []) for name, rounds in found.items()}
+    return judge(whole, recorded)
+
+
+def show(findings: Sequence[Finding], screen: Console) -> None:
+    table = Table("ratio", "now", "recorded", "limit", "")
+    for one in findings:
+        before = "-" if one.before is None else f"{one.before.median:.3f} ±{one.before.error:.3f}"
+        limit = "-" if one.limit is None else f"{one.limit:.3f}"
+        style = {"worse": "bold red", "better": "green"}.get(one.verdict)
+        now = f"{one.now.median:.3f} ±{one.now.error:.3f}"
+        table.add_row(
+            f"{one.name} ({BETTER[one.name]} is better)", now, before, limit, one.verdict, style=style
+        )
+    screen.print(table)
+
+
+def write(found: Rounds, path: Path) -> None:
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607  # git is where PATH has it
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    ).stdout.strip()
+    ratios = {name: Ratio.of(rounds) for name, rounds in found.items()}
+    recorded = Recorded(commit or "unknown", datetime.now(UTC).date().isoformat(), machine(), ratios)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(msgspec.to_builtins(recorded), indent=2) + "\n")
+
+
+def read(path: Path) -> Recorded | None:
+    """None where there is no such file. Raises BenchError."""
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Recorded)
+    except msgspec.DecodeError as error:
+        raise BenchError(f"{path} has no recorded ratios ({error}); make it anew with --record.") from None
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="A model directory.")] = MODEL,
+    rounds: Annotated[int, typer.Option(help="Turns of each pair.", min=3)] = 7,
+    effort: Annotated[int, typer.Option(help="Work of a turn.", min=1)] = 2,
+    only: Annotated[str, typer.Option(help=f"Some of {', '.join(FAMILIES)}, with commas.")] = "",
+    record: Annotated[bool, typer.Option("--record", help="Write the ratios instead of comparing.")] = False,
+    against: Annotated[Path, typer.Option(help="What to compare with.")] = RECORDED,
+    other_machines: Annotated[
+        bool, typer.Option(help="Fail too where the ratios were recorded on another kind of machine.")
+    ] = False,
+    family: Annotated[str, typer.Option(hidden=True)] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", hidden=True)] = None,
+) -> None:
+    """Measure ratios and compare them with recorded ones; exit code 2 where one is worse.
+
+    To compare a change with its base on whatever machine: --record --against FILE in a checkout of the base, then
+    --against FILE in the changed one, on the same machine.
+    """
+    model, screen = model.expanduser(), Console(width=140)
+    if family:
+        assert json_file is not None
+        json_file.write_bytes(msgspec.json.encode(FAMILIES[family](model, rounds, effort)))
+        return
+    families = only.split(",") if only else list(FAMILIES)
+    if unknown := set(families) - set(FAMILIES):
+        raise typer.BadParameter(f"--only {', '.join(sorted(unknown))}: there is {', '.join(FAMILIES)}.")
+    with told_in_a_sentence():
+        if not (model / "config.json").is_file():
+            raise BenchError(
+                f"There is no model in {model}; fetch it with `ryzanstein models pull`, or name one with --model."
+            )
+        recorded = None if record else read(against)
+        found = measure_all(families, model, rounds, effort, screen)
+        if record:
+            write(found, against)
+            screen.print(f"{len(found)} ratios are in {against}.")
+        findings = once_more(
+            judge(found, recorded),
+            found,
+            lambda: measure_all(families, model, rounds, effort, screen),
+            recorded,
+        )
+    show(findings, screen)
+    if not record:
+        raise typer.Exit(_verdict(findings, recorded, families, screen, strict=other_machines))
+
+
+def _verdict(
+    findings: Sequence[Finding],
+    recorded: Recorded | None,
+    families: Sequence[str],
+    screen: Console,
+    *,
+    strict: bool,
+) -> int:
+    """The exit code, and why."""
+    if recorded is None:
+        screen.print("No ratios have been recorded: nothing was compared.")
+        return 1
+    missing = left_out({one.name: one.now for one in findings}, recorded.ratios)
+    if len(families) == len(FAMILIES) and missing:
+        screen.print(f"Recorded, and not measured: {', '.join(missing)}.")
+    else:
+        missing = []
+    worse = [one.name for one in findings if one.verdict == "worse"]
+    screen.print(f"Recorded at {recorded.commit} on {recorded.date}: {recorded.machine}")
+    if recorded.machine.split(", ")[:2] != machine().split(", ")[:2] and not strict:
+        screen.print(
+            "That is another kind of machine than this one, so nothing is decided (--other-machines does)."
+        )
+        return 0
+    if worse:
+        screen.print(f"Worse than recorded, twice: {', '.join(worse)}.", style="bold red")
+    return REGRESSION if worse or missing else 0
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,269 @@
+"""Operations and bytes of fixed work: `python -m benchmarks.regressions.counts [--record]`.
+
+    calls    of Python functions of this repository, from sys.setprofile: what the interpreter has to do
+    bytes    of messages as they are on the wire
+    messages that a running stack has stored; counted and compared in tests/integration/test_message_counts.py
+
+They do not depend on the machine or on what else runs there. A number that grows is more work per token, whether or
+not a clock can see it today.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, cast
+
+import msgspec
+import typer
+from nats.aio.client import Client
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bookkeeping import BLOCK
+from benchmarks.edge import edge_parts
+from services.executor.engine.admission import BatchSettings
+from services.executor.engine.batching import ContinuousBatcher
+from services.executor.engine.protocol import EngineSpec, SampledToken
+from services.executor.gathering import Gathering
+from services.gateway.life.decisions import Limits
+from services.gateway.life.generation import Generation
+from services.gateway.life.generations import Generations
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings
+from shared.bus import Bus, encode
+from shared.config import CommonSettings
+from shared.messages import (
+    DispatchBatch,
+    GenerationRequest,
+    GroupBeat,
+    GroupLoad,
+    Heartbeat,
+    RankBeat,
+    SamplingParams,
+    TokenEntry,
+    TokenFrame,
+)
+from shared.records import GenerationRecord, GenerationRecords
+from shared.telemetry import configure_logging
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "benchmarks/recorded/counts.json"
+ALLOWED = {"bytes": 0.0, "calls": 0.03, "messages": 0.0}
+"""By how much a count may grow, by its unit (the last word of its name): calls of a request may grow by a few, as a
+field is added; bytes and messages on the wire may not."""
+AT_ONCE = 64
+"""Sequences of a full batch."""
+
+_OURS = (f"{ROOT}/services/", f"{ROOT}/shared/")
+
+
+class Calls:
+    """How many functions of this repository were called."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_OURS):
+            self.count += 1
+
+
+@contextmanager
+def counting() -> Iterator[Calls]:
+    """Counts until the block ends."""
+    calls, before = Calls(), sys.getprofile()
+    sys.setprofile(calls.note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+# --- executor ------------------------------------------------------------------------------------
+
+
+def decode_steps(sequences: int, steps: int) -> int:
+    """Calls of that many decode steps of the batcher, and of what gathers their tokens into frames."""
+    batcher = ContinuousBatcher(EngineSpec(BLOCK, 4096, 8192, 1000), BatchSettings(), "counts")
+    gathering = Gathering()
+    for number in range(sequences):
+        batcher.add(request(number, prompt=4, output=steps + 8))
+    answers = [SampledToken(7)] * sequences
+    for at in range(4):
+        _step(batcher, gathering, answers, float(at))
+    with counting() as calls:
+        for at in range(steps):
+            _step(batcher, gathering, answers, 100.0 + at)
+    return calls.count
+
+
+def _step(batcher: ContinuousBatcher, gathering: Gathering, answers: list[SampledToken], now: float) -> None:
+    scheduled = batcher.schedule(now)
+    assert scheduled is not None
+    _, rows = scheduled
+    gathering.add(batcher.update(answers[: len(rows)], 0.01))
+    gathering.take(now)
+
+
+def request(number: int, *, prompt: int, output: int) -> GenerationRequest:
+    name = f"{number:032x}-0"
+    sampling = SamplingParams(temperature=0.0, seed=number)
+    return GenerationRequest(
+        name, "req-0", "stub", "gateway-0", [number % 200] * prompt, output, sampling, session="session-0"
+    )
+
+
+# --- gateway -------------------------------------------------------------------------------------
+
+
+def shared_frames(generations: int, frames: int) -> int:
+    """Calls of a gateway that takes frames apart in which each of its generations has a token."""
+    bus = Bus(Client(), CommonSettings())  # never connected: nothing here is said to anybody
+    life = Generations(bus, "gateway-0", GatewaySettings(), GatewayMetrics(CollectorRegistry()))
+    limits = Limits(5, 600.0, 5.0, 0.0)
+    each = [request(number, prompt=4, output=1000) for number in range(generations)]
+    life.add([Generation(one, 0, limits, now=0.0, started_at=0.0) for one in each])
+    with counting() as calls:
+        for at in range(frames):
+            entries = [TokenEntry(one.generation_id, 0, at, [65]) for one in each]
+            life.on_frame(TokenFrame("group-0", 1, at, entries))
+    return calls.count
+
+
+def answered(tokens: int, *, stream: bool) -> int:
+    """Calls of a gateway that answers a chat of so many tokens, which come one by one; NATS and sockets left out."""
+    return asyncio.run(_answered(tokens, stream=stream))
+
+
+async def _answered(tokens: int, *, stream: bool) -> int:
+    parts = edge_parts()
+    fields = {
+        "model": "stub",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": tokens,
+        "seed": 7,
+    }
+    body = json.dumps(fields | {"stream": stream}).encode()
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not received:
+            received.append(True)
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await asyncio.Future()  # the client stays
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    received: list[bool] = []
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+        "query_string": b"",
+    }
+    with counting() as calls:
+        task = asyncio.create_task(parts.app(cast(Any, scope), receive, send))
+        for _ in range(tokens):
+            await _quiet()
+            parts.answers.say(1)
+        await task
+    assert sent[0]["status"] == 200, sent
+    return calls.count
+
+
+async def _quiet() -> None:
+    """Everything that can go on has gone on. (As many turns as any answer takes between two tokens, and more.)"""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# --- the wire ------------------------------------------------------------------------------------
+
+
+def messages() -> dict[str, object]:
+    """One of each that travels often."""
+    one = request(1, prompt=64, output=64)
+    record = GenerationRecord("1" * 32, "chat.completions", 1.75e9, [one], stream=True)
+    entries = [TokenEntry(f"{number:032x}-0", 0, 100, [12_345]) for number in range(AT_ONCE)]
+    ranks = [RankBeat(rank, 4242, 1_000_000, 30_000_000, True) for rank in range(2)]
+    load = GroupLoad(64, 3, 800, 1000, 4096, 99, 64, 0.02, 4000.0)
+    beat = GroupBeat("group-0", "stub", 1_795_199_581_807, "ready", ranks, load)
+    return {
+        "frame of 1 token": TokenFrame("group-0", 1_795_199_581_807, 1_000_000, entries[:1]),
+        f"frame of {AT_ONCE} tokens": TokenFrame("group-0", 1_795_199_581_807, 1_000_000, entries),
+        "request of 64 prompt tokens": one,
+        "dispatch of that request": DispatchBatch([one], 1_795_199_581_807),
+        "record of that request": GenerationRecords([record]),
+        "heartbeat of two ranks": Heartbeat("executor", "executor-0", 42, "ready", "127.0.0.1:8081", beat),
+    }
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
+def measure() -> dict[str, int]:
+    """Every count by its name, whose last word is its unit."""
+    works: dict[str, Callable[[], int]] = {
+        "executor: 100 decode steps of 1 sequence, calls": lambda: decode_steps(1, 100),
+        f"executor: 100 decode steps of {AT_ONCE} sequences, calls": lambda: decode_steps(AT_ONCE, 100),
+        f"gateway: 10 frames of {AT_ONCE} generations, calls": lambda: shared_frames(AT_ONCE, 10),
+        "gateway: chat of 1 token, streamed, calls": lambda: answered(1, stream=True),
+        "gateway: chat of 101 tokens, streamed, calls": lambda: answered(101, stream=True),
+        "gateway: chat of 1 token, whole, calls": lambda: answered(1, stream=False),
+        "gateway: chat of 101 tokens, whole, calls": lambda: answered(101, stream=False),
+    }
+    counts = {}
+    for name, work in works.items():
+        work()  # what is made once and kept is made before
+        counts[name] = work()
+    return counts | {f"wire: {name}, bytes": len(encode(message)) for name, message in messages().items()}
+
+
+def most(name: str, recorded: int) -> int:
+    """What a count may be."""
+    return int(recorded * (1 + ALLOWED[name.split()[-1]]))
+
+
+def grown(recorded: dict[str, int], found: dict[str, int]) -> list[str]:
+    """A sentence for each count that is more than was recorded, and for each that nobody has recorded or made."""
+    said = [
+        f"{name}: {found[name]:,}, recorded {recorded[name]:,}"
+        for name in found
+        if name in recorded and found[name] > most(name, recorded[name])
+    ]
+    said += [f"{name}: not recorded" for name in found if name not in recorded]
+    return said + [f"{name}: recorded, and made no more" for name in recorded if name not in found]
+
+
+def load(path: Path = RECORDED) -> dict[str, int]:
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+
+
+def main(
+    record: Annotated[bool, typer.Option("--record", help=f"Write them to {RECORDED.name}.")] = False,
+) -> None:
+    """Operations and bytes of fixed work, against what was recorded; exit code 2 where one has grown."""
+    configure_logging("gateway", "counts", level="warning", fmt="json")
+    found, before = measure(), load() if RECORDED.is_file() else {}
+    own = {name: count for name, count in before.items() if not name.endswith("messages")}
+    table = Table("count", "now", "recorded")
+    for name, count in found.items():
+        table.add_row(name, f"{count:,}", f"{own[name]:,}" if name in own else "-")
+    Console().print(table)
+    if record:
+        kept = {name: count for name, count in before.items() if name.endswith("messages")}
+        RECORDED.write_text(json.dumps(found | kept, indent=2) + "\n")
+    elif said := grown(own, found):
+        print("\n".join(["More work than was recorded (--record accepts it):", *said]))
+        raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,80 @@
+"""Which period is asked for: ISO 8601, `now`, and times relative to it. Pure."""
+
+import re
+from datetime import UTC, datetime, timedelta, tzinfo
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from services.cli.sla.intervals import Interval
+from shared.errors import ConfigurationError
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_SPAN = re.compile(r"(?:[0-9]{1,6}(?:\.[0-9]{1,3})?[smhdw])+")
+_PART = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhdw])")
+_RELATIVE = re.compile(r"(?:now)?\s*-\s*(\S+)|(\S+)\s+ago")
+_DAYS = {"today": 0, "yesterday": 1}
+EXAMPLES = "2026-03-01, 2026-03-01T12:30+01:00, now, yesterday, -24h or '90m ago'"
+
+
+def span_of(text: str, option: str) -> float:
+    """Seconds of `text`, like 24h, 90m, 1h30m or 7d. Raises `ConfigurationError`."""
+    text = text.strip().lower()
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
+    if not _SPAN.fullmatch(text) or seconds <= 0:
+        raise ConfigurationError(f"{option} cannot be {text!r}; it is a time like 90m, 24h, 1h30m or 7d.")
+    return seconds
+
+
+def zone_of(name: str) -> tzinfo:
+    """The time zone of that name (UTC, Europe/Zurich); empty: this machine's. Raises `ConfigurationError`."""
+    if not name:
+        return datetime.now(UTC).astimezone().tzinfo or UTC
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise ConfigurationError(
+            f"--timezone cannot be {name!r}; it is a name like UTC or Europe/Zurich, of the system's database."
+        ) from None
+
+
+def moment_of(text: str, now: float, zone: tzinfo, option: str) -> float:
+    """Unix seconds. A date alone is its beginning; what names no zone is of `zone`.
+
+    Raises `ConfigurationError`.
+    """
+    given = text.strip()
+    lower = given.lower()
+    if lower == "now":
+        return now
+    if lower in _DAYS:
+        day = datetime.fromtimestamp(now, zone).date() - timedelta(days=_DAYS[lower])
+        return datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()
+    if relative := _RELATIVE.fullmatch(lower):
+        return now - span_of(relative[1] or relative[2], option)
+    try:
+        moment = datetime.fromisoformat(given)
+        seconds = (moment if moment.tzinfo else moment.replace(tzinfo=zone)).timestamp()
+    except (ValueError, OverflowError):
+        seconds = -1.0
+    if seconds < 0:
+        raise ConfigurationError(f"{option} cannot be {text!r}; it is a time like {EXAMPLES}.")
+    return seconds
+
+
+def period_of(begin: str, end: str, last: str, now: float, zone: tzinfo) -> Interval:
+    """What --from, --to and --last ask for; without any of them, the last 24 hours. Raises `ConfigurationError`."""
+    if begin and last:
+        raise ConfigurationError("--from and --last both say where the period begins; name one.")
+    to = moment_of(end, now, zone, "--to") if end else now
+    since = moment_of(begin, now, zone, "--from") if begin else to - span_of(last or "24h", "--last")
+    if since >= to:
+        raise ConfigurationError(
+            f"The period is empty: it would begin at {shown(since, zone)} and end at {shown(to, zone)}."
+        )
+    if since >= now:
+        raise ConfigurationError(f"The period has not begun yet: it begins at {shown(since, zone)}.")
+    return Interval(since, min(to, now))
+
+
+def shown(moment: float, zone: tzinfo) -> str:
+    """For people: ISO 8601 to the second, with its offset."""
+    return datetime.fromtimestamp(moment, zone).isoformat(sep=" ", timespec="seconds")

@@ -1,0 +1,77 @@
+"""Spans of time: properties, against a count of the single seconds."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.cli.sla.intervals import Interval, clipped, common, merged, repairs, seconds_of
+from services.cli.sla.report import downtime_of
+
+LINE = 40
+spans = st.builds(
+    lambda begin, length: Interval(float(begin), float(begin + length)),
+    st.integers(0, LINE),
+    st.integers(0, LINE),
+)
+many = st.lists(spans, max_size=8)
+
+
+def seconds(intervals: list[Interval]) -> set[int]:
+    """The whole seconds that they hold: the model of a union."""
+    return {at for one in intervals for at in range(int(one.begin), int(one.end))}
+
+
+@given(many)
+def test_a_union_is_in_order_apart_and_holds_the_same(intervals: list[Interval]) -> None:
+    union = merged(intervals)
+    assert seconds(union) == seconds(intervals)
+    assert all(one.end < two.begin for one, two in pairwise(union))
+    assert seconds_of(intervals) == len(seconds(intervals))
+
+
+@given(many, spans)
+def test_clipping_keeps_what_lies_within(intervals: list[Interval], window: Interval) -> None:
+    assert seconds(clipped(intervals, window)) == seconds(intervals) & seconds([window])
+
+
+@given(many, many)
+def test_what_is_common_lies_in_both(some: list[Interval], others: list[Interval]) -> None:
+    assert seconds(common(some, others)) == seconds(some) & seconds(others)
+
+
+@given(many, spans)
+def test_repairs_are_counted_where_both_ends_were_seen(outages: list[Interval], window: Interval) -> None:
+    found = repairs(outages, [window])
+    whole = [one for one in merged(outages) if window.begin < one.begin and one.end < window.end]
+    assert found.number == len(whole)
+    assert found.mean == (sum(one.seconds for one in whole) / len(whole) if whole else None)
+
+
+@given(many, many, many)
+def test_downtime_is_the_union_of_all_causes_within_what_is_covered(
+    silent: list[Interval], failing: list[Interval], covered: list[Interval]
+) -> None:
+    covered = merged(covered)
+    causes = [("silent", one) for one in silent] + [("failing", one) for one in failing]
+    down = downtime_of(causes, covered)
+    expected = (seconds(silent) | seconds(failing)) & seconds(covered)
+    assert down.seconds == len(expected)
+    assert seconds([Interval(one.begin, one.end) for one in down.outages]) == expected
+    if covered:
+        assert down.availability is not None
+        assert abs(down.availability - (1 - len(expected) / len(seconds(covered)))) < 1e-9
+    else:
+        assert down.availability is None
+    for outage in down.outages:
+        own = [name for name, some in (("failing", failing), ("silent", silent)) for one in some]
+        assert set(outage.reasons) <= set(own)
+        assert outage.reasons
+        assert outage.ongoing == (outage.end == covered[-1].end)
+
+
+def test_an_outage_is_two_where_nothing_was_recorded_between() -> None:
+    down = downtime_of([("silent", Interval(5, 35))], [Interval(0, 10), Interval(30, 40)])
+    assert [(one.begin, one.end, one.ongoing) for one in down.outages] == [(5, 10, False), (30, 35, False)]
+    assert (down.seconds, down.availability) == (10, 0.5)
+    assert (down.repaired, down.mttr) == (0, None), "nobody saw both ends of either"
