@@ -54,7 +54,7 @@ async def measure(directory: Path) -> list[tuple[str, str, float]]:
     async with (
         House(directory / "house", plan) as house,
         watched(house, directory / "prometheus", factor=1) as seen,
-        Load(house.addresses, stub_tasks(chance, 120), patience=600) as load,
+        Load(house.addresses, stub_tasks(chance, 120), clients=4, patience=600) as load,
     ):
         await load.flowing()
         delays = Delays(house, seen)

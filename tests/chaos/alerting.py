@@ -15,8 +15,13 @@ from tests.chaos.house import House
 FACTOR = 12.0
 """Times by which windows and `for` are shorter than an operator's, so that 5 min are 25 s. Measured with the true
 ones: `python -m tests.chaos.alert_delays`."""
-OWN_FACTORS = {"RyzansteinBatchesStuck": 60.0}
-"""Of alerts that look back for many minutes."""
+OWN_FACTORS = {
+    "RyzansteinBatchesStuck": 60.0,  # it looks back for many minutes
+    # A request that NATS does not store is refused after 5 s: windows must be longer than that.
+    "ryzanstein:requests:rate30s": 3.0,
+    "ryzanstein:requests_failed:rate30s": 3.0,
+    "RyzansteinRequestsFailing": 3.0,
+}
 SCRAPE = 5.0
 """Seconds between two scrapes, as in monitoring/prometheus.yml."""
 LIMIT = 90.0
