@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tests.alerts.prometheus import Prometheus
-from tests.chaos.alerting import fires, kill, signal_if_there, start, watched
+from tests.chaos.alerting import fires, hang, kill, signal_ranks, start, watched
 from tests.chaos.expected import stub_tasks
 from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
@@ -72,14 +72,14 @@ async def measure(directory: Path) -> list[tuple[str, str, float]]:
                 "RyzansteinInstanceDown",
             )
 
-        async def stop_rank(number: signal.Signals) -> None:
-            signal_if_there(house.ranks("executor-0")[0], number)
+        async def wake() -> None:
+            signal_ranks(house, "executor-0", signal.SIGCONT)
 
         await house.watch.until(house.all_work, 60, "every ring has work")
         await delays.measure(
-            "SIGSTOP of a rank whose executor leaves it alone",
-            lambda: stop_rank(signal.SIGSTOP),
-            lambda: stop_rank(signal.SIGCONT),
+            "SIGSTOP of a ring whose executor leaves it alone",
+            lambda: hang(house, "executor-0"),
+            wake,
             "RyzansteinGroupHung",
         )
         executors = ("executor-0", "executor-1")

@@ -87,3 +87,22 @@ async def start(house: House, *instances: str) -> None:
         await house.start(name)
     for name in instances:
         await house.ready(name)
+
+
+async def hang(house: House, executor: str) -> None:
+    """Stops a ring in the middle of a step. Between two steps a standstill is seen by its executor alone."""
+    while True:
+        await house.watch.until(lambda: house.work(executor) > 0, 60, f"{executor} has work")
+        signal_ranks(house, executor, signal.SIGSTOP)
+        for _ in range(2):  # the first beat may be from before
+            last = house.watch.beats[executor]
+            await house.watch.until(lambda seen=last: house.watch.beats[executor] is not seen, 30, "it beats")
+        said = house.watch.beats[executor].group
+        if said is not None and said.ranks[0].in_flight and said.load.running:
+            return
+        signal_ranks(house, executor, signal.SIGCONT)
+
+
+def signal_ranks(house: House, executor: str, number: signal.Signals) -> None:
+    for pid in house.ranks(executor):
+        signal_if_there(pid, number)

@@ -24,7 +24,7 @@ from shared import subjects
 from shared.messages import ControlReply, Drain
 from tests.alerts.prometheus import need
 from tests.alerts.rules import PENDING
-from tests.chaos.alerting import fires, kill, signal_if_there, start, watched
+from tests.chaos.alerting import fires, hang, kill, signal_if_there, signal_ranks, start, watched
 from tests.chaos.conftest import Loader
 from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import group_of
@@ -175,7 +175,7 @@ async def test_rings_that_hang_crawl_or_do_not_hear(tmp_path: Path, load: Loader
             await clients.flowing()
             # What is usual must be known before something is slow.
             await seen.until_seen("min(ryzanstein_executor_step_seconds_total) > 15", 120)
-            leader, rank = house.ranks("executor-0")
+            leader = house.ranks("executor-0")[0]
             crawl = asyncio.create_task(_crawl(leader))
             await fires(seen, "RyzansteinGroupSlow", group="group-0")
             crawl.cancel()
@@ -187,9 +187,9 @@ async def test_rings_that_hang_crawl_or_do_not_hear(tmp_path: Path, load: Loader
             deaf.on = False
             await seen.until_over("RyzansteinBreakerOpen", 60)
             await house.watch.until(house.all_work, 60, "every ring has work")
-            signal_if_there(rank, signal.SIGSTOP)
+            await hang(house, "executor-0")
             await fires(seen, "RyzansteinGroupHung", group="group-0")
-            signal_if_there(rank, signal.SIGCONT)
+            signal_ranks(house, "executor-0", signal.SIGCONT)
             await seen.until_over("RyzansteinGroupHung", 60)
             await clients.finish()
         clients.check()
