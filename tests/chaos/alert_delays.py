@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tests.alerts.prometheus import Prometheus
-from tests.chaos.alerting import fires, hang, kill, signal_ranks, start, watched
+from tests.chaos.alerting import askers, fires, hang, kill, signal_ranks, start, watched
 from tests.chaos.expected import stub_tasks
 from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
@@ -90,14 +90,15 @@ async def measure(directory: Path) -> list[tuple[str, str, float]]:
             "RyzansteinModelWithoutGroup",
             "RyzansteinGroupLost",
         )
-        await delays.measure(
-            "kill -9 of NATS",
-            house.broker.kill,
-            house.broker.up,
-            "RyzansteinBrokerUnreachable",
-            "RyzansteinRequestsFailing",
-            "RyzansteinErrorBudgetBurn",
-        )
+        async with askers(house):
+            await delays.measure(
+                "kill -9 of NATS",
+                house.broker.kill,
+                house.broker.up,
+                "RyzansteinBrokerUnreachable",
+                "RyzansteinRequestsFailing",
+                "RyzansteinErrorBudgetBurn",
+            )
         return delays.rows
 
 

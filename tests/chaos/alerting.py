@@ -1,16 +1,20 @@
 """A house under a real Prometheus with our rules: what is broken must be alerted, what is busy must not."""
 
+import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tests.alerts import rules
 from tests.alerts.prometheus import Prometheus, Target
 from tests.chaos.house import House
+from tests.chaos.load import PAUSE
 
 FACTOR = 12.0
 """Times by which windows and `for` are shorter than an operator's, so that 5 min are 25 s. Measured with the true
@@ -106,3 +110,26 @@ async def hang(house: House, executor: str) -> None:
 def signal_ranks(house: House, executor: str, number: signal.Signals) -> None:
     for pid in house.ranks(executor):
         signal_if_there(pid, number)
+
+
+@contextlib.asynccontextmanager
+async def askers(house: House, clients: int = 8) -> AsyncIterator[None]:
+    """Clients that ask again and again, whatever the answer: those of `Load` may all wait for one that is under way."""
+    stopping = False
+
+    async def ask(number: int) -> None:
+        body = {"model": "stub", "prompt": f"Client {number}", "max_tokens": 4}
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
+            while not stopping:
+                for _, address in house.addresses():
+                    with contextlib.suppress(httpx.TransportError):
+                        await http.post(f"http://{address}/v1/completions", json=body)
+                await asyncio.sleep(PAUSE)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(clients):
+            tasks.create_task(ask(number))
+        try:
+            yield
+        finally:
+            stopping = True

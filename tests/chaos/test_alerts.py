@@ -24,7 +24,7 @@ from shared import subjects
 from shared.messages import ControlReply, Drain
 from tests.alerts.prometheus import need
 from tests.alerts.rules import PENDING
-from tests.chaos.alerting import fires, hang, kill, signal_if_there, signal_ranks, start, watched
+from tests.chaos.alerting import askers, fires, hang, kill, signal_if_there, signal_ranks, start, watched
 from tests.chaos.conftest import Loader
 from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import group_of
@@ -92,11 +92,12 @@ async def test_processes_that_are_away(tmp_path: Path, load: Loader) -> None:
                 await fires(seen, "RyzansteinJournalLag")
                 house.broker.signal(signal.SIGCONT)
                 await seen.until_over("RyzansteinJournalLag", 60)
-            await house.broker.kill()
-            await fires(seen, "RyzansteinBrokerUnreachable")
-            await fires(seen, "RyzansteinRequestsFailing")
-            await fires(seen, "RyzansteinErrorBudgetBurn")
-            await house.broker.up()
+            async with askers(house):
+                await house.broker.kill()
+                await fires(seen, "RyzansteinBrokerUnreachable")
+                await fires(seen, "RyzansteinRequestsFailing")
+                await fires(seen, "RyzansteinErrorBudgetBurn")
+                await house.broker.up()
             for name in ("RyzansteinBrokerUnreachable", "RyzansteinRequestsFailing"):
                 await seen.until_over(name, 60)
             await clients.finish()
