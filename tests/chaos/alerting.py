@@ -21,7 +21,7 @@ FACTOR = 12.0
 ones: `python -m tests.chaos.alert_delays`."""
 OWN_FACTORS = {
     "RyzansteinBatchesStuck": 60.0,  # it looks back for many minutes
-    "RyzansteinRecoveryStorm": 4.0,  # an executor takes seconds to be there again
+    "RyzansteinRecoveryStorm": 4.0,  # a group that says nothing is gone after 4 s
     # A request that NATS does not store is refused after 5 s: windows must be longer than that.
     "ryzanstein:requests:rate30s": 3.0,
     "ryzanstein:requests_failed:rate30s": 3.0,

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Coroutine
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -113,9 +114,11 @@ async def test_groups_that_are_lost(tmp_path: Path, load: Loader) -> None:
             async with _meanwhile(_lose_ranks(house)):
                 await fires(seen, "RyzansteinRingRestarting", job="ryzanstein-executor")
             await house.all_ready()
-            async with _meanwhile(_lose_executors(house)):
+            async with _meanwhile(_stall_executors(house)):
                 await fires(seen, "RyzansteinRecoveryStorm", 180)
-            await start(house, *(name for name in executors if not house.members[name].running))
+            for name in executors:
+                signal_ranks(house, name, signal.SIGCONT)
+                house.members[name].signal(signal.SIGCONT)
             await house.all_ready()
             await kill(house, "executor-1")
             await fires(seen, "RyzansteinGroupLost", group="group-1")
@@ -145,17 +148,22 @@ async def _meanwhile(mischief: Coroutine[Any, Any, None]) -> AsyncIterator[None]
         task.cancel()
 
 
-async def _lose_executors(house: House) -> None:
-    """One after the other, for ever, while the other one serves; a supervisor starts it again at once."""
+async def _stall_executors(house: House) -> None:
+    """One after the other, for ever: stopped until it counts as gone, then woken, and the next one."""
     while True:
         for name in ("executor-0", "executor-1"):
             await house.watch.until(house.all_work, 60, "every ring has work")
-            await kill(house, name)
-            await start(house, name)
+            at = time.monotonic()
+            house.members[name].signal(signal.SIGSTOP)
+            signal_ranks(house, name, signal.SIGSTOP)
+            await house.watch.down(group_of(name), at)
+            signal_ranks(house, name, signal.SIGCONT)
+            house.members[name].signal(signal.SIGCONT)
+            await house.watch.up(group_of(name), at)
 
 
 async def _lose_ranks(house: House) -> None:
-    """As `_lose_executors`, by a rank of the ring; its executor pauses for longer each time."""
+    """A rank of one ring after the other, for ever; their executors pause for longer each time."""
     while True:
         for name in ("executor-0", "executor-1"):
             await house.watch.until(house.all_work, 60, "every ring has work")
