@@ -1,9 +1,10 @@
-"""How long after a fault its alert fires, with the true durations: `python -m tests.chaos.alert_delays`.
+"""How long after a fault its alert fires, with the true durations: `python -m tests.chaos.alert_delays [--only NATS]`.
 
 A house of two of everything under load, a real Prometheus that scrapes every 5 s as monitoring/prometheus.yml says,
 and our rules as they stand. Takes ten minutes or so; prints a table for docs/alerts.md.
 """
 
+import argparse
 import asyncio
 import random
 import signal
@@ -27,13 +28,16 @@ Act = Callable[[], Awaitable[object]]
 class Delays:
     """Rows of the table."""
 
-    def __init__(self, house: House, prometheus: Prometheus) -> None:
-        self._house = house
+    def __init__(self, prometheus: Prometheus, only: str) -> None:
+        """`only`: faults with this in their name."""
         self._prometheus = prometheus
+        self._only = only
         self.rows: list[tuple[str, str, float]] = []
 
     async def measure(self, fault: str, inject: Act, heal: Act, *alerts: str) -> None:
         """`alerts` are those that must come; then everything is healed, and they must be over."""
+        if self._only not in fault:
+            return
         at = time.monotonic()
         await inject()
 
@@ -48,7 +52,7 @@ class Delays:
             await self._prometheus.until_over(alert, 600)
 
 
-async def measure(directory: Path) -> list[tuple[str, str, float]]:
+async def measure(directory: Path, only: str) -> list[tuple[str, str, float]]:
     plan = Plan(tp=1, executor_arguments=HUNG)
     chance = random.Random()
     async with (
@@ -57,7 +61,7 @@ async def measure(directory: Path) -> list[tuple[str, str, float]]:
         Load(house.addresses, stub_tasks(chance, 120), clients=4, patience=600) as load,
     ):
         await load.flowing()
-        delays = Delays(house, seen)
+        delays = Delays(seen, only)
         for service, name in (
             ("gateway", "RyzansteinNoGateway"),
             ("scheduler", "RyzansteinNoScheduler"),
@@ -103,7 +107,10 @@ async def measure(directory: Path) -> list[tuple[str, str, float]]:
 
 
 def main() -> None:
-    rows = asyncio.run(measure(Path(tempfile.mkdtemp(prefix="ryzanstein-alerts-"))))
+    parser = argparse.ArgumentParser(description="How long after a fault its alert fires.")
+    parser.add_argument("--only", default="", help="faults with this in their name")
+    directory = Path(tempfile.mkdtemp(prefix="ryzanstein-alerts-"))
+    rows = asyncio.run(measure(directory, parser.parse_args().only))
     print("\n| fault | alert | fires after |\n| --- | --- | ---: |")
     for fault, alert, seconds in rows:
         print(f"| {fault} | {alert} | {seconds:.0f} s |")
