@@ -58,13 +58,13 @@ def milliseconds(text: str) -> int:
 def scaled(document: Document, factor: float, others: Mapping[str, float] | None = None) -> Document:
     """The same rules in `factor` times less time: windows of range vectors, `for` and the groups' intervals.
 
-    Expressions and thresholds stay as they are. `others`: factors of alerts that need one of their own.
+    Expressions and thresholds stay as they are. `others`: factors of rules that need one of their own, by name.
     """
     document = copy.deepcopy(document)
     for group in document["groups"]:
         group["interval"] = _shorter(group["interval"], factor)
         for rule in group["rules"]:
-            of_rule = (others or {}).get(rule.get("alert", ""), factor)
+            of_rule = (others or {}).get(rule.get("alert") or rule["record"], factor)
             rule["expr"] = _WINDOW.sub(lambda found: f"[{_shorter(found[1], of_rule)}]", rule["expr"])  # noqa: B023
             if "for" in rule:
                 rule["for"] = _shorter(rule["for"], of_rule)

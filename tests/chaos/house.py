@@ -134,6 +134,8 @@ class House:
         self._bus: Bus | None = None
         self._watch: Watch | None = None
         self._environment: dict[str, str] = {}
+        self._addresses: dict[str, str] = {}
+        """Of gateways, as they were heard last."""
 
     @property
     def broker(self) -> Broker:
@@ -226,6 +228,7 @@ class House:
         member = self.members[instance]
         beat = self.watch.beats.pop(instance, None)
         if member.service == "gateway" and beat is not None:
+            self._addresses[instance] = beat.address
             member.arguments[member.arguments.index("--port") + 1] = beat.address.rpartition(":")[2]
         await member.start(self._environment, self.broker.port)
 
@@ -255,12 +258,10 @@ class House:
 
     def addresses(self) -> list[tuple[str, str]]:
         """(instance, host:port) of the gateways, those that are away included."""
-        found = []
-        for name, member in self.members.items():
-            beat = self.watch.beats.get(name)
-            if member.service == "gateway" and beat is not None:
-                found.append((name, member.link.reach(beat.address)))
-        return found
+        for name, beat in self.watch.beats.items():
+            if beat.service == "gateway":
+                self._addresses[name] = beat.address
+        return [(name, self.members[name].link.reach(of)) for name, of in self._addresses.items()]
 
     def ranks(self, instance: str) -> list[int]:
         """Process ids of the ranks of an executor, rank 0 first."""

@@ -8,8 +8,11 @@ import asyncio
 import contextlib
 import random
 import signal
+import time
+from collections.abc import AsyncIterator, Coroutine
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import nats.errors
@@ -22,7 +25,7 @@ from shared import subjects
 from shared.messages import ControlReply, Drain
 from tests.alerts.prometheus import need
 from tests.alerts.rules import PENDING
-from tests.chaos.alerting import fires, kill, signal_if_there, start, watched
+from tests.chaos.alerting import askers, fires, hang, kill, signal_if_there, signal_ranks, start, watched
 from tests.chaos.conftest import Loader
 from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import group_of
@@ -90,11 +93,12 @@ async def test_processes_that_are_away(tmp_path: Path, load: Loader) -> None:
                 await fires(seen, "RyzansteinJournalLag")
                 house.broker.signal(signal.SIGCONT)
                 await seen.until_over("RyzansteinJournalLag", 60)
-            await house.broker.kill()
-            await fires(seen, "RyzansteinBrokerUnreachable")
-            await fires(seen, "RyzansteinRequestsFailing")
-            await fires(seen, "RyzansteinErrorBudgetBurn")
-            await house.broker.up()
+            async with askers(house):
+                await house.broker.kill()
+                await fires(seen, "RyzansteinBrokerUnreachable")
+                await fires(seen, "RyzansteinRequestsFailing")
+                await fires(seen, "RyzansteinErrorBudgetBurn")
+                await house.broker.up()
             for name in ("RyzansteinBrokerUnreachable", "RyzansteinRequestsFailing"):
                 await seen.until_over(name, 60)
             await clients.finish()
@@ -107,11 +111,14 @@ async def test_groups_that_are_lost(tmp_path: Path, load: Loader) -> None:
     async with House(tmp_path / "house") as house, watched(house, tmp_path / "prometheus") as seen:
         async with load(house) as clients:
             await clients.flowing()
-            async with asyncio.TaskGroup() as tasks:
-                ends = tasks.create_task(_lose_ranks(house))
+            async with _meanwhile(_lose_ranks(house)):
                 await fires(seen, "RyzansteinRingRestarting", job="ryzanstein-executor")
-                await fires(seen, "RyzansteinRecoveryStorm")
-                ends.cancel()
+            await house.all_ready()
+            async with _meanwhile(_stall_executors(house)):
+                await fires(seen, "RyzansteinRecoveryStorm", 180)
+            for name in executors:
+                signal_ranks(house, name, signal.SIGCONT)
+                house.members[name].signal(signal.SIGCONT)
             await house.all_ready()
             await kill(house, "executor-1")
             await fires(seen, "RyzansteinGroupLost", group="group-1")
@@ -126,14 +133,42 @@ async def test_groups_that_are_lost(tmp_path: Path, load: Loader) -> None:
         async with Load(house.addresses, stub_tasks(random.Random(), 7000), clients=1):
             await house.watch.until(lambda: any(map(house.work, executors)), 30, "one has work")
             group = group_of(next(name for name in executors if house.work(name)))
-            reply = await house.bus.request(subjects.control(group), Drain(600.0), ControlReply, timeout=5)
-            assert reply.ok, reply
+            await _drain(house, group, 600.0)
             await fires(seen, "RyzansteinDrainSlow", group=group)
+            await _drain(house, group, 0.0)  # what the runbook says
         await seen.until_over("RyzansteinDrainSlow", 60)
 
 
+async def _drain(house: House, group: str, grace: float) -> None:
+    reply = await house.bus.request(subjects.control(group), Drain(grace), ControlReply, timeout=5)
+    assert reply.ok, reply
+
+
+@contextlib.asynccontextmanager
+async def _meanwhile(mischief: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Goes on with `mischief` within the context; a fault of it is one of the test."""
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(mischief)
+        yield
+        task.cancel()
+
+
+async def _stall_executors(house: House) -> None:
+    """One after the other, for ever: stopped until it counts as gone, then woken, and the next one."""
+    while True:
+        for name in ("executor-0", "executor-1"):
+            await house.watch.until(house.all_work, 60, "every ring has work")
+            at = time.monotonic()
+            house.members[name].signal(signal.SIGSTOP)
+            signal_ranks(house, name, signal.SIGSTOP)
+            await house.watch.down(group_of(name), at)
+            signal_ranks(house, name, signal.SIGCONT)
+            house.members[name].signal(signal.SIGCONT)
+            await house.watch.up(group_of(name), at)
+
+
 async def _lose_ranks(house: House) -> None:
-    """One ring after the other, for ever, while the other one serves."""
+    """A rank of one ring after the other, for ever; their executors pause for longer each time."""
     while True:
         for name in ("executor-0", "executor-1"):
             await house.watch.until(house.all_work, 60, "every ring has work")
@@ -154,7 +189,7 @@ async def test_rings_that_hang_crawl_or_do_not_hear(tmp_path: Path, load: Loader
             await clients.flowing()
             # What is usual must be known before something is slow.
             await seen.until_seen("min(ryzanstein_executor_step_seconds_total) > 15", 120)
-            leader, rank = house.ranks("executor-0")
+            leader = house.ranks("executor-0")[0]
             crawl = asyncio.create_task(_crawl(leader))
             await fires(seen, "RyzansteinGroupSlow", group="group-0")
             crawl.cancel()
@@ -166,9 +201,9 @@ async def test_rings_that_hang_crawl_or_do_not_hear(tmp_path: Path, load: Loader
             deaf.on = False
             await seen.until_over("RyzansteinBreakerOpen", 60)
             await house.watch.until(house.all_work, 60, "every ring has work")
-            signal_if_there(rank, signal.SIGSTOP)
+            await hang(house, "executor-0")
             await fires(seen, "RyzansteinGroupHung", group="group-0")
-            signal_if_there(rank, signal.SIGCONT)
+            signal_ranks(house, "executor-0", signal.SIGCONT)
             await seen.until_over("RyzansteinGroupHung", 60)
             await clients.finish()
         clients.check()
