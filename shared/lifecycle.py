@@ -29,6 +29,7 @@ from shared.config import CommonSettings, SettingsT, parse_settings
 from shared.errors import RyzansteinError
 from shared.http_server import HttpServer, bind
 from shared.messages import GroupBeat, Heartbeat, ServiceName, ServiceStatus
+from shared.metrics import ServiceCollector
 from shared.telemetry import Health, OpsApp, configure_logging, new_registry
 
 log = structlog.get_logger(__name__)
@@ -56,6 +57,7 @@ class Service(abc.ABC):
         self.grpc_address = ""
         """`host:port` of a gRPC API, for the heartbeat."""
         self.registry: CollectorRegistry = new_registry()
+        self.registry.register(ServiceCollector(self._condition))
         self._bus: Bus | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._http: HttpServer | None = None
@@ -90,6 +92,12 @@ class Service(abc.ABC):
             reasons.append("NATS is not connected")
         reason = "; ".join(reasons)
         return Health(self.name, self.instance, self.state, not reason, reason)
+
+    def _condition(self) -> tuple[bool, bool, int]:
+        """For the metrics: ready, connected, reconnections."""
+        if self._bus is None:
+            return False, False, 0
+        return self.health().ready, self._bus.connected, self._bus.reconnects
 
     def group_beat(self) -> GroupBeat | None:
         """What the heartbeat says of a group; executors answer."""

@@ -11,7 +11,7 @@ from typing import ClassVar
 import structlog
 
 from services.executor.board import RingState
-from services.executor.metrics import RingCollector
+from services.executor.metrics import Labels, RingCollector, vllm_aliases
 from services.executor.naming import served_name
 from services.executor.ring import Ring, RingEnd
 from services.executor.ring_watch import RingWatch
@@ -53,8 +53,12 @@ class ExecutorService(Service):
         self._deaths = 0
         self._supervision: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self._collector = RingCollector(lambda: self._ring.board if self._ring else None)
+        self._collector = RingCollector(
+            lambda: self._ring.board if self._ring else None, lambda: Labels(self.group, self._model)
+        )
         self.registry.register(self._collector)
+        if settings.metrics_aliases:
+            self.registry.register(vllm_aliases(self._collector))
 
     # --- life ------------------------------------------------------------------------------------
 

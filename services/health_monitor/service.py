@@ -13,6 +13,7 @@ from services.health_monitor.metrics import HealthMetrics
 from services.health_monitor.presence import ConnectionEvent
 from services.health_monitor.registry import Registry
 from services.health_monitor.settings import HealthMonitorSettings
+from services.health_monitor.streams import StreamWatch
 from shared import subjects
 from shared.lifecycle import Service
 from shared.messages import GroupRecord, Heartbeat, ServiceRecord
@@ -62,6 +63,7 @@ class HealthMonitorService(Service):
         self.spawn(registry.groups.follow(clock), "groups")
         self.spawn(registry.services.follow(clock), "services")
         self.spawn(self._tick(), "tick")
+        self.spawn(StreamWatch(self.bus, self._metrics).run(), "streams")
         self.spawn(self._write(registry), "registry")
 
     async def stop(self) -> None:

@@ -333,8 +333,10 @@ async def test_operations_endpoint(bus: Bus, nats_settings: CommonSettings, tmp_
         assert (await client.get(f"{url}/health")).status_code == 200
         assert (await client.get(f"{url}/ready")).json()["ready"] is True
         metrics = (await client.get(f"{url}/metrics")).text
-        assert "ryzanstein_executor_kv_blocks " in metrics
-        assert "ryzanstein_executor_ring_restarts_total 0.0" in metrics
+        of_group = '{group="g",model="stub"}'
+        assert f"ryzanstein_executor_kv_blocks{of_group} " in metrics
+        assert f"ryzanstein_executor_ring_restarts_total{of_group} 0.0" in metrics
+        assert 'vllm:num_requests_running{group="g",model_name="stub"} 0.0' in metrics
         assert (await client.get(f"{url}/nothing")).status_code == 404
         assert (await client.post(f"{url}/metrics")).status_code == 405
 
