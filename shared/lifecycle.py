@@ -29,8 +29,8 @@ from shared.config import CommonSettings, SettingsT, parse_settings
 from shared.errors import RyzansteinError
 from shared.http_server import HttpServer, bind
 from shared.messages import GroupBeat, Heartbeat, ServiceName, ServiceStatus
-from shared.metrics import ServiceCollector
-from shared.telemetry import Health, OpsApp, configure_logging, new_registry
+from shared.metrics import Reconnections
+from shared.telemetry import Health, OpsApp, StateCollector, configure_logging, new_registry
 
 log = structlog.get_logger(__name__)
 
@@ -57,12 +57,12 @@ class Service(abc.ABC):
         self.grpc_address = ""
         """`host:port` of a gRPC API, for the heartbeat."""
         self.registry: CollectorRegistry = new_registry()
-        self.registry.register(ServiceCollector(self._condition))
         self._bus: Bus | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._http: HttpServer | None = None
         self._ended = asyncio.Event()
         self._failure: BaseException | None = None
+        self.registry.register(StateCollector(self.health, lambda: self._connected))
 
     # --- for subclasses --------------------------------------------------------------------------
 
@@ -70,6 +70,10 @@ class Service(abc.ABC):
     def bus(self) -> Bus:
         assert self._bus is not None, "the service has not been started"
         return self._bus
+
+    @property
+    def _connected(self) -> bool:
+        return self._bus is not None and self._bus.connected
 
     @property
     def address(self) -> str:
@@ -86,18 +90,11 @@ class Service(abc.ABC):
 
     def health(self) -> Health:
         """What /health and /ready say; a subclass adds its own conditions."""
-        connected = self._bus is not None and self._bus.connected
         reasons = [] if self.state == "ready" else [f"the service is {self.state}"]
-        if not connected:
+        if not self._connected:
             reasons.append("NATS is not connected")
         reason = "; ".join(reasons)
         return Health(self.name, self.instance, self.state, not reason, reason)
-
-    def _condition(self) -> tuple[bool, bool, int]:
-        """For the metrics: ready, connected, reconnections."""
-        if self._bus is None:
-            return False, False, 0
-        return self.health().ready, self._bus.connected, self._bus.reconnects
 
     def group_beat(self) -> GroupBeat | None:
         """What the heartbeat says of a group; executors answer."""
@@ -157,6 +154,7 @@ class Service(abc.ABC):
     async def _start_up(self) -> None:
         self._bus = await Bus.connect(self.settings, subjects.connection(self.name, self.instance))
         await self._bus.ensure_streams(change=self.changes_streams)
+        self.registry.register(Reconnections(self._bus))
         self.spawn(self._beat(), "heartbeat")
         await self.start()
 

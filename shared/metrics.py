@@ -6,12 +6,15 @@ ServiceCollector  what every service says of itself
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.samples import Sample
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a third of all series, which nobody asks for
 
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Bounds of what takes as long as a request, in seconds."""
@@ -123,23 +126,22 @@ def _renamed(metric: Metric, alias: Alias) -> Metric:
     return renamed
 
 
-class ServiceCollector(Collector):
-    """Whether a service can do its work, and how its connection to NATS is."""
+class Connection(Protocol):
+    """Of a service to NATS."""
 
-    def __init__(self, state: Callable[[], tuple[bool, bool, int]]) -> None:
-        """`state`: whether it is ready, whether it is connected, how often it was connected again."""
-        self._state = state
+    @property
+    def reconnects(self) -> int: ...
+
+
+class Reconnections(Collector):
+    """How often a service had to connect again."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def collect(self) -> Iterable[Metric]:
-        ready, connected, reconnects = self._state()
-        yield GaugeMetricFamily(
-            "ryzanstein_service_ready",
-            "Whether the service can do its work, as /ready says: 1 or 0.",
-            int(ready),
-        )
-        yield GaugeMetricFamily(
-            "ryzanstein_nats_connected", "Whether the service is connected to NATS: 1 or 0.", int(connected)
-        )
         yield CounterMetricFamily(
-            "ryzanstein_nats_reconnects", "Connections to NATS that were lost and made again.", reconnects
+            "ryzanstein_nats_reconnects",
+            "Connections to NATS that were lost and made again.",
+            self._connection.reconnects,
         )

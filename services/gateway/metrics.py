@@ -47,7 +47,7 @@ class GatewayMetrics:
         )
         self.first_token = QuickHistograms(
             name("first_token_seconds"),
-            "From the request's body to its first token.",
+            "From the request's body to its first token, batch jobs left out.",
             ["model"],
             LATENCY,
             registry,

@@ -79,6 +79,15 @@ class _Group:
     count, which may be later."""
     cut_off: bool = False
     """Whether its leader's connection to the broker is gone."""
+    lost: bool = False
+    """Whether it is gone without having left: it was in service, and nobody had it drained."""
+
+    def become(self, state: GroupStatus) -> None:
+        if state != "gone":
+            self.lost = False
+        elif self.state != "gone":
+            self.lost = self.state in (*_SERVING, "hung")
+        self.state = state
 
     def record(self) -> GroupRecord:
         return GroupRecord(
@@ -114,6 +123,10 @@ class Detector:
 
     def groups(self) -> list[GroupRecord]:
         return [entry.record() for entry in self._groups.values()]
+
+    def lost(self) -> set[str]:
+        """Groups that are gone without having left, while they are listed."""
+        return {entry.group for entry in self._groups.values() if entry.lost}
 
     def restore(self, services: Iterable[ServiceRecord], groups: Iterable[GroupRecord], now: float) -> None:
         """Begins with what an earlier monitor wrote; everybody has `gone_after` to be heard of."""
@@ -174,7 +187,8 @@ class Detector:
     @staticmethod
     def _take_over(entry: _Group, record: GroupRecord) -> None:
         """Its writer has told the world already."""
-        entry.state, entry.message = record.state, record.message
+        entry.become(record.state)
+        entry.message = record.message
         entry.announced = _announced(record.state)
 
     def _entry_of(self, record: GroupRecord, now: float) -> _Group:
@@ -325,7 +339,7 @@ class Detector:
     # --- states and events -----------------------------------------------------------------------
 
     def _set_state(self, entry: _Group, state: GroupStatus) -> list[GroupEvent]:
-        entry.state = state
+        entry.become(state)
         if state in _SERVING:
             return _announce(entry, "up")
         if state == "draining":

@@ -20,6 +20,23 @@ class HealthMetrics:
             ["group"],
             registry=registry,
         )
+        self.group_state = Gauge(
+            f"{_PREFIX}_group_state",
+            "1 for each group's present state.",
+            ["group", "model", "state"],
+            registry=registry,
+        )
+        self.group_lost = Gauge(
+            f"{_PREFIX}_group_lost",
+            "1 for a group that is gone without having been drained, for as long as it is listed.",
+            ["group", "model"],
+            registry=registry,
+        )
+        self.events = Counter(f"{_PREFIX}_events", "Group events published.", ["kind"], registry=registry)
+        self.writes = Counter(f"{_PREFIX}_writes", "Records written.", registry=registry)
+        self.write_failures = Counter(
+            f"{_PREFIX}_write_failures", "Records that the broker did not take.", registry=registry
+        )
         self.messages = Gauge(
             "ryzanstein_nats_stream_messages",
             "Messages in a stream of the broker.",
@@ -34,9 +51,4 @@ class HealthMetrics:
             "Time that the broker takes to say how full a stream is.",
             buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
             registry=registry,
-        )
-        self.events = Counter(f"{_PREFIX}_events", "Group events published.", ["kind"], registry=registry)
-        self.writes = Counter(f"{_PREFIX}_writes", "Records written.", registry=registry)
-        self.write_failures = Counter(
-            f"{_PREFIX}_write_failures", "Records that the broker did not take.", registry=registry
         )

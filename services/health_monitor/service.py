@@ -62,8 +62,8 @@ class HealthMonitorService(Service):
         await self.bus.client.subscribe(subjects.CONNECTION_CLOSED, cb=self._on_closed)
         self.spawn(registry.groups.follow(clock), "groups")
         self.spawn(registry.services.follow(clock), "services")
-        self.spawn(self._tick(), "tick")
         self.spawn(StreamWatch(self.bus, self._metrics).run(), "streams")
+        self.spawn(self._tick(), "tick")
         self.spawn(self._write(registry), "registry")
 
     async def stop(self) -> None:
@@ -115,7 +115,13 @@ class HealthMonitorService(Service):
         self._metrics.groups.clear()
         self._metrics.instances.clear()
         self._metrics.weight.clear()
+        self._metrics.group_state.clear()
+        self._metrics.group_lost.clear()
+        lost = detector.lost()
         for group in detector.groups():
+            self._metrics.group_state.labels(group.group, group.model, group.state).set(1)
+            if group.group in lost:
+                self._metrics.group_lost.labels(group.group, group.model).set(1)
             self._metrics.groups.labels(group.state).inc()
             self._metrics.weight.labels(group.group).set(group.weight)
         for service in detector.services():

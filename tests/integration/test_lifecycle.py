@@ -50,6 +50,9 @@ async def test_ready_draining_gone(bus: Bus, nats_settings: CommonSettings) -> N
             "ready": True,
         }
         assert (await client.head(f"http://{beat.address}/metrics")).content == b""
+        metrics = (await client.get(f"http://{beat.address}/metrics")).text
+        assert "ryzanstein_service_ready 1.0" in metrics
+        assert "ryzanstein_nats_connected 1.0" in metrics
     service.end()
     await _until_state(queue, "draining")
     await _until_state(queue, "gone")
@@ -121,6 +124,9 @@ async def test_before_nats_is_there_the_port_answers_and_a_signal_ends_it(
         async with httpx.AsyncClient(trust_env=False) as client:
             assert (await _until_answered(client, f"http://127.0.0.1:{port}/health")).status_code == 200
             answer = await client.get(f"http://127.0.0.1:{port}/ready")
+            metrics = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+        assert "ryzanstein_service_ready 0.0" in metrics
+        assert "ryzanstein_nats_connected 0.0" in metrics
         assert answer.status_code == 503
         assert answer.json()["reason"] == "the service is starting; NATS is not connected"
         assert await process.end(signal.SIGTERM) == 0

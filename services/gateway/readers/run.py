@@ -309,7 +309,7 @@ class Run:
         last = self._arrivals.get(choice)
         if last is not None:
             metrics.between_tokens.observe(now - last)
-        elif not self._arrivals:
+        elif not self._arrivals and self.answer.record.requests[0].lane != "batch":  # it waits its turn
             metrics.first_token.observe(now - self._began)
         self._arrivals[choice] = now
 
