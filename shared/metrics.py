@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from prometheus_client import disable_created_metrics
+from prometheus_client import Counter, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.samples import Sample
@@ -84,6 +84,13 @@ class QuickHistograms(Collector):
         for values, histogram in self._children.items():
             family.add_metric(values, histogram.buckets, histogram.sum)
         yield family
+
+
+def begin_at_zero(counter: Counter, values: Iterable[str]) -> None:
+    """Shows these values of the counter's one label before they have happened: a rate over a counter that appears
+    with its first event misses that event."""
+    for value in values:
+        counter.labels(value)
 
 
 class Alias(NamedTuple):

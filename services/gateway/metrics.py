@@ -2,10 +2,12 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shared.metrics import LATENCY, MODEL, Alias, Aliases, QuickHistograms
+from shared.metrics import LATENCY, MODEL, Alias, Aliases, QuickHistograms, begin_at_zero
 
 REASONS = ("stop", "length", "abort", "error")
 """Why a choice ended: its text was at its end, it was as long as it may be, its client went, it failed."""
+WAYS = ("id", "idempotency", "websocket", "grpc")
+"""How a generation is found that is read once more."""
 _GAP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _DELIVERY = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0)
 
@@ -109,6 +111,7 @@ class GatewayMetrics:
             ["how"],
             registry=registry,
         )
+        begin_at_zero(self.attached, (*WAYS, *(f"{way}_resumed" for way in WAYS)))
         self._by_model: dict[str, ModelMetrics] = {}
 
     def of_model(self, model: str) -> ModelMetrics:

@@ -2,6 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from shared.metrics import begin_at_zero
+
 _PREFIX = "ryzanstein_health"
 
 
@@ -52,3 +54,4 @@ class HealthMetrics:
             buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
             registry=registry,
         )
+        begin_at_zero(self.events, ("up", "draining", "down"))

@@ -3,14 +3,17 @@
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Container, Iterable, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.scheduler.breaker import STATES, State
+from services.scheduler.placement import Reason
+from shared.errors import DeadlineExceeded, NoGroupAvailable, QueueFull
 from shared.messages import LANES, Lane
-from shared.metrics import MODEL, Alias, Aliases
+from shared.metrics import MODEL, Alias, Aliases, begin_at_zero
 
 _PREFIX = "ryzanstein_scheduler"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0, 60.0)
@@ -86,6 +89,11 @@ class SchedulerMetrics:
             ["what"],
             registry=registry,
         )
+        begin_at_zero(self.received, LANES)
+        begin_at_zero(self.placements, get_args(Reason))
+        begin_at_zero(self.refusals, (QueueFull.code, NoGroupAvailable.code))
+        begin_at_zero(self.ended, ("cancelled", QueueFull.code, NoGroupAvailable.code, DeadlineExceeded.code))
+        begin_at_zero(self.pins, ("hit", "created", "moved", "adopted"))
 
 
 class WaitingCollector(Collector):
