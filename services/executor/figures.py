@@ -103,15 +103,18 @@ class RingFigures:
         self._words = words
         self._offset = offset
         self._ranks = ranks
+        self._histograms = [
+            (shape.bounds, round(1 / shape.unit), offset + _BEGINS[kind]) for kind, shape in SHAPES.items()
+        ]
 
     # --- written by the leader -------------------------------------------------------------------
 
     def observe(self, kind: Kind, value: float) -> None:
         """`value`: seconds, or sequences."""
-        bounds, unit = SHAPES[kind]
-        begin = self._offset + _BEGINS[kind]
-        self._words[begin + bisect_left(bounds, value)] += 1
-        self._words[begin + len(bounds) + 1] += round(value / unit)
+        bounds, scale, begin = self._histograms[kind]
+        words = self._words
+        words[begin + bisect_left(bounds, value)] += 1
+        words[begin + len(bounds) + 1] += int(value * scale)
 
     def add_queried(self, tokens: int) -> None:
         """So many tokens of prompts were looked up in the KV cache."""
