@@ -28,10 +28,11 @@ class StreamWatch:
         """Runs until it is cancelled."""
         while True:
             for stream in STREAMS:
-                await self._ask(stream)
+                await self.ask(stream)
             await asyncio.sleep(INTERVAL)
 
-    async def _ask(self, stream: str) -> None:
+    async def ask(self, stream: str) -> None:
+        """Asks once."""
         metrics, began = self._metrics, time.perf_counter()
         try:
             info = await self._bus.jetstream().stream_info(stream)

@@ -49,7 +49,7 @@ def observed(
     given = ("--engine", "stub", "--no-proof", "--grpc-port", "0", *arguments)
     environment = {"RYZANSTEIN_STUB_STEP_MS": str(step_ms), "RYZANSTEIN_STUB_BLOCKS": "2048"}
     with Stack(directory / "stack", *given, **environment) as stack:
-        targets = asyncio.run(_targets(stack))
+        targets = asyncio.run(targets_of(stack))
         if program is None:
             yield Observed(stack, targets, None)
             return
@@ -64,7 +64,8 @@ def _all_up(prometheus: Prometheus, targets: dict[str, list[str]]) -> bool:
     return len(up) == sum(map(len, targets.values()))
 
 
-async def _targets(stack: Stack) -> dict[str, list[str]]:
+async def targets_of(stack: Stack) -> dict[str, list[str]]:
+    """Addresses of the services' /metrics, by job, once all have said theirs."""
     note = read_run_file(stack.data_dir)
     assert note is not None
     login = {"nats_url": note.nats_url, "nats_user": note.nats_user, "nats_password": note.nats_password}
