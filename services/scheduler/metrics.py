@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from services.scheduler.breaker import STATES, State
 from services.scheduler.placement import Reason
-from shared.errors import DeadlineExceeded, NoGroupAvailable, QueueFull
+from shared.errors import DeadlineExceeded, NoGroupAvailable, QueueFull, error_from_code
 from shared.messages import LANES, Lane
 from shared.metrics import MODEL, Alias, Aliases, begin_at_zero
 
@@ -22,6 +22,11 @@ MOST_MODELS = 100
 OTHER_MODELS = "(others)"
 KEPT = 300.0
 """Seconds for which a group that is gone is told of."""
+
+
+def code_label(code: str) -> str:
+    """The code of an error as a label: one of `shared.errors`, whatever another service has sent."""
+    return error_from_code(code, "").code
 
 
 class SchedulerMetrics:

@@ -341,6 +341,31 @@ async def test_operations_endpoint(bus: Bus, nats_settings: CommonSettings, tmp_
         assert (await client.post(f"{url}/metrics")).status_code == 405
 
 
+async def test_metrics_are_there_while_the_leader_is_hung(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    import httpx
+
+    async with (
+        executor(bus, nats_settings, tmp_path, "--hung-after", "60") as process,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        beat = await process.wait_ready()
+        await dispatch(bus, request("a", seed=5))
+        await reader.finish("a")
+        assert beat.group is not None
+        leader = psutil.Process(beat.group.ranks[0].pid)
+        leader.suspend()
+        try:
+            metrics = (await client.get(f"http://{beat.address}/metrics")).text
+        finally:
+            leader.resume()
+        of_group = '{group="g",model="stub"}'
+        for stage in ("queue", "prefill", "decode"):
+            assert f"ryzanstein_executor_{stage}_seconds_count{of_group} 1.0" in metrics
+        assert f"ryzanstein_executor_output_tokens_total{of_group} 8.0" in metrics
+
+
 async def test_no_model_is_said_in_one_sentence(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:

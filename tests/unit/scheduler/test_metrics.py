@@ -7,6 +7,7 @@ from services.scheduler.metrics import (
     OTHER_MODELS,
     GroupCollector,
     WaitingCollector,
+    code_label,
     vllm_aliases,
 )
 from shared.messages import LANES, Lane
@@ -67,3 +68,8 @@ def test_a_group_that_is_gone_disappears_after_a_time() -> None:
     assert groups(collector)[1] == {"a": 2, "b": 1}
     now[0] += 1
     assert groups(collector) == ({"b"}, {"b": 1})
+
+
+def test_codes_that_nobody_knows_share_a_label() -> None:
+    assert code_label("queue_full") == "queue_full"
+    assert {code_label(f"made-up-{number}") for number in range(10_000)} == {"internal_error"}

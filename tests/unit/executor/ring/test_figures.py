@@ -15,6 +15,7 @@ from services.executor.figures import SHAPES, Kind, RingFigures, words_of
 from services.executor.gpus import GpuReader, GpuUse
 from services.executor.metrics import Labels, RingCollector, vllm_aliases
 from services.executor.model.collectives_torch import TorchDistributed
+from services.executor.model.communication_time import SAMPLE, CommunicationTime
 from shared.messages import GroupLoad
 from tests.unit.executor.engine.stepped_ring import Ring, ask
 
@@ -213,3 +214,36 @@ def test_time_in_collectives_is_counted_and_no_other() -> None:
         assert ring.busy_seconds == spent
     finally:
         dist.destroy_process_group()
+
+
+class FakeEvent:
+    """An event of CUDA on a clock that moves a millisecond with each record; it has happened when that is said."""
+
+    now = 0.0
+    happened = False
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self) -> None:
+        FakeEvent.now += 1
+        self.at = FakeEvent.now
+
+    def query(self) -> bool:
+        return FakeEvent.happened
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return end.at - self.at
+
+
+def test_one_operation_on_a_gpu_stands_for_seventeen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    spent, gpu = CommunicationTime(), torch.device("cuda", 0)
+    for _ in range(5 * SAMPLE):
+        with spent.measured(gpu):
+            pass
+    assert spent.seconds == 0, "nothing is waited for"
+    FakeEvent.happened = True
+    assert spent.seconds == pytest.approx(5 * SAMPLE * 1e-3)
+    assert spent.seconds == pytest.approx(5 * SAMPLE * 1e-3), "read once"
