@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _live(house: Observed, seconds: float) -> list[float]:
-    """Load that rises and falls, a batch job, and some requests that are waited for on the dashboard."""
+    """Load that rises and falls, a batch job, a ring that is killed, and first some requests that are waited for until
+    Prometheus has them: returns how long that took."""
     expr = "sum(ryzanstein_gateway_requests_total)"
     url, delays = house.stack.url, []
     with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
@@ -80,11 +81,21 @@ def _live(house: Observed, seconds: float) -> list[float]:
         end = time.monotonic() + seconds
         with Traffic(url, 6, pause=0.3):
             _rest(seconds / 3)
-            submit_batch(http, lines=400)
+            submit_batch(http, lines=1500)
             with Traffic(url, 12, pause=0.15):
-                _rest(seconds / 3)
+                _rest(seconds / 6)
+                _kill_a_ring(house)
+                _rest(seconds / 6)
             _rest(end - time.monotonic())
     return delays
+
+
+def _kill_a_ring(house: Observed) -> None:
+    """Another goes on with what it had, and it comes back."""
+    ranks = [
+        process for process in house.stack.descendants() if "services.executor.rank" in process.cmdline()
+    ]
+    ranks[0].kill()
 
 
 def _known(house: Observed, expr: str) -> bool:
@@ -239,11 +250,7 @@ def _save(figure: Figure, path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=100, facecolor=PAPER)
     plt.close(figure)
-    image = (
-        Image.open(buffer)
-        .convert("RGB")
-        .quantize(160, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-    )
+    image = Image.open(buffer).convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE)
     image.save(path, optimize=True)
 
 

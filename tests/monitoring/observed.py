@@ -125,6 +125,11 @@ class Traffic:
             assert http.post("/v1/completions", json=body).status_code == 404
         elif number == 0:
             submit_batch(http, lines=20)
+        elif number % 10 == 5:
+            body = {"model": MODEL, "prompt": "once"}
+            for _ in range(2):
+                again = {"idempotency-key": f"key-{number}"}
+                assert http.post("/v1/completions", json=body, headers=again).status_code == 200
         elif number % 3:
             talk = [{"role": "user", "content": f"Story {number % 5}: " + "tell me more of it, " * 12}]
             body = {"model": MODEL, "messages": talk, "max_tokens": chance.randint(4, 24), "stream": True}
