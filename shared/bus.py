@@ -159,6 +159,11 @@ class Bus:
         return self._client.is_connected
 
     @property
+    def reconnects(self) -> int:
+        """How often the connection was lost and is back."""
+        return int(self._client.stats["reconnects"])
+
+    @property
     def clustered(self) -> bool:
         """Whether the server is one of a cluster."""
         return bool(self._client._server_info.get("cluster"))  # noqa: SLF001  # nats-py shows it nowhere else

@@ -54,6 +54,9 @@ class CommonSettings(BaseSettings):
     """Address to listen on: the gateway's API, and /health, /ready, /metrics of the others."""
     ops_port: int = Field(default=0, ge=0, le=65535)
     """Port of /health, /ready and /metrics (the gateway: its API port instead); 0: the system chooses."""
+    metrics_aliases: bool = True
+    """Whether /metrics has figures under vLLM's names too (`vllm:num_requests_running`), for autoscalers and
+    dashboards that ask for these."""
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
     log_format: str = Field(default="auto", pattern="^(auto|json|console)$")
     """`auto`: console on a terminal, JSON elsewhere."""

@@ -29,6 +29,7 @@ from shared.config import CommonSettings, SettingsT, parse_settings
 from shared.errors import RyzansteinError
 from shared.http_server import HttpServer, bind
 from shared.messages import GroupBeat, Heartbeat, ServiceName, ServiceStatus
+from shared.metrics import Reconnections
 from shared.telemetry import Health, OpsApp, StateCollector, configure_logging, new_registry
 
 log = structlog.get_logger(__name__)
@@ -153,6 +154,7 @@ class Service(abc.ABC):
     async def _start_up(self) -> None:
         self._bus = await Bus.connect(self.settings, subjects.connection(self.name, self.instance))
         await self._bus.ensure_streams(change=self.changes_streams)
+        self.registry.register(Reconnections(self._bus))
         self.spawn(self._beat(), "heartbeat")
         await self.start()
 

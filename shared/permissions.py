@@ -205,6 +205,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             subjects.HEALTH_EVENTS,
             *_own_bucket(subjects.GROUPS_BUCKET),
             *_own_bucket(subjects.SERVICES_BUCKET),
+            *(f"{_API}.STREAM.INFO.{stream}" for stream in _STREAMS),  # how full they are
         ),
         (subjects.ALL_BEATS, subjects.CONNECTION_OPENED, subjects.CONNECTION_CLOSED),
     ),

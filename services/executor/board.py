@@ -6,6 +6,7 @@ field, each field an aligned 64-bit integer, so that no lock is needed:
     | header: state, load, totals          (leader) |
     | rank 0: pid, started, finished, ...  (rank 0) |
     | rank 1: ...                          (rank 1) |
+    | figures: histograms, GPUs (leader, each rank) |   figures.py
 """
 
 import mmap
@@ -18,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from services.executor.debug.recorder import RankRecorder
+from services.executor.figures import GpuRow, Kind, RingFigures, words_of
 from services.executor.progress import Progress
 from shared.messages import GroupLoad, RankBeat
 
@@ -79,8 +81,10 @@ class Totals(msgspec.Struct, frozen=True):
 class RankBoard:
     """One rank's row, for that rank to write."""
 
-    def __init__(self, words: memoryview, offset: int, recorder: RankRecorder) -> None:
+    def __init__(self, words: memoryview, offset: int, recorder: RankRecorder, gpu: GpuRow) -> None:
         self._words = words
+        self.gpu = gpu
+        """Says which GPU the rank computes on."""
         self._offset = offset
         self.recorder = recorder
         self.progress = Progress(words, offset + _Rank.PROGRESS)
@@ -106,12 +110,15 @@ class RingBoard:
 
     def __init__(self, path: Path, ranks: int, *, create: bool = False) -> None:
         self._ranks = ranks
-        size = (_Header.SIZE + ranks * _Rank.SIZE) * _WORD
+        figures = self._row(ranks)
+        size = (figures + words_of(ranks)) * _WORD
         if create:
             path.write_bytes(bytes(size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
         self._words = memoryview(self._map).cast("q")
+        self.figures = RingFigures(self._words, figures, ranks)
+        """For Prometheus."""
         self._recorder: RankRecorder | None = None
 
     def record(self, recorder: RankRecorder) -> None:
@@ -147,8 +154,11 @@ class RingBoard:
         """The leader's event loop turns."""
         self._words[_Header.LOOP_BEAT] += 1
 
-    def add_step(self, nanoseconds: int, prompt_tokens: int, output_tokens: int) -> None:
+    def add_step(self, nanoseconds: int, prompt_tokens: int, output_tokens: int, sequences: int = 0) -> None:
+        """A step with so many sequences has been computed."""
         words = self._words
+        self.figures.observe(Kind.STEP, nanoseconds / 1e9)
+        self.figures.observe(Kind.BATCH, sequences)
         words[_Header.STEPS] += 1
         words[_Header.STEP_NS] += nanoseconds
         words[_Header.PROMPT_TOKENS] += prompt_tokens
@@ -164,7 +174,8 @@ class RingBoard:
 
     def rank(self, rank: int) -> RankBoard:
         """The row of `rank`, for the process that is this rank."""
-        return RankBoard(self._words, self._row(rank), self._recorder or RankRecorder.unread())
+        recorder = self._recorder or RankRecorder.unread()
+        return RankBoard(self._words, self._row(rank), recorder, self.figures.gpu(rank))
 
     # --- of ranks on other hosts: their row is copied ------------------------------------------------
 

@@ -117,6 +117,7 @@ class Leader:
                 max_drafts=self._settings.max_drafts,
             ),
             self._model,
+            figures=self._board.figures,
         )
         self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
         self._orchestrator.on_state(self._debug.tell)
@@ -168,7 +169,7 @@ class Leader:
         accepted: list[str] = []
         refused: list[Refusal] = []
         for request in batch.requests:
-            refusal = self._refuse_draining(request) if self._draining else self._batcher.add(request)
+            refusal = self._add(request)
             if refusal is None:
                 accepted.append(request.generation_id)
                 if request.grammar is not None:
@@ -219,7 +220,9 @@ class Leader:
         self._board.set_draft_totals(self._batcher.drafter.drafted, self._batcher.drafter.accepted)
         return load
 
-    def _refuse_draining(self, request: GenerationRequest) -> Refusal:
+    def _add(self, request: GenerationRequest) -> Refusal | None:
+        if not self._draining:
+            return self._batcher.add(request, time.monotonic())
         reason = f"The group {self._spec.group} is draining; another takes the request."
         return Refusal(request.generation_id, NoGroupAvailable.code, reason)
 
@@ -284,7 +287,7 @@ class Leader:
             computed = prompt_tokens(plan, rows)
             self._debug.took(plan, rows, taken / 1e9, computed, self._pace.expected(computed), self._masks)
             self._pace.observe(taken / 1e9, computed)
-            self._board.add_step(taken, computed, output_tokens(entries))
+            self._board.add_step(taken, computed, output_tokens(entries), len(plan.query_lens) // 4)
             self._report_load()
             self._gathering.add(entries)
 

@@ -13,7 +13,7 @@ import structlog
 from services.executor.board import RingState
 from services.executor.debug.desk import DebugDesk
 from services.executor.debug.gather import Group
-from services.executor.metrics import RingCollector
+from services.executor.metrics import Labels, RingCollector, vllm_aliases
 from services.executor.naming import served_name
 from services.executor.nodes.head import NodesHead
 from services.executor.ring import Ring, RingEnd
@@ -57,10 +57,14 @@ class ExecutorService(Service):
         self._deaths = 0
         self._supervision: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self._collector = RingCollector(lambda: self._ring.board if self._ring else None)
+        self._collector = RingCollector(
+            lambda: self._ring.board if self._ring else None, lambda: Labels(self.group, self._model)
+        )
         self.registry.register(self._collector)
         self._debug = DebugDesk(settings, lambda: (self._ring, self._whose()))
         self.registry.register(self._debug)
+        if settings.metrics_aliases:
+            self.registry.register(vllm_aliases(self._collector))
 
     # --- life ------------------------------------------------------------------------------------
 

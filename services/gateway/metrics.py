@@ -2,8 +2,14 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+from shared.metrics import LATENCY, MODEL, Alias, Aliases, QuickHistograms, begin_at_zero
+
+REASONS = ("stop", "length", "abort", "error")
+"""Why a choice ended: its text was at its end, it was as long as it may be, its client went, it failed."""
+WAYS = ("id", "idempotency", "websocket", "grpc")
+"""How a generation is found that is read once more."""
 _GAP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_DELIVERY = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0)
 
 
 class ModelMetrics:
@@ -15,6 +21,13 @@ class ModelMetrics:
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
         self.cached_tokens = metrics.cached_tokens.labels(model)
         self.output_tokens = metrics.output_tokens.labels(model)
+        self.delivery = metrics.delivery.labels(model)
+        self.generation = metrics.generation.labels(model)
+        self._ends = {reason: metrics.ends.labels(model, reason) for reason in REASONS}
+
+    def ended(self, reason: str) -> None:
+        """A choice has ended; `reason` is one of `REASONS`."""
+        self._ends[reason].inc()
 
 
 class GatewayMetrics:
@@ -31,21 +44,46 @@ class GatewayMetrics:
             name("request_seconds"),
             "From the request's head to its last byte.",
             ["route"],
-            buckets=_LATENCY,
+            buckets=LATENCY,
             registry=registry,
         )
-        self.first_token = Histogram(
+        self.first_token = QuickHistograms(
             name("first_token_seconds"),
             "From the request's body to its first token, batch jobs left out.",
             ["model"],
-            buckets=_LATENCY,
-            registry=registry,
+            LATENCY,
+            registry,
         )
-        self.between_tokens = Histogram(
+        self.between_tokens = QuickHistograms(
             name("between_tokens_seconds"),
             "Between two arrivals of tokens of one choice.",
             ["model"],
-            buckets=_GAP,
+            _GAP,
+            registry,
+        )
+        self.delivery = QuickHistograms(
+            name("delivery_seconds"),
+            "From the arrival of a stream's tokens to their being handed to the connection.",
+            ["model"],
+            _DELIVERY,
+            registry,
+        )
+        self.generation = QuickHistograms(
+            name("generation_seconds"),
+            "From the request's body to the last token of its last choice.",
+            ["model"],
+            LATENCY,
+            registry,
+        )
+        self.ends = Counter(
+            name("generations"),
+            "Choices that have ended: stop, length, abort (its client went), error.",
+            ["model", "reason"],
+            registry=registry,
+        )
+        self.journal_lag = Gauge(
+            name("journal_lag_seconds"),
+            "Longest time that the journal took to store a record of the last 10 s, or has not stored it.",
             registry=registry,
         )
         self.prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens.", ["model"], registry=registry)
@@ -73,6 +111,7 @@ class GatewayMetrics:
             ["how"],
             registry=registry,
         )
+        begin_at_zero(self.attached, (*WAYS, *(f"{way}_resumed" for way in WAYS)))
         self._by_model: dict[str, ModelMetrics] = {}
 
     def of_model(self, model: str) -> ModelMetrics:
@@ -80,3 +119,38 @@ class GatewayMetrics:
         if known is None:
             known = self._by_model[model] = ModelMetrics(self, model)
         return known
+
+
+def vllm_aliases(metrics: GatewayMetrics) -> Aliases:
+    """What autoscalers and dashboards made for vLLM ask a server for, and no engine of ours sees."""
+    prefix = "ryzanstein_gateway"
+    reasons = {**MODEL, "reason": "finished_reason"}
+    return Aliases(
+        [
+            Alias("vllm:prompt_tokens", metrics.prompt_tokens, f"{prefix}_prompt_tokens", MODEL),
+            Alias("vllm:generation_tokens", metrics.output_tokens, f"{prefix}_output_tokens", MODEL),
+            Alias(
+                "vllm:time_to_first_token_seconds",
+                metrics.first_token,
+                f"{prefix}_first_token_seconds",
+                MODEL,
+            ),
+            Alias(
+                "vllm:inter_token_latency_seconds",
+                metrics.between_tokens,
+                f"{prefix}_between_tokens_seconds",
+                MODEL,
+            ),
+            # as it was called until vLLM 0.11
+            Alias(
+                "vllm:time_per_output_token_seconds",
+                metrics.between_tokens,
+                f"{prefix}_between_tokens_seconds",
+                MODEL,
+            ),
+            Alias(
+                "vllm:e2e_request_latency_seconds", metrics.generation, f"{prefix}_generation_seconds", MODEL
+            ),
+            Alias("vllm:request_success", metrics.ends, f"{prefix}_generations", reasons),
+        ]
+    )

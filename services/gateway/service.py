@@ -12,7 +12,7 @@ from services.gateway.backend import Backend
 from services.gateway.connections.http import guarded_http
 from services.gateway.connections.limits import Limits, allow_files
 from services.gateway.connections.websocket import GuardedWebSocket
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import GatewayMetrics, vllm_aliases
 from services.gateway.settings import GatewaySettings
 from services.gateway.work import Work
 from shared.errors import ConfigurationError
@@ -38,6 +38,8 @@ class GatewayService(Service):
         super().__init__(settings)
         self.settings = settings
         self._metrics = GatewayMetrics(self.registry)
+        if settings.metrics_aliases:
+            self.registry.register(vllm_aliases(self._metrics))
         self._backend = Backend(Authenticator(required=settings.require_key))
         self._certificates: Certificates | None = None
         self._grpc: GrpcServer | None = None

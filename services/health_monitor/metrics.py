@@ -1,6 +1,8 @@
 """A health monitor's Prometheus metrics."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from shared.metrics import begin_at_zero
 
 _PREFIX = "ryzanstein_health"
 
@@ -37,3 +39,19 @@ class HealthMetrics:
         self.write_failures = Counter(
             f"{_PREFIX}_write_failures", "Records that the broker did not take.", registry=registry
         )
+        self.messages = Gauge(
+            "ryzanstein_nats_stream_messages",
+            "Messages in a stream of the broker.",
+            ["stream"],
+            registry=registry,
+        )
+        self.bytes = Gauge(
+            "ryzanstein_nats_stream_bytes", "Bytes of a stream of the broker.", ["stream"], registry=registry
+        )
+        self.answers = Histogram(
+            "ryzanstein_nats_answer_seconds",
+            "Time that the broker takes to say how full a stream is.",
+            buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
+            registry=registry,
+        )
+        begin_at_zero(self.events, ("up", "draining", "down"))

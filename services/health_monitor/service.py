@@ -13,6 +13,7 @@ from services.health_monitor.metrics import HealthMetrics
 from services.health_monitor.presence import ConnectionEvent
 from services.health_monitor.registry import Registry
 from services.health_monitor.settings import HealthMonitorSettings
+from services.health_monitor.streams import StreamWatch
 from shared import subjects
 from shared.lifecycle import Service
 from shared.messages import GroupRecord, Heartbeat, ServiceRecord
@@ -61,6 +62,7 @@ class HealthMonitorService(Service):
         await self.bus.client.subscribe(subjects.CONNECTION_CLOSED, cb=self._on_closed)
         self.spawn(registry.groups.follow(clock), "groups")
         self.spawn(registry.services.follow(clock), "services")
+        self.spawn(StreamWatch(self.bus, self._metrics).run(), "streams")
         self.spawn(self._tick(), "tick")
         self.spawn(self._write(registry), "registry")
 

@@ -20,7 +20,7 @@ import structlog
 
 from services.scheduler.batcher import Batcher
 from services.scheduler.groups import Group, GroupTable
-from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.metrics import SchedulerMetrics, code_label
 from services.scheduler.waiting import WaitingRequest
 from shared import subjects
 from shared.bus import Bus
@@ -202,10 +202,10 @@ class Dispatcher:
             if item.generation_id in taken:
                 self._outcome.accepted(item, group.name, reply.epoch)
             elif refusal is not None and not refusal.retryable:
-                self._metrics.refusals.labels(refusal.code).inc()
+                self._metrics.refusals.labels(code_label(refusal.code)).inc()
                 self._outcome.rejected(item, refusal)
             else:
-                self._metrics.refusals.labels(refusal.code if refusal else "unnamed").inc()
+                self._metrics.refusals.labels(code_label(refusal.code) if refusal else "unnamed").inc()
                 again.append(item)
         if again:
             self._table.refused(group, asyncio.get_running_loop().time())

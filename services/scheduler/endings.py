@@ -7,7 +7,7 @@ import asyncio
 
 import structlog
 
-from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.metrics import SchedulerMetrics, code_label
 from services.scheduler.waiting import WaitingRequest
 from shared import subjects
 from shared.broker_errors import BROKER_ERRORS, reason_of
@@ -37,7 +37,7 @@ class Endings:
     def fail(self, item: WaitingRequest, code: str, message: str, *, retryable: bool) -> None:
         """Ends the generation with an error."""
         log.info("generation_ended", request_id=item.request_id, generation_id=item.generation_id, code=code)
-        self._metrics.ended.labels(code).inc()
+        self._metrics.ended.labels(code_label(code)).inc()
         entry = TokenEntry(
             item.generation_id,
             item.attempt,

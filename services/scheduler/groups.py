@@ -143,6 +143,10 @@ class GroupTable:
         """Every group's name and the state of its breaker."""
         return ((group.name, group.breaker.state) for group in self._groups.values())
 
+    def served(self) -> Iterator[str]:
+        """Every model that has a group, whatever its state."""
+        return (name for name, model in self._models.items() if model.groups)
+
     def stalest(self, model: str, lane: Lane, count: int, before: float) -> list[Group]:
         """`count` groups at most that could be asked whether they have room for `lane` again: full as far as is
         known, and last heard of before `before` (monotonic seconds), the longest ago first.

@@ -8,6 +8,7 @@ Invariant: a generation waits at most once, with its newest attempt.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 
 from services.scheduler.fair import FairQueue, RequestHeap
 from services.scheduler.waiting import WaitingRequest
@@ -33,6 +34,11 @@ class RequestQueue:
     def depth_of(self, model: str, lane: Lane) -> int:
         """Requests of one lane that wait for `model`."""
         return self._depth_of[model, lane]
+
+    @property
+    def depths(self) -> Mapping[tuple[str, Lane], int]:
+        """Requests by model and lane, of those that have any. Not to be changed."""
+        return self._depth_of
 
     def models(self) -> list[str]:
         """Models that requests wait for."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from itertools import islice
 from typing import Any
 
@@ -23,7 +23,7 @@ from services.scheduler.waiting import WaitingRequest
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import BrokerUnavailable, DeadlineExceeded, NoGroupAvailable, QueueFull
-from shared.messages import LANES, Cancel, CancelRequest, ControlReply, Refusal, SessionPin
+from shared.messages import Cancel, CancelRequest, ControlReply, Lane, Refusal, SessionPin
 
 TICK = 0.02
 """Seconds between two looks at deadlines and closed groups."""
@@ -133,6 +133,11 @@ class Router:
             self._spawn(self._forward_cancel(group, generation_ids))
         self.wake()
 
+    @property
+    def waiting(self) -> Mapping[tuple[str, Lane], int]:
+        """How many requests wait for each model in each lane, where any do. Not to be changed."""
+        return self._queue.depths
+
     def wake(self) -> None:
         """Something has changed: requests may find a place now."""
         self._stirred.set()
@@ -148,8 +153,6 @@ class Router:
                 await self._stirred.wait()
             await asyncio.sleep(TICK)
             self._expire()
-            for lane in LANES:
-                self._metrics.waiting.labels(lane).set(self._queue.depth(lane))
             now = asyncio.get_running_loop().time()
             self._refresh(now)
             if self._table.reopen(now):
@@ -268,7 +271,7 @@ class Router:
     def accepted(self, item: WaitingRequest, group: str, epoch: int) -> None:
         self._memory.taken(item.generation_id, Holder(item.attempt, group, epoch))
         self._endings.settle(item)
-        self._metrics.dispatched.labels(group).inc()
+        self._metrics.groups.dispatched(group)
         self._metrics.queue_seconds.observe(asyncio.get_running_loop().time() - item.arrived)
         log.info(
             "dispatched",

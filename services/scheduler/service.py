@@ -8,7 +8,7 @@ import structlog
 from services.scheduler.endings import Endings
 from services.scheduler.groups import GroupTable
 from services.scheduler.intake import Intake
-from services.scheduler.metrics import BreakerCollector, SchedulerMetrics
+from services.scheduler.metrics import SchedulerMetrics, WaitingCollector, vllm_aliases
 from services.scheduler.router import Router
 from services.scheduler.sessions import SessionPins
 from services.scheduler.settings import SchedulerSettings
@@ -32,9 +32,12 @@ class SchedulerService(Service):
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
         self._settings = settings
-        self._metrics = SchedulerMetrics(self.registry)
         self._table = GroupTable(settings.suspect_time)
-        self.registry.register(BreakerCollector(self._table.breakers))
+        self._metrics = SchedulerMetrics(self.registry, self._table.breakers)
+        waiting = WaitingCollector(lambda: self._router.waiting if self._router else {}, self._table.served)
+        self.registry.register(waiting)
+        if settings.metrics_aliases:
+            self.registry.register(vllm_aliases(waiting))
         self._intake: Intake | None = None
         self._router: Router | None = None
         self._endings: Endings | None = None

@@ -11,9 +11,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.cli.models import DEFAULT_MODEL
 from tests.e2e.stack import Stack
+from tests.monitoring.observed import targets_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -174,6 +176,22 @@ def test_one_rank_two_ranks_and_transformers_say_the_same(
     expected = reference(model_directory, PROMPTS[:4])
     assert [answer(one, prompt) for prompt in PROMPTS[:4]] == expected
     assert [answer(two, prompt) for prompt in PROMPTS[:4]] == expected
+
+
+async def test_a_ring_tells_how_much_of_a_step_is_communication(one_ring_of_two: Stack) -> None:
+    (target,) = (await targets_of(one_ring_of_two))["ryzanstein-executor"]
+    async with connect_async(one_ring_of_two) as client, httpx.AsyncClient(trust_env=False) as http:
+        await client.completions.create(model=DEFAULT_MODEL, prompt="The sea is", max_tokens=24)
+        text = (await http.get(f"http://{target}/metrics")).text
+    values = {
+        sample.name.removeprefix("ryzanstein_executor_"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+    assert 0 < values["communication_seconds_total"] < values["step_seconds_total"]
+    assert values["step_duration_seconds_sum"] == pytest.approx(values["step_seconds_total"], rel=1e-3)
+    assert values["steps_total"] == values["step_duration_seconds_count"] == values["batch_size_count"] > 0
 
 
 def test_vectors_are_those_of_transformers(

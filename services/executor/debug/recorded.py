@@ -29,6 +29,10 @@ class RecordedCollectives:
         self.rank = inner.rank
         self.world_size = inner.world_size
 
+    @property
+    def busy_seconds(self) -> float:
+        return self._inner.busy_seconds
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self._recorder.enter(Kind.ALL_REDUCE, tensor.nbytes)
         with span("communicate: all_reduce"):

@@ -33,7 +33,8 @@ from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import NO_STEP, Row, Step, build_plan, in_order, rows_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
-from services.executor.engine.sequence import Ending, Sequence, SequenceState
+from services.executor.engine.sequence import Ending, Sequence, SequenceState, StageTimes
+from services.executor.engine.stages import Figures, Stages
 from services.executor.engine.step_planning import StepPlanner
 from services.executor.engine.vectors import Floats
 from services.executor.grammar.state import GrammarState
@@ -67,9 +68,15 @@ class ContinuousBatcher:
     """
 
     def __init__(
-        self, spec: EngineSpec, settings: BatchSettings, namespace: str = "", drafter: Drafter | None = None
+        self,
+        spec: EngineSpec,
+        settings: BatchSettings,
+        namespace: str = "",
+        drafter: Drafter | None = None,
+        figures: Figures | None = None,
     ) -> None:
-        """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'."""
+        """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'. `figures`: who is
+        told how long the stages of requests take."""
         settings.validate()
         self._spec = spec
         self._settings = settings
@@ -84,13 +91,16 @@ class ContinuousBatcher:
         self._owed: Entries = {}
         self._under_way = NO_STEP
         self._arrivals = 0
+        self._now = 0.0
+        self._stages = Stages(figures)
         self.step = 0
         """The last step that was scheduled; the first is 1."""
 
     # --- requests --------------------------------------------------------------------------------
 
-    def add(self, request: GenerationRequest) -> Refusal | None:
-        """Takes a request on; a `Refusal` says why not. Safe while a step is under way.
+    def add(self, request: GenerationRequest, now: float = 0.0) -> Refusal | None:
+        """Takes a request on, at `now` seconds of the clock of `schedule`; a `Refusal` says why not. Safe while a
+        step is under way.
 
         A repeat of an attempt, or an attempt older than the known one, is accepted and ignored. A
         newer attempt takes the place of the older, which falls silent.
@@ -111,6 +121,7 @@ class ContinuousBatcher:
             return admission.refusal(request, error)
         self._arrivals += 1
         sequence = Sequence(request, self._arrivals, self._spec.block_size, self._root, self._spec.pooling)
+        sequence.times = StageTimes(now)
         self._live[request.generation_id] = sequence
         if sequence.state is SequenceState.HELD:
             self._held[request.generation_id] = sequence
@@ -172,8 +183,11 @@ class ContinuousBatcher:
         """
         if self._under_way is not NO_STEP:
             raise InternalError("A step was scheduled while another is under way.")
+        self._now = now
         self._tables.begin(now)
         batch = self._planner.plan()
+        if self._planner.admitted:
+            self._stages.admitted(self._planner.take_admitted(), now)
         if not batch and not self._tables.restoring:
             return None
         for chunk in batch:
@@ -194,12 +208,14 @@ class ContinuousBatcher:
         engine has summed up of `plan.pools`. Returns all entries owed."""
         if len(sampled) != len(self._under_way.rows):
             raise InternalError(f"The step gave {len(sampled)} tokens for {len(self._under_way.rows)} rows.")
+        self._now += seconds
         drawn = self.drafter.take(self._under_way, sampled, seconds)
         step = self._close_step()
         for chunk in step.batch:
             self._tables.seal(chunk.sequence)
         if pooled is not None:
             for sequence in embedding.take(step.pools, pooled):
+                self._stages.drawn(sequence, self._now, finished=True)
                 self._end(sequence, sequence.vector_entry())
         for sequence, new in drawn:
             self._receive(sequence, new)
@@ -316,6 +332,8 @@ class ContinuousBatcher:
     def _receive(self, sequence: Sequence, new: list[SampledToken]) -> None:
         """Tells the consumer of `new` tokens, which the sequence has already."""
         finish = sequence.finish_reason(self._spec.context_length)
+        if finish or not sequence.times.first_token:
+            self._stages.drawn(sequence, self._now, finished=bool(finish))
         if finish:
             self._end(sequence, sequence.news(new, finish))
         elif (too_long := admission.kv_exhausted(len(sequence.tokens), self._spec)) is not None:

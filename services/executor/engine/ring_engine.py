@@ -7,6 +7,7 @@ leader   plan ──▶ plan channel ──▶ followers
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from uuid import UUID
 
 import torch
 from msgspec import structs
@@ -54,11 +55,14 @@ class RingEngine:
         self._settings = settings
         self._spec = spec
         self._board = board.rank(0)
+        self._figures = board.figures
         self._announce = announce
         self._sampler = Sampler()
         self._sender = PlanSender([])
         self._member: RingMember | None = None
         self._directory = Path()
+        self._said_before = 0.0
+        """Seconds of communication before the first step: ranks wait for each other while they load."""
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         device = choose_device(self._settings, self._spec.rank)
@@ -70,6 +74,7 @@ class RingEngine:
         self._member = RingMember.load(
             self._settings, self._spec, self._board, self._directory, device, collectives, progress
         )
+        self._said_before = self._member.collectives.busy_seconds
         return self._member.engine_spec
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
@@ -90,6 +95,7 @@ class RingEngine:
             assert logits is not None, "rank 0 gets the logits"
             self._board.recorder.computed()
             self._board.progress.tick()
+            self._figures.set_communication(self._member.collectives.busy_seconds - self._said_before)
             with spans.span("sample"):
                 return self._sampler.sample(logits, samples)
         finally:
@@ -147,6 +153,8 @@ class RingMember:
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
+        if device.type == "cuda":
+            board.gpu.write(UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes)
         collectives = recorded(collectives, board.recorder)
         config = load_config(directory)
         layout = ShardLayout.from_config(config, spec.world_size, spec.rank)

@@ -43,6 +43,17 @@ class Ending(Enum):
     """By a newer attempt: nobody listens to this one."""
 
 
+class StageTimes:
+    """When a sequence has come how far, in seconds of any steady clock; 0: not yet (`stages.py`)."""
+
+    __slots__ = ("accepted", "admitted", "first_token")
+
+    def __init__(self, accepted: float = 0.0) -> None:
+        self.accepted = accepted
+        self.admitted = 0.0
+        self.first_token = 0.0
+
+
 def finish_reason(
     request: GenerationRequest, output_tokens: int, last: int | None, context_length: int
 ) -> FinishReason:
@@ -98,6 +109,7 @@ class Sequence:
         """Of the next tokens, where drafts are allowed and have been thought of."""
         self.speculates = request.grammar is None
         """Whether it may carry drafts: what may follow them is known for texts of any form only."""
+        self.times = StageTimes()
         self._announced = False
 
     def is_late(self, now: float) -> bool:

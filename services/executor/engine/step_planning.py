@@ -66,6 +66,8 @@ class StepPlanner:
         self._tables = tables
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.admitted: list[Sequence] = []
+        """Who has got a place since this was last taken."""
         self.preemptions = 0
         """Sequences that have had to give up their blocks."""
 
@@ -76,6 +78,10 @@ class StepPlanner:
             self._add_decodes(step, batch_lane)
             self._add_prefills(step, batch_lane)
         return step.chunks
+
+    def take_admitted(self) -> list[Sequence]:
+        admitted, self.admitted = self.admitted, []
+        return admitted
 
     def wait(self, sequence: Sequence) -> None:
         """A new sequence waits for its place."""
@@ -189,6 +195,7 @@ class StepPlanner:
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=URGENCY)
         sequence.state = SequenceState.RUNNING
+        self.admitted.append(sequence)
         return True
 
     def _place(self, sequence: Sequence) -> list[int] | None:

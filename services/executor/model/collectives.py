@@ -23,6 +23,11 @@ class Collectives(Protocol):
     @property
     def world_size(self) -> int: ...
 
+    @property
+    def busy_seconds(self) -> float:
+        """Spent in operations so far, waiting for other ranks included."""
+        ...
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` (contiguous) over the ranks, in place, and returns it."""
         ...
@@ -48,6 +53,7 @@ class SingleRank:
 
     rank = 0
     world_size = 1
+    busy_seconds = 0.0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it without saying so
 
+from services.executor.model.communication_time import CommunicationTime
 from shared.errors import RingLost
 
 
@@ -19,6 +20,7 @@ class TorchDistributed:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._leader = dist.get_global_rank(group, 0)
+        self._time = CommunicationTime()
 
     @classmethod
     def join(cls, backend: str, store: Store, rank: int, world_size: int) -> "TorchDistributed":
@@ -33,9 +35,14 @@ class TorchDistributed:
         assert dist.group.WORLD is not None
         return cls(dist.group.WORLD)
 
+    @property
+    def busy_seconds(self) -> float:
+        return self._time.seconds
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         try:
-            dist.all_reduce(tensor, group=self._group)
+            with self._time.measured(tensor.device):
+                dist.all_reduce(tensor, group=self._group)
         except RuntimeError as error:
             raise _lost(error) from error
         return tensor
@@ -46,7 +53,8 @@ class TorchDistributed:
         padded = torch.nn.functional.pad(tensor, (0, widest - tensor.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
         try:
-            dist.gather(padded, parts, dst=self._leader, group=self._group)
+            with self._time.measured(tensor.device):
+                dist.gather(padded, parts, dst=self._leader, group=self._group)
         except RuntimeError as error:
             raise _lost(error) from error
         if parts is None:

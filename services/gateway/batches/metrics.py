@@ -2,6 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from shared.metrics import begin_at_zero
+
 
 class BatchMetrics:
     """Registered on the service's own registry."""
@@ -25,3 +27,4 @@ class BatchMetrics:
             "Batches taken over from lost gateways.",
             registry=registry,
         )
+        begin_at_zero(self.lines, ("completed", "failed"))

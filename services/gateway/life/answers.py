@@ -57,6 +57,7 @@ class Answers:
         self._by_identity: dict[str, Answer] = {}
         self._finding: dict[str, asyncio.Task[Answer]] = {}
         self._writer = RecordWriter(bus, self.writer)
+        metrics.journal_lag.set_function(lambda: self._writer.lag.seconds(time.monotonic()))
         self.records = RecordReader(bus)
         self.owners = Owners(bus, consumer, settings, metrics, self)
         self._tasks: set[asyncio.Task[Any]] = set()

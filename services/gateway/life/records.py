@@ -9,6 +9,7 @@ costs. Nobody waits for it but the first byte of the answer, which has a ring to
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -16,6 +17,7 @@ import structlog
 
 from services.gateway.life.answer import merged
 from services.gateway.life.identity import Place, place
+from services.gateway.life.journal_lag import JournalLag
 from shared import subjects
 from shared.broker_errors import BROKER_ERRORS, broker_error
 from shared.bus import Bus, encode
@@ -49,6 +51,7 @@ class RecordWriter:
     def __init__(self, bus: Bus, writer: str) -> None:
         self._bus = bus
         self._writer = writer
+        self.lag = JournalLag()
         self._batches: list[_Batch] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -70,6 +73,7 @@ class RecordWriter:
         if last is None or last.slot != slot or last.size + size > BATCH_BYTES:
             last = _Batch(slot)
             self._batches.append(last)
+            self.lag.given(time.monotonic())
         return last
 
     async def stop(self) -> None:
@@ -89,6 +93,8 @@ class RecordWriter:
                 batch.stored.exception()  # a client that has gone does not ask
             else:
                 batch.stored.set_result(None)
+            finally:
+                self.lag.stored(time.monotonic())
         self._task = None
 
 

@@ -1,6 +1,7 @@
 """Where a client's request waits for the events of its generations."""
 
 import asyncio
+import time
 from typing import NamedTuple
 
 from shared.errors import RyzansteinError
@@ -25,14 +26,18 @@ class Mailbox:
     but the tokens themselves, and those are bounded by the request.
     """
 
-    __slots__ = ("_closed", "_events", "_waiter")
+    __slots__ = ("_closed", "_events", "_waiter", "since")
 
     def __init__(self) -> None:
+        self.since = 0.0
+        """When the first of the events that are here, or were last taken, was put (`time.perf_counter`)."""
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
         self._closed: BaseException | None = None
 
     def put(self, choice: int, news: TokenEntry | RyzansteinError) -> None:
+        if not self._events:
+            self.since = time.perf_counter()
         self._events.append(Event(choice, news))
         self._wake()
 

@@ -11,6 +11,7 @@ from services.gateway.errors import InvalidParameter
 from services.gateway.life.answer import Answer
 from services.gateway.life.generation import Deliver
 from services.gateway.metrics import ModelMetrics
+from services.gateway.readers.accounts import count_end, count_tokens
 from services.gateway.readers.cursor import END_OF_CHOICE, END_OF_TEXT, show
 from services.gateway.readers.mailbox import Event, Mailbox
 from services.gateway.text.formats import Choice, Format, Usage
@@ -89,6 +90,9 @@ class Run:
         self._error: RyzansteinError | None = None
         self._stored: asyncio.Future[None] | None = None
         self._joined = False
+        self._submitted = False
+        self._since = 0.0
+        """When what was taken last had come."""
 
     @property
     def model(self) -> str:
@@ -109,6 +113,7 @@ class Run:
         if not self._joined:
             self.join()
             self._stored = await self._owner.submit(self.answer, record_first=record_first)
+            self._submitted = True
 
     async def watch(self) -> None:
         """Reads to the end for nobody: it does not count as a reader, and nothing is shown."""
@@ -137,12 +142,13 @@ class Run:
         if self._joined:
             self._joined = False
             self._owner.leave(self.answer, self.mailbox.put)
-        if not self._arrivals or self._metrics is None:
-            return  # no token has come
-        usage = self._usage()
-        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-        self._metrics.output_tokens.inc(usage.completion_tokens)
-        self._metrics.cached_tokens.inc(usage.prompt_tokens_details["cached_tokens"])
+        if self._metrics is None:
+            return
+        if self._submitted:
+            self._submitted = False
+            count_end(self._metrics, self.answer, self._outputs, time.perf_counter() - self._began)
+        if self._arrivals:  # some token has come
+            count_tokens(self._metrics, self._usage())
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks as they come, several at a time. Raises the error that ended a choice, or `ClientGone`;
@@ -164,6 +170,12 @@ class Run:
                 if self._stored is not None:
                     await self._until_stored()
                 yield batch
+                self._delivered()
+
+    def _delivered(self) -> None:
+        """What was taken last has been handed to the connection."""
+        if self._metrics is not None:
+            self._metrics.delivery.observe(time.perf_counter() - self._since)
 
     async def _until_stored(self) -> None:
         """A client that has an id can come back: its record must be there then."""
@@ -267,6 +279,7 @@ class Run:
             await asyncio.sleep(0)
         else:
             events = await self.mailbox.take()
+            self._since = self.mailbox.since
         self._backlog = events[AT_ONCE:]
         return events[:AT_ONCE] if self._backlog else events
 

@@ -64,6 +64,8 @@ class ResponseRun(Run):
         while True:
             if batch := self._chunks():
                 yield batch
+                if self._since:
+                    self._delivered()
             if self.over:
                 break
             try:

@@ -333,10 +333,37 @@ async def test_operations_endpoint(bus: Bus, nats_settings: CommonSettings, tmp_
         assert (await client.get(f"{url}/health")).status_code == 200
         assert (await client.get(f"{url}/ready")).json()["ready"] is True
         metrics = (await client.get(f"{url}/metrics")).text
-        assert "ryzanstein_executor_kv_blocks " in metrics
-        assert "ryzanstein_executor_ring_restarts_total 0.0" in metrics
+        of_group = '{group="g",model="stub"}'
+        assert f"ryzanstein_executor_kv_blocks{of_group} " in metrics
+        assert f"ryzanstein_executor_ring_restarts_total{of_group} 0.0" in metrics
+        assert 'vllm:num_requests_running{group="g",model_name="stub"} 0.0' in metrics
         assert (await client.get(f"{url}/nothing")).status_code == 404
         assert (await client.post(f"{url}/metrics")).status_code == 405
+
+
+async def test_metrics_are_there_while_the_leader_is_hung(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    import httpx
+
+    async with (
+        executor(bus, nats_settings, tmp_path, "--hung-after", "60") as process,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        beat = await process.wait_ready()
+        await dispatch(bus, request("a", seed=5))
+        await reader.finish("a")
+        assert beat.group is not None
+        leader = psutil.Process(beat.group.ranks[0].pid)
+        leader.suspend()
+        try:
+            metrics = (await client.get(f"http://{beat.address}/metrics")).text
+        finally:
+            leader.resume()
+        of_group = '{group="g",model="stub"}'
+        for stage in ("queue", "prefill", "decode"):
+            assert f"ryzanstein_executor_{stage}_seconds_count{of_group} 1.0" in metrics
+        assert f"ryzanstein_executor_output_tokens_total{of_group} 8.0" in metrics
 
 
 async def test_no_model_is_said_in_one_sentence(

@@ -14,7 +14,7 @@ from services.scheduler.breaker import (
     CircuitBreaker,
     State,
 )
-from services.scheduler.metrics import BreakerCollector
+from services.scheduler.metrics import GroupCollector
 
 
 def fail_again(breaker: CircuitBreaker, refusal: bool, times: int) -> list[float]:
@@ -162,7 +162,7 @@ TestBreakerMachine = BreakerMachine.TestCase
 
 @given(st.dictionaries(st.text(min_size=1), st.sampled_from(["closed", "half_open", "open"])))
 def test_each_groups_state_is_a_gauge(states: dict[str, State]) -> None:
-    (family,) = BreakerCollector(states.items).collect()
+    family, _ = GroupCollector(states.items).collect()
     values = {"closed": 0, "half_open": 1, "open": 2}
     assert {s.labels["group"]: s.value for s in family.samples} == {
         name: values[state] for name, state in states.items()
