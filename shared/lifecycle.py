@@ -23,13 +23,13 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from shared import subjects
+from shared import subjects, tracing
 from shared.bus import Bus
 from shared.config import CommonSettings, SettingsT, parse_settings
 from shared.errors import RyzansteinError
 from shared.http_server import HttpServer, bind
 from shared.messages import GroupBeat, Heartbeat, ServiceName, ServiceStatus
-from shared.telemetry import Health, OpsApp, configure_logging, new_registry
+from shared.telemetry import Health, OpsApp, SpanCollector, configure_logging, new_registry
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +46,9 @@ class Service(abc.ABC):
     name: ClassVar[ServiceName]
     changes_streams: ClassVar[bool] = False
     """Whether it gives the streams the limits of its settings: one service decides, and may."""
+
+    traces: ClassVar[bool] = False
+    """Whether it has spans to record, where tracing is on."""
 
     def __init__(self, settings: CommonSettings) -> None:
         self.settings = settings
@@ -272,7 +275,12 @@ def main(
         settings = service.settings
         service.owns_process = True
         configure_logging(service.name, service.instance, level=settings.log_level, fmt=settings.log_format)
-        await _run_with_signals(service)
+        if service.traces and tracing.configure(service.name, service.instance):
+            service.registry.register(SpanCollector())
+        try:
+            await _run_with_signals(service)
+        finally:
+            tracing.close()
 
     try:
         uvloop.run(live())

@@ -89,6 +89,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the output is expected to be: drafts are taken from it. Changes how fast it comes and nothing else."""
     embed: bool = False
     """The prompt's vector is wanted and no output: `max_tokens` is 1, and the only entry has a `vector`."""
+    traceparent: str = ""
+    """W3C Trace Context of the span that this came from, where the request is sampled; empty: nobody traces it."""
+    tracestate: str = ""
 
 
 # --- dispatch and control (scheduler or gateway → leader) ----------------------------------------

@@ -2,15 +2,18 @@
 
 import logging
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
 import structlog
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 from structlog.typing import Processor
 
+from shared import tracing
 from shared.keys import redact
 
 Scope = MutableMapping[str, Any]
@@ -48,6 +51,18 @@ def new_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry
+
+
+class SpanCollector(Collector):
+    """Spans of this process, by what has become of them; registered where tracing is on."""
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "ryzanstein_tracing_spans", "Spans, by what has become of them.", labels=["outcome"]
+        )
+        for outcome, count in tracing.statistics()._asdict().items():
+            family.add_metric([outcome], count)
+        yield family
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from services.executor.progress import Progress
+from services.executor.rank_times import WORDS, RankClock, RankTime
 from shared.messages import GroupLoad, RankBeat
 
 _WORD = 8
@@ -57,7 +58,9 @@ class _Rank(IntEnum):
     PROGRESS = 3
     LOADED = 4
     TO_LOAD = 5
-    SIZE = 8
+    TRACED = 8
+    """And the words behind it: `rank_times.py`."""
+    SIZE = 16
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -81,6 +84,7 @@ class RankBoard:
         self._offset = offset
         self.progress = Progress(words, offset + _Rank.PROGRESS)
         """Counts the layers computed."""
+        self.clock = RankClock(words, offset + _Rank.TRACED)
         words[offset + _Rank.PID] = os.getpid()
 
     def begin(self, step: int) -> None:
@@ -210,6 +214,11 @@ class RingBoard:
                     RankBeat(rank, row[_Rank.PID], finished, row[_Rank.PROGRESS], in_flight=begun > finished)
                 )
         return found
+
+    def times(self) -> list[RankTime]:
+        """What each rank has spent on traced steps."""
+        first = (self._row(rank) + _Rank.TRACED for rank in range(self._ranks))
+        return [RankTime(*self._words[word : word + WORDS]) for word in first]
 
     @staticmethod
     def _row(rank: int) -> int:

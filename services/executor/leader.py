@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
+from services.executor.attempts import Attempts
 from services.executor.board import RingBoard, RingState
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
@@ -55,7 +56,6 @@ from shared.messages import (
     GroupRecord,
     ModelCard,
     Refusal,
-    TokenEntry,
     TokenFrame,
 )
 from shared.stores import Bucket, ObjectStore
@@ -95,6 +95,7 @@ class Leader:
         self._pace = Pace()
         self._recent = RecentFrames()
         self._gathering = Gathering()
+        self._attempts = Attempts(spec.group, spec.epoch, board.times)
         self._grammars = GrammarWork()
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.Task[None] | None = None
@@ -187,21 +188,15 @@ class Leader:
         accepted: list[str] = []
         refused: list[Refusal] = []
         for request in batch.requests:
+            repeated = self._batcher.knows(request)
             refusal = self._refuse_draining(request) if self._draining else self._batcher.add(request)
+            self._attempts.taken(request, refusal, repeated=repeated)
             if refusal is None:
                 accepted.append(request.generation_id)
                 if request.grammar is not None:
                     self._grammars.compile(request, self._on_compiled)
             else:
                 refused.append(refusal)
-            log.info(
-                "refused" if refusal else "accepted",
-                request_id=request.request_id,
-                generation_id=request.generation_id,
-                attempt=request.attempt,
-                prompt_tokens=len(request.prompt),
-                reason=refusal.code if refusal else "",
-            )
         self._gathering.add(acknowledgements(batch.requests, set(accepted)))
         await self._tell()
         self._wake.set()
@@ -295,9 +290,14 @@ class Leader:
                     await self._wake.wait()
                 continue
             plan, rows = scheduled
+            traces = self._attempts.traces or None
+            if traces is not None:
+                plan = traces.begin_step(plan, self._batcher.under_way)
             began = time.perf_counter_ns()
             entries = await self._execute(plan, rows)
             taken = time.perf_counter_ns() - began
+            if traces is not None:
+                traces.end_step(taken / 1e9)
             computed = prompt_tokens(plan, rows)
             self._pace.observe(taken / 1e9, computed)
             self._board.add_step(taken, computed, output_tokens(entries))
@@ -353,7 +353,7 @@ class Leader:
             await self._publish_frame(consumer, frame)
             for entry in of_consumer:
                 if entry.finish:
-                    self._log_end(entry)
+                    self._attempts.ended(entry)
 
     async def _publish_frame(self, consumer: str, frame: TokenFrame) -> None:
         try:
@@ -373,15 +373,6 @@ class Leader:
         """Publishes again what may have been lost on its way; readers drop what they know."""
         for consumer, frame in self._recent:
             await self._publish_frame(consumer, frame)
-
-    def _log_end(self, entry: TokenEntry) -> None:
-        log.info(
-            "finished",
-            generation_id=entry.generation_id,
-            reason=entry.finish,
-            output_tokens=entry.position + len(entry.tokens),
-            error=entry.error,
-        )
 
     async def _hand_back(self) -> None:
         """Ends what has not finished with an error that another ring's attempt makes good."""

@@ -18,8 +18,10 @@ import uvloop
 from services.executor.board import RingBoard
 from services.executor.ring import Failed, RankEvent, RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
+from shared import tracing
 from shared.errors import InternalError, RyzansteinError
 from shared.telemetry import configure_logging
+from shared.tracing import Attributes
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +63,7 @@ def main() -> int:
     spec = orchestrator.read_spec()
     settings = ExecutorSettings.model_validate(spec.settings)
     configure_logging("executor", spec.instance, level=settings.log_level, fmt=settings.log_format)
-    structlog.contextvars.bind_contextvars(rank=spec.rank, epoch=spec.epoch)
+    structlog.contextvars.bind_contextvars(group=spec.group, rank=spec.rank, epoch=spec.epoch)
     board = RingBoard(Path(spec.board), spec.world_size)
     try:
         if spec.rank == 0:
@@ -83,10 +85,19 @@ def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestr
     from services.executor.engine.factory import make_engine
     from services.executor.leader import Leader
 
+    about: Attributes = {
+        "ryzanstein.group": spec.group,
+        "ryzanstein.rank": spec.rank,
+        "ryzanstein.epoch": spec.epoch,
+    }
+    tracing.configure("executor", spec.instance, about)
     engine = make_engine(settings, spec, board, orchestrator.send)
     orchestrator.listen()
     leader = Leader(settings, spec, board, engine, orchestrator)
-    uvloop.run(leader.run())
+    try:
+        uvloop.run(leader.run())
+    finally:
+        tracing.close()
 
 
 def _follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestrator: Orchestrator) -> None:

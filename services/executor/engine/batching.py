@@ -29,7 +29,7 @@ from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.drafting import Drafter
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.plan_builder import NO_STEP, Row, Step, build_plan, rows_of
+from services.executor.engine.plan_builder import NO_STEP, Chunk, Row, Step, build_plan, rows_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState
@@ -81,7 +81,7 @@ class ContinuousBatcher:
         A repeat of an attempt, or an attempt older than the known one, is accepted and ignored. A
         newer attempt takes the place of the older, which falls silent.
         """
-        if request.attempt <= self._known_attempt(request.generation_id):
+        if self.knows(request):
             return None
         self._replace(request.generation_id)
         error = admission.malformed(request, self._spec)
@@ -103,6 +103,10 @@ class ContinuousBatcher:
         else:
             self._planner.wait(sequence)
         return None
+
+    def knows(self, request: GenerationRequest) -> bool:
+        """Whether `add` would ignore it: this attempt, or a later one, was taken on before."""
+        return request.attempt <= self._known_attempt(request.generation_id)
 
     def release(self, request: GenerationRequest, grammar: GrammarState | RyzansteinError) -> None:
         """The grammar of `request`, as it was added, has been compiled, or cannot be. Ignored where nobody waits
@@ -235,6 +239,11 @@ class ContinuousBatcher:
     def has_work(self) -> bool:
         """Whether `schedule` or `take_entries` has something to give. What is held has not, until it is released."""
         return bool(self._planner.waiting or self._planner.running or self._owed)
+
+    @property
+    def under_way(self) -> Seq[Chunk]:
+        """What the step under way computes of each sequence."""
+        return self._under_way.batch
 
     @property
     def preemptions(self) -> int:

@@ -6,6 +6,7 @@ leader   plan ──▶ plan channel ──▶ followers
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import computes_natively, make_runner
 from services.executor.model.checkpoints import resolve_model
 from services.executor.model.collectives import Collectives
+from services.executor.model.collectives_shm import SharedMemory
 from services.executor.model.loader import context_length, load_config, load_model
 from services.executor.model.pooling import read_pooling
 from services.executor.model.runner import ModelRunner
@@ -65,6 +67,7 @@ class RingEngine:
         self._member = RingMember.load(
             self._settings, self._spec, self._board, self._directory, device, collectives, progress
         )
+        self._board.clock.communicating = communication_of(collectives)
         return self._member.engine_spec
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
@@ -78,7 +81,8 @@ class RingEngine:
         plan = structs.replace(plan, candidates=wants.tobytes())
         try:
             self._sender.send(plan)
-            logits = self._member.runner.forward(plan, self._board.progress)
+            forward = partial(self._member.runner.forward, plan, self._board.progress)
+            logits = self._board.clock.run(plan, forward)
             assert logits is not None, "rank 0 gets the logits"
             self._board.progress.tick()
             return self._sampler.sample(logits, samples)
@@ -104,9 +108,10 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     receiver, collectives = meeting.follow(settings, spec, rendezvous)
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
+    mine.clock.communicating = communication_of(collectives)
     while (plan := receiver.receive()) is not None:
         mine.begin(plan.step)
-        member.runner.forward(plan, mine.progress)
+        mine.clock.run(plan, partial(member.runner.forward, plan, mine.progress))
         mine.end(plan.step)
 
 
@@ -171,6 +176,14 @@ class RingMember:
             embedding_size=config.hidden_size,
         )
         return cls(runner, collectives, engine_spec)
+
+
+def communication_of(collectives: Collectives) -> Callable[[], float] | None:
+    """Says how many seconds this rank has spent on `collectives` so far; None where that is not measured: a GPU's
+    are begun by the CPU, and done later."""
+    if isinstance(collectives, SharedMemory):
+        return lambda: collectives.busy_seconds
+    return (lambda: 0.0) if collectives.world_size == 1 else None
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

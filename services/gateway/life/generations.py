@@ -6,6 +6,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import structlog
 
 from services.gateway.life.cancellations import Cancellations
@@ -18,6 +19,7 @@ from services.gateway.life.sources import Sources
 from services.gateway.life.suspects import Suspects
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
+from services.gateway.traces.answers import taken_over
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import (
@@ -149,12 +151,19 @@ class Generations:
     def forget(self, generations: Sequence[Generation]) -> None:
         """They are another gateway's, and nobody reads them here any more."""
         for generation in generations:
-            self._by_id.pop(generation.id, None)
+            self._remove(generation)
+
+    def _remove(self, generation: Generation) -> None:
+        """It gets nothing more of what is said."""
+        if self._by_id.pop(generation.id, None) is not None and generation.trace is not None:
+            generation.trace.ended(generation)
 
     def take_over(self, generations: Sequence[Generation]) -> None:
         """They have been followed so far; from now on they are looked after here."""
         now, now_unix = time.monotonic(), time.time()
         for generation in generations:
+            if generation.trace is None and generation.request.traceparent and not generation.ended:
+                generation.trace = taken_over(generation.request)
             decision = generation.take_over(self._consumer, now, now_unix)
             if decision is Decision.RECOVER and generation.may_be_queued:
                 self._look_for(generation)
@@ -185,13 +194,18 @@ class Generations:
 
     async def _hand_in(self, generation: Generation) -> None:
         request = generation.request
-        sequence = await self._bus.publish_durable(_intake(request.lane, request.model), request)
+        if generation.trace is None:
+            sequence = await self._bus.publish_durable(_intake(request.lane, request.model), request)
+        else:
+            with generation.trace.handing_in(request) as span:
+                sent = msgspec.structs.replace(request, traceparent=span.traceparent)
+                sequence = await self._bus.publish_durable(_intake(request.lane, request.model), sent)
         generation.queued(sequence)
 
     def cancel(self, generations: Sequence[Generation], error: RyzansteinError | None = None) -> None:
         """Ends those that have not ended, here and in the rings; at once here, soon there. Readers get `error`."""
         for generation in generations:
-            self._by_id.pop(generation.id, None)
+            self._remove(generation)
             if not generation.ended:
                 generation.cancel(error)
                 self._metrics.cancelled.inc()
@@ -330,7 +344,7 @@ class Generations:
         elif decision is Decision.EXPIRE:
             self._expire(generation)
         elif decision is Decision.ENDED:
-            self._by_id.pop(generation.id, None)
+            self._remove(generation)
 
     def _recover(self, generation: Generation) -> None:
         deadline = time.time() + self._settings.token_timeout
@@ -339,14 +353,16 @@ class Generations:
             self.cancellations.end(lost, generation.id, attempt)
         request = generation.next_attempt(time.monotonic(), deadline)
         if request is None:
-            self._by_id.pop(generation.id, None)
+            self._remove(generation)
             if generation.error is not None:
                 self.conclude(generation, generation.error)
             return
         self._metrics.recoveries.inc()
+        if generation.trace is not None:
+            generation.trace.recovering(lost, request)
         log.info(
             "recovering",
-            generation=generation.id,
+            generation_id=generation.id,
             request_id=request.request_id,
             group=lost,
             attempt=request.attempt,
@@ -364,7 +380,7 @@ class Generations:
             except PayloadTooLarge as error:
                 generation.fail(error)
                 self.conclude(generation, error)
-                self._by_id.pop(generation.id, None)
+                self._remove(generation)
                 return
             else:
                 return
@@ -385,7 +401,7 @@ class Generations:
                 retry_after=5,
             )
         generation.fail(error)
-        self._by_id.pop(generation.id, None)
+        self._remove(generation)
         if not generation.followed:
             self.cancellations.cancel(generation)
             self.conclude(generation, error)

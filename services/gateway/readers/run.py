@@ -140,6 +140,8 @@ class Run:
         if not self._arrivals or self._metrics is None:
             return  # no token has come
         usage = self._usage()
+        if (trace := self.answer.trace) is not None:
+            trace.delivered(streamed=self.stream, tokens=usage.completion_tokens)
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.output_tokens.inc(usage.completion_tokens)
         self._metrics.cached_tokens.inc(usage.prompt_tokens_details["cached_tokens"])
@@ -298,6 +300,8 @@ class Run:
             metrics.between_tokens.observe(now - last)
         elif not self._arrivals:
             metrics.first_token.observe(now - self._began)
+            if (trace := self.answer.trace) is not None:
+                trace.first_token()
         self._arrivals[choice] = now
 
     def _usage(self) -> Usage:
