@@ -263,6 +263,26 @@ class GroupBeat(msgspec.Struct, frozen=True):
     work: GroupWork = GroupWork()
 
 
+class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """To one instance of a service: what it shall log from now on. Its ranks do as it does."""
+
+    level: str = ""
+    """debug, info, warning or error; empty: as it stands, this only asks; `usual`: as its settings say."""
+    seconds: float = 0.0
+    """For how long; 0: until it is changed again."""
+
+
+class LogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to `SetLogLevel`."""
+
+    level: str
+    usual: str
+    """As the settings say."""
+    until: float = 0.0
+    """Unix seconds at which it is `usual` again; 0: it stays."""
+    error: str = ""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Published every second by every service instance."""
 

@@ -16,6 +16,7 @@ from services.cli.batch_commands import BatchCommands
 from services.cli.chat import ChatClient, trust_of
 from services.cli.drain import drain_group, left_of, print_groups, undrain_group
 from services.cli.keys import keys_app
+from services.cli.log_level import log_level
 from services.cli.nats_config_command import nats_config
 from services.cli.prepare import prepare_model
 from services.cli.serve import MODULES
@@ -30,8 +31,8 @@ from services.cli.where import nats_of_stack as _nats_of_stack
 from services.cli.where import no_stack as _no_stack
 from shared.config import load_settings
 from shared.errors import ConfigurationError, DeadlineExceeded, RyzansteinError
+from shared.logs import configure_logging
 from shared.parsers import REASONING_PARSERS, TOOL_PARSERS
-from shared.telemetry import configure_logging
 
 app = typer.Typer(
     name="ryzanstein",
@@ -45,6 +46,7 @@ models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, r
 app.add_typer(models_app, name="models")
 app.add_typer(keys_app, name="keys")
 app.command("nats-config")(nats_config)
+app.command("log-level")(log_level)
 
 
 @app.command()
@@ -351,7 +353,7 @@ app.add_typer(BatchCommands(_gateway_of_stack, _nats_of_stack).app(), name="batc
 
 def main() -> None:
     """The command: an expected error is one sentence on standard error and exit code 1."""
-    configure_logging("cli", "cli", level="error", fmt="console")
+    configure_logging("cli", "cli", level="error", fmt="console", whole_process=False)
     try:
         app()
     except RyzansteinError as error:

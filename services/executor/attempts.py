@@ -1,9 +1,10 @@
 """What the leader says of its requests: a log line for each beginning and end, and the spans of sampled ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
+from services.executor.engine.plan_builder import Row
 from services.executor.rank_times import RankTime
 from services.executor.traces import AttemptTraces
 from shared.messages import GenerationRequest, Refusal, TokenEntry
@@ -12,6 +13,12 @@ REMEMBERED = 16384
 """Requests whose ids are known, at most."""
 
 log = structlog.get_logger(__name__)
+
+
+def ids_of(rows: Sequence[Row], which: Sequence[int] | None = None) -> list[str]:
+    """Generations of the rows with these indices; None: of all."""
+    found = rows if which is None else [rows[index] for index in which]
+    return sorted({row.request.generation_id for row in found})
 
 
 class Attempts:

@@ -17,6 +17,7 @@ import msgspec
 
 from services.executor.progress import Progress
 from services.executor.rank_times import WORDS, RankClock, RankTime
+from shared.logs import Change
 from shared.messages import GroupLoad, RankBeat
 
 _WORD = 8
@@ -48,7 +49,9 @@ class _Header(IntEnum):
     SLOTS = 16
     PLAIN_STEP_NS = 17
     PROMPT_RATE = 18
-    SIZE = 19
+    LOG_LEVEL = 19
+    LOG_UNTIL = 20
+    SIZE = 21
 
 
 class _Rank(IntEnum):
@@ -154,6 +157,17 @@ class RingBoard:
     def rank(self, rank: int) -> RankBoard:
         """The row of `rank`, for the process that is this rank."""
         return RankBoard(self._words, self._row(rank))
+
+    # --- written by the orchestrator -------------------------------------------------------------
+
+    def set_log_level(self, change: Change) -> None:
+        """What the ranks log from now on."""
+        self._words[_Header.LOG_UNTIL] = round(change.until)
+        self._words[_Header.LOG_LEVEL] = change.number
+
+    def log_level(self) -> Change:
+        """Read by the ranks."""
+        return Change(self._words[_Header.LOG_LEVEL], float(self._words[_Header.LOG_UNTIL]))
 
     # --- read by the orchestrator ----------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
-from services.executor.attempts import Attempts
+from services.executor.attempts import Attempts, ids_of
 from services.executor.board import RingBoard, RingState
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from services.executor.rank import Orchestrator
 
 log = structlog.get_logger(__name__)
+
 
 LOOP_BEAT_INTERVAL = 0.5
 
@@ -316,13 +317,13 @@ class Leader:
         try:
             sampled: list[SampledToken] = await computing
         except BadLogits as error:
-            log.error("bad_logits", error=str(error))
+            log.error("bad_logits", error=str(error), generations=ids_of(rows, error.rows))
             return self._batcher.fail_step(error, error.rows)
         except GrammarFailed as error:
-            log.warning("grammar_failed", error=str(error))
+            log.warning("grammar_failed", code=error.code, generations=ids_of(rows, error.rows))
             return self._batcher.fail_step(error, error.rows)
         except RestoreFailed as error:
-            log.warning("restore_failed", error=str(error))
+            log.warning("restore_failed", error=str(error), generations=ids_of(rows))
             return self._batcher.fail_restores(error.slots)
         pooled = self._engine.pooled() if plan.pools else None
         return self._batcher.update(sampled, time.perf_counter() - began, pooled)

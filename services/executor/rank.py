@@ -20,7 +20,8 @@ from services.executor.ring import Failed, RankEvent, RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
 from shared import tracing
 from shared.errors import InternalError, RyzansteinError
-from shared.telemetry import configure_logging
+from shared.logs import configure_logging
+from shared.logs import follow as follow_level
 from shared.tracing import Attributes
 
 log = structlog.get_logger(__name__)
@@ -62,9 +63,15 @@ def main() -> int:
     orchestrator = Orchestrator(sys.stdin.buffer, int(sys.argv[1]))
     spec = orchestrator.read_spec()
     settings = ExecutorSettings.model_validate(spec.settings)
-    configure_logging("executor", spec.instance, level=settings.log_level, fmt=settings.log_format)
-    structlog.contextvars.bind_contextvars(group=spec.group, rank=spec.rank, epoch=spec.epoch)
+    configure_logging(
+        "executor",
+        spec.instance,
+        level=settings.log_level,
+        fmt=settings.log_format,
+        about={"group": spec.group, "rank": spec.rank, "epoch": spec.epoch},
+    )
     board = RingBoard(Path(spec.board), spec.world_size)
+    follow_level(board.log_level)
     try:
         if spec.rank == 0:
             _lead(settings, spec, board, orchestrator)

@@ -143,7 +143,7 @@ class GatewayApp:
         log.info(
             "request",
             method=scope["method"],
-            path=scope["path"],
+            path=scope["path"][:256],
             status=exchange.status,
             model=model,
             milliseconds=round(seconds * 1000, 1),

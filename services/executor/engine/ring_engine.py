@@ -35,6 +35,7 @@ from services.executor.plan_channel import PlanSender
 from services.executor.ring import RankSpec, Rendezvous, cores_of, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
+from shared.logs import adopt_loggers
 from shared.messages import ModelCard
 
 
@@ -135,6 +136,7 @@ class RingMember:
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
+        adopt_loggers()  # of torch and transformers, which are loaded by now
         config = load_config(directory)
         layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
         dtype = choose_dtype(settings, device, config)

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
@@ -15,6 +15,7 @@ from services.gateway.life.decisions import Decision
 from services.gateway.life.generation import Generation
 from services.gateway.life.losses import Losses
 from services.gateway.life.queued import QueuedRequests
+from services.gateway.life.rings import Rings, idle
 from services.gateway.life.sources import Sources
 from services.gateway.life.suspects import Suspects
 from services.gateway.metrics import GatewayMetrics
@@ -31,29 +32,15 @@ from shared.errors import (
     RyzansteinError,
 )
 from shared.messages import FinishReason, GenerationRequest, GroupEvent, TokenEntry, TokenFrame
+from shared.tracing import NONE
 
 log = structlog.get_logger(__name__)
 
 SWEEP_INTERVAL = 0.25
 CLOCK_MARGIN = 5.0
 """Seconds that two machines' clocks may differ by."""
-IDLE_MARGIN = 10.0
-"""Seconds by which a record must be later than an entry to know of it: its load may be of an older
-heartbeat, and its time is of the monitor's clock."""
 
 _intake = functools.lru_cache(maxsize=1024)(subjects.intake)
-
-
-class Rings(Protocol):
-    """What the groups' records say."""
-
-    def has_ready_group(self, model: str) -> bool:
-        """Whether some group could take a request for `model` now."""
-        ...
-
-    def idle_at(self, group: str, epoch: int) -> float:
-        """Unix seconds at which that ring was serving and had no work; 0 when it was not seen so last."""
-        ...
 
 
 class Generations:
@@ -190,16 +177,14 @@ class Generations:
         try:
             await self._bus.publish_durable(subjects.tokens(self._consumer), frame)
         except RyzansteinError as error:
-            log.info("end_not_recorded", error=str(error))
+            log.info("end_not_recorded", generation_id=frame.entries[0].generation_id, error=str(error))
 
     async def _hand_in(self, generation: Generation) -> None:
         request = generation.request
-        if generation.trace is None:
+        with generation.trace.handing_in(request) if generation.trace else NONE as span:
+            if span.recording:
+                request = msgspec.structs.replace(request, traceparent=span.traceparent)
             sequence = await self._bus.publish_durable(_intake(request.lane, request.model), request)
-        else:
-            with generation.trace.handing_in(request) as span:
-                sent = msgspec.structs.replace(request, traceparent=span.traceparent)
-                sequence = await self._bus.publish_durable(_intake(request.lane, request.model), sent)
         generation.queued(sequence)
 
     def cancel(self, generations: Sequence[Generation], error: RyzansteinError | None = None) -> None:
@@ -306,15 +291,8 @@ class Generations:
         for generation in list(self._by_id.values()):
             if (source not in generation.sources) if source else generation.followed:
                 continue
-            self._act(generation, generation.on_replayed(now, idle=self._idle(generation, now)))
+            self._act(generation, generation.on_replayed(now, idle=idle(self._rings, generation, now)))
         self._recover_lost(list(self._by_id.values()))
-
-    def _idle(self, generation: Generation, now: float) -> bool:
-        """Whether the generation's ring has been without work since it was last heard."""
-        if not generation.group or self._rings is None:
-            return False
-        heard_at = time.time() - (now - generation.heard_at)
-        return self._rings.idle_at(generation.group, generation.epoch) > heard_at + IDLE_MARGIN
 
     # --- what a decision means -------------------------------------------------------------------
 

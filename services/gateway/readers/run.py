@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
+import structlog
 
 from services.gateway.errors import InvalidParameter
 from services.gateway.life.answer import Answer
@@ -126,6 +127,7 @@ class Run:
         """Begins to read, from the first token. Raises `QueueFull`."""
         self._owner.join(self.answer, self.mailbox.put)
         self._joined = True
+        structlog.contextvars.bind_contextvars(generation_id=self.answer.identity)
 
     def cancel(self) -> None:
         """Ends the generation, for everybody who reads it, if it has begun."""

@@ -25,24 +25,34 @@ def received() -> Iterator[Collector]:
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def house(tmp_path_factory: pytest.TempPathFactory, received: Collector) -> AsyncIterator[House]:
-    """One of each service, and a ring of two ranks."""
-    directory = tmp_path_factory.mktemp("house")
-    nats = LocalNats(directory / "nats")
-    await nats.start()
-    settings = nats.settings(beat_interval=0.1)
-    bus = await Bus.connect(settings, "test")
+async def nats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalNats]:
+    server = LocalNats(tmp_path_factory.mktemp("nats"))
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def house_bus(nats: LocalNats) -> AsyncIterator[Bus]:
+    """The tests' own connection to the house's NATS."""
+    bus = await Bus.connect(nats.settings(beat_interval=0.1), "test")
     await bus.ensure_streams()
-    try:
-        async with House(bus, settings, directory) as running:
-            await running.begin("monitor-0", "services.health_monitor")
-            await running.begin("scheduler-0", "services.scheduler")
-            await running.begin("executor-0", "services.executor", "--group", "group-0", "--tp", "2", *RING)
-            await running.begin("gateway-0", "services.gateway", *GATEWAY)
-            for process in running.processes.values():
-                await process.wait_ready()
-            await until_answered(running.url("gateway-0"))
-            yield running
-    finally:
-        await bus.close()
-        await nats.stop()
+    yield bus
+    await bus.close()
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def house(
+    tmp_path_factory: pytest.TempPathFactory, received: Collector, nats: LocalNats, house_bus: Bus
+) -> AsyncIterator[House]:
+    """One of each service, and a ring of two ranks."""
+    settings = nats.settings(beat_interval=0.1)
+    async with House(house_bus, settings, tmp_path_factory.mktemp("house")) as running:
+        await running.begin("monitor-0", "services.health_monitor")
+        await running.begin("scheduler-0", "services.scheduler")
+        await running.begin("executor-0", "services.executor", "--group", "group-0", "--tp", "2", *RING)
+        await running.begin("gateway-0", "services.gateway", *GATEWAY)
+        for process in running.processes.values():
+            await process.wait_ready()
+        await until_answered(running.url("gateway-0"))
+        yield running

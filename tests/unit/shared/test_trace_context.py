@@ -134,7 +134,7 @@ def test_off_no_process_imports_opentelemetry() -> None:
 def test_without_the_package_one_sentence_says_so() -> None:
     code = (
         "import sys; sys.modules['opentelemetry'] = None; from shared import tracing; "
-        "from shared.telemetry import configure_logging; configure_logging('a', 'b', level='info', fmt='json'); "
+        "from shared.logs import configure_logging; configure_logging('a', 'b', level='info', fmt='json'); "
         "assert not tracing.configure('a', 'b'); assert not tracing.on()"
     )
     done = run_python(code, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9")
@@ -146,7 +146,7 @@ def test_without_the_package_one_sentence_says_so() -> None:
 
 def test_settings_that_are_wrong_are_one_sentence() -> None:
     code = (
-        "from shared import tracing; from shared.telemetry import configure_logging; "
+        "from shared import tracing; from shared.logs import configure_logging; "
         "configure_logging('a', 'b', level='info', fmt='json'); assert not tracing.configure('a', 'b')"
     )
     where = "http://127.0.0.1:9"
