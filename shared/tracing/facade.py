@@ -156,7 +156,7 @@ def ids_of(span: Span) -> dict[str, str]:
     return {} if context is None else {"trace_id": context.trace_id, "span_id": context.span_id}
 
 
-class active:  # noqa: N801  # reads as the `with` statement that it is
+class active:  # noqa: N801  # a context manager, as those of contextlib
     """Within the block `span` is the current one, and log lines carry its ids. The span goes on behind it."""
 
     __slots__ = ("_before", "_bound", "_span", "_token")
@@ -187,14 +187,17 @@ class active:  # noqa: N801  # reads as the `with` statement that it is
         _edge.reset(self._before)
 
 
-class stage(active):  # noqa: N801
-    """A part of what the current span is about, as a span of its own: nothing where that is not recorded."""
+def stage(name: str) -> "Span | _Stage":
+    """A block that is a part of what the current span is about, as a span of its own; nothing where that is not
+    recorded."""
+    parent = _current.get()
+    return NONE if parent is NONE else _Stage(under(parent, name))
+
+
+class _Stage(active):
+    """The span ends with the block, and remains below the request's (`edge`)."""
 
     __slots__ = ()
-
-    def __init__(self, name: str, attributes: Attributes | None = None) -> None:
-        parent = _current.get()
-        super().__init__(NONE if parent is NONE else under(parent, name, attributes=attributes))
 
     def _enter(self) -> None:
         return

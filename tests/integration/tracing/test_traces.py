@@ -1,6 +1,7 @@
 """One request through gateway, scheduler and ring, as a real collector sees it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -13,7 +14,8 @@ import pytest
 import websockets
 
 from services.gateway.grpc.generated import inference_pb2 as pb
-from tests.integration.rollout.house import House
+from tests.integration.gateway.fake_ring import until
+from tests.integration.rollout.house import House, until_answered
 from tests.otlp import Collector, ReceivedSpan
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -211,3 +213,32 @@ async def test_websocket_and_grpc_and_batch_lines_are_traced(house: House, recei
     assert line_span.name == "line /v1/completions"
     assert line_span.trace_id != created
     await spans_of(received, line_span.trace_id, "process intake.batch", "generate group-0", "decode")
+
+
+async def test_a_gateway_that_takes_over_goes_on_in_the_same_trace(house: House, received: Collector) -> None:
+    await house.start("gateway-1", "services.gateway", "--port", "0")
+    await until_answered(house.url("gateway-1"))
+    trace_id = new_trace()
+    headers = {"traceparent": f"00-{trace_id}-{CLIENT}-01", "x-ryzanstein-background": "60"}
+    body = {"model": "stub", "prompt": "x", "max_tokens": 2000, "seed": 1, "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=house.url("gateway-1"), trust_env=False, timeout=60) as http,
+        http.stream("POST", "/v1/completions", json=body, headers=headers) as answer,
+    ):
+        assert answer.status_code == 200
+        first = await spans_of(received, trace_id, "send intake.interactive", "prefill")
+        house.kill("gateway-1")
+        with contextlib.suppress(httpx.TransportError):
+            await answer.aread()
+    lost = house.group("executor-0")
+    assert "text_completion stub" not in first, "its span is lost with the gateway"
+    original = first["send intake.interactive"].parent_id
+    await until(lambda: '"event": "generation_adopted"' in house.logs("gateway-0.log"))
+    os.kill(lost.ranks[0].pid, signal.SIGKILL)
+    spans = await spans_of(
+        received, trace_id, "resume stub", "send intake.recovery", "process intake.recovery"
+    )
+    resumed = spans["resume stub"]
+    assert (resumed.parent_id, resumed.links) == (original, [(trace_id, original)])
+    assert spans["send intake.recovery"].parent_id == resumed.span_id
+    assert resumed.attributes["gen_ai.response.finish_reasons"] == ["length"]
