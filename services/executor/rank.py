@@ -85,6 +85,8 @@ def main() -> int:
         message = f"Rank {spec.rank} of group {spec.group} failed: {type(error).__name__}: {error}."
         orchestrator.send(Failed(InternalError.code, message))
         return 1
+    finally:
+        tracing.close()  # last: a collector that is away must not keep anybody waiting for what was said before
     return 0
 
 
@@ -101,10 +103,7 @@ def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestr
     engine = make_engine(settings, spec, board, orchestrator.send)
     orchestrator.listen()
     leader = Leader(settings, spec, board, engine, orchestrator)
-    try:
-        uvloop.run(leader.run())
-    finally:
-        tracing.close()
+    uvloop.run(leader.run())
 
 
 def _follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestrator: Orchestrator) -> None:

@@ -190,11 +190,11 @@ class Generations:
     def cancel(self, generations: Sequence[Generation], error: RyzansteinError | None = None) -> None:
         """Ends those that have not ended, here and in the rings; at once here, soon there. Readers get `error`."""
         for generation in generations:
-            self._remove(generation)
             if not generation.ended:
                 generation.cancel(error)
                 self._metrics.cancelled.inc()
                 self.cancellations.cancel(generation)
+            self._remove(generation)
 
     # --- from rings and the journal --------------------------------------------------------------
 

@@ -98,8 +98,8 @@ class AnswerTrace:
         _, cached = self._prompts.get(id(prompt), (0, 0))
         self._prompts[id(prompt)] = len(prompt), max(cached, generation.cached_tokens)
         self._output += len(generation.tokens)
-        self._finish.append(generation.finish or generation.state)
-        if generation.error is not None:
+        self._finish.append(_reason(generation))
+        if generation.error is not None and generation.state != "cancelled":
             self._span.fail(generation.error.code)
         self._left -= 1
         if self._left == 0:
@@ -115,6 +115,13 @@ class AnswerTrace:
             }
         )
         self._span.end()
+
+
+def _reason(generation: "Generation") -> str:
+    """Why it is over. A stop string ends the text, and then the generation is told that nobody wants more of it."""
+    if generation.state == "cancelled" and generation.error is None and generation.tokens:
+        return "stop"
+    return generation.finish or generation.state
 
 
 def traced(

@@ -220,25 +220,44 @@ async def test_a_gateway_that_takes_over_goes_on_in_the_same_trace(house: House,
     await until_answered(house.url("gateway-1"))
     trace_id = new_trace()
     headers = {"traceparent": f"00-{trace_id}-{CLIENT}-01", "x-ryzanstein-background": "60"}
-    body = {"model": "stub", "prompt": "x", "max_tokens": 2000, "seed": 1, "stream": True}
+    body = {"model": "stub", "prompt": "x", "max_tokens": 8000, "seed": 1, "stream": True}
     async with (
         httpx.AsyncClient(base_url=house.url("gateway-1"), trust_env=False, timeout=60) as http,
         http.stream("POST", "/v1/completions", json=body, headers=headers) as answer,
     ):
         assert answer.status_code == 200
+        events = (line async for line in answer.aiter_lines() if line.startswith("data: {"))
+        public_id = json.loads((await anext(events)).removeprefix("data: "))["id"]
         first = await spans_of(received, trace_id, "send intake.interactive", "prefill")
         house.kill("gateway-1")
         with contextlib.suppress(httpx.TransportError):
-            await answer.aread()
-    lost = house.group("executor-0")
+            async for _ in events:
+                pass
     assert "text_completion stub" not in first, "its span is lost with the gateway"
     original = first["send intake.interactive"].parent_id
     await until(lambda: '"event": "generation_adopted"' in house.logs("gateway-0.log"))
-    os.kill(lost.ranks[0].pid, signal.SIGKILL)
-    spans = await spans_of(
-        received, trace_id, "resume stub", "send intake.recovery", "process intake.recovery"
-    )
+    os.kill(house.group("executor-0").ranks[0].pid, signal.SIGKILL)
+    await spans_of(received, trace_id, "send intake.recovery", "process intake.recovery")
+    async with httpx.AsyncClient(base_url=house.url("gateway-0"), trust_env=False, timeout=60) as http:
+        assert (await http.delete(f"/v1/generations/{public_id}")).json()["cancelled"]
+    spans = await spans_of(received, trace_id, "resume stub")
     resumed = spans["resume stub"]
     assert (resumed.parent_id, resumed.links) == (original, [(trace_id, original)])
     assert spans["send intake.recovery"].parent_id == resumed.span_id
-    assert resumed.attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert resumed.attributes["gen_ai.response.finish_reasons"] == ["cancelled"]
+
+
+async def test_a_collector_that_stands_still_slows_nobody(house: House, received: Collector) -> None:
+    """Requests are answered meanwhile, and a service ends within its time."""
+    await house.start("gateway-2", "services.gateway", "--port", "0")
+    await until_answered(house.url("gateway-2"))
+    received.answering.clear()
+    try:
+        async with httpx.AsyncClient(base_url=house.url("gateway-2"), trust_env=False, timeout=60) as http:
+            body = {"model": "stub", "prompt": "x", "max_tokens": 2}
+            answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(20)))
+            assert {answer.status_code for answer in answers} == {200}
+        assert await house.processes["gateway-2"].end() == 0, "within the 30 s that it is given"
+    finally:
+        received.answering.set()
+    assert '"event": "spans_lost"' in house.logs("gateway-2.log")
