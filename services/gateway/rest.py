@@ -101,11 +101,10 @@ async def stream(run: Run, send: Send, request_id: str) -> None:
 
 
 def log_failure(error: Exception) -> None:
-    """A fault of ours with its stack trace, anything else as a line. What is wrong with a request is named and not
-    quoted: the words that say so may have some of the client's."""
+    """A fault of ours with its stack trace, anything else as a line. What is wrong with a request has a code
+    here: the words that say so, and the field's name, may be the client's."""
     if isinstance(error, InvalidRequest):
-        reason = getattr(error, "reason", "") or error.code
-        log.info("request_refused", code=error.code, reason=reason, param=(error.param or "")[:64])
+        log.info("request_refused", code=error.code, reason=getattr(error, "reason", "") or error.code)
     elif isinstance(error, RyzansteinError):
         fault = isinstance(error, InternalError)
         log.log(

@@ -113,11 +113,13 @@ async def test_no_prompt_is_in_any_log(house: House, received: Collector) -> Non
         os.kill(house.group("executor-0").ranks[0].pid, signal.SIGKILL)
         assert (await lost).status_code == 200
     assert statuses == {200, 400}
-    body = {"model": "stub", "prompt": MARK, "max_tokens": 2}
     async with websockets.connect(f"ws{url.removeprefix('http')}/v1/stream") as socket:
-        for request in (body, {**body, "temperature": MARK}):
-            told = {"type": "generate", "id": "a", "endpoint": "completions", "request": request}
-            await socket.send(json.dumps(told))
+        for path, body in BODIES:
+            endpoint = path.removeprefix("/v1/").replace("/", ".")
+            request = {"model": "stub"} | body | {"stream": True}
+            await socket.send(
+                json.dumps({"type": "generate", "id": "a", "endpoint": endpoint, "request": request})
+            )
             while json.loads(await socket.recv())["type"] not in ("done", "error"):
                 pass
         await socket.send(json.dumps({"type": MARK}))
