@@ -33,8 +33,9 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.text.tokenization import StubTokenizer
 from shared.http_server import HttpServer, bind
 from shared.lifecycle import tame_collector
+from shared.logs import configure_logging
 from shared.messages import ModelCard, TokenEntry
-from shared.telemetry import Health, OpsApp, configure_logging
+from shared.telemetry import Health, OpsApp
 
 FRAME = 3
 """Tokens of an answer that come at a time."""

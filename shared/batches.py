@@ -110,6 +110,8 @@ class BatchJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the request under its idempotency key: another request under the same key is a mistake."""
     key: str = ""
     """Id of the API key that it came under, whose limits its lines keep; empty: none."""
+    traceparent: str = ""
+    """Of the span that created it, where that was sampled: the traces of its lines link to it."""
 
 
 class LineResult(msgspec.Struct, frozen=True, array_like=True):

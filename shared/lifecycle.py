@@ -23,14 +23,15 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from shared import subjects
+from shared import subjects, tracing
 from shared.bus import Bus
 from shared.config import CommonSettings, SettingsT, parse_settings
 from shared.errors import RyzansteinError
 from shared.http_server import HttpServer, bind
-from shared.messages import GroupBeat, Heartbeat, ServiceName, ServiceStatus
+from shared.logs import LEVELS, Change, configure_logging, level, set_level
+from shared.messages import GroupBeat, Heartbeat, LogLevel, ServiceName, ServiceStatus, SetLogLevel
 from shared.metrics import Reconnections
-from shared.telemetry import Health, OpsApp, StateCollector, configure_logging, new_registry
+from shared.telemetry import Health, OpsApp, SpanCollector, StateCollector, new_registry
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +48,9 @@ class Service(abc.ABC):
     name: ClassVar[ServiceName]
     changes_streams: ClassVar[bool] = False
     """Whether it gives the streams the limits of its settings: one service decides, and may."""
+
+    traces: ClassVar[bool] = False
+    """Whether it has spans to record, where tracing is on."""
 
     def __init__(self, settings: CommonSettings) -> None:
         self.settings = settings
@@ -99,6 +103,14 @@ class Service(abc.ABC):
     def group_beat(self) -> GroupBeat | None:
         """What the heartbeat says of a group; executors answer."""
         return None
+
+    def log_fields(self) -> dict[str, object]:
+        """What every line of the log carries, beside service and instance."""
+        return {}
+
+    def on_log_level(self, change: Change) -> None:
+        """The operator wants another level; this process has it already."""
+        return
 
     def make_app(self) -> Any:
         """The ASGI application on the service's HTTP port."""
@@ -156,7 +168,20 @@ class Service(abc.ABC):
         await self._bus.ensure_streams(change=self.changes_streams)
         self.registry.register(Reconnections(self._bus))
         self.spawn(self._beat(), "heartbeat")
+        control = subjects.service_control(self.name, self.instance)
+        await self._bus.subscribe(control, SetLogLevel, self._on_log_level)
         await self.start()
+
+    async def _on_log_level(self, wanted: SetLogLevel) -> LogLevel:
+        error = ""
+        if wanted.level in (*LEVELS, "usual"):
+            name = "" if wanted.level == "usual" else wanted.level
+            self.on_log_level(set_level(name, max(0.0, wanted.seconds)))
+            log.warning("log_level_changed", level=level().name, seconds=wanted.seconds)
+        elif wanted.level:
+            error = f"There is no level {wanted.level[:32]!r}; it is one of {', '.join(LEVELS)}, usual."
+        now = level()
+        return LogLevel(now.name, now.usual, now.until, error)
 
     async def _until_ended(self, starting: asyncio.Task[None]) -> bool:
         """Waits for `starting`, or for the end of the service: then it is cancelled.
@@ -277,8 +302,14 @@ def main(
         service = service_type(parse_settings(settings_type, command, given))
         settings = service.settings
         service.owns_process = True
-        configure_logging(service.name, service.instance, level=settings.log_level, fmt=settings.log_format)
-        await _run_with_signals(service)
+        level, fmt, about = settings.log_level, settings.log_format, service.log_fields()
+        configure_logging(service.name, service.instance, level=level, fmt=fmt, about=about)
+        if service.traces and tracing.configure(service.name, service.instance):
+            service.registry.register(SpanCollector())
+        try:
+            await _run_with_signals(service)
+        finally:
+            tracing.close()
 
     try:
         uvloop.run(live())

@@ -89,6 +89,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the output is expected to be: drafts are taken from it. Changes how fast it comes and nothing else."""
     embed: bool = False
     """The prompt's vector is wanted and no output: `max_tokens` is 1, and the only entry has a `vector`."""
+    traceparent: str = ""
+    """W3C Trace Context of the span that this came from, where the request is sampled; empty: nobody traces it."""
+    tracestate: str = ""
 
 
 # --- dispatch and control (scheduler or gateway → leader) ----------------------------------------
@@ -258,6 +261,26 @@ class GroupBeat(msgspec.Struct, frozen=True):
     message: str = ""
     """Why the group is not ready, where there is something to say."""
     work: GroupWork = GroupWork()
+
+
+class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """To one instance of a service: what it shall log from now on. Its ranks do as it does."""
+
+    level: str = ""
+    """debug, info, warning or error; empty: as it stands, this only asks; `usual`: as its settings say."""
+    seconds: float = 0.0
+    """For how long; 0: until it is changed again."""
+
+
+class LogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to `SetLogLevel`."""
+
+    level: str
+    usual: str
+    """As the settings say."""
+    until: float = 0.0
+    """Unix seconds at which it is `usual` again; 0: it stays."""
+    error: str = ""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -37,9 +37,12 @@ class Rights(NamedTuple):
 def rights(user: User) -> Rights:
     """The rights of `user`."""
     publish, subscribe = _TABLE[user]
-    common = (f"health.beats.{user}.*", *map(_create, _STREAMS)) if user in get_args(ServiceName) else ()
     inbox = f"{inbox_of(user)}.>"
-    return Rights((*common, *publish), (inbox, "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*", *subscribe))
+    heard = (inbox, "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*", *subscribe)
+    if user not in get_args(ServiceName):
+        return Rights(publish, heard)
+    said = (f"health.beats.{user}.*", *_answers("operator"), *map(_create, _STREAMS), *publish)
+    return Rights(said, (f"services.{user}.*", *heard))
 
 
 def inbox_of(user: str) -> str:
@@ -223,6 +226,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             _ALL_CONTROL,
             _ALL_DEBUG,
+            "services.*.*",
             *map(_create, _STREAMS),
             *map(_change, _STREAMS),
             *(f"{_API}.STREAM.INFO.{stream}" for stream in _STREAMS),

@@ -107,6 +107,11 @@ def beats(service: str, instance: str) -> str:
     return f"health.beats.{escape(service)}.{escape(instance)}"
 
 
+def service_control(service: str, instance: str) -> str:
+    """Where the operator asks something of one instance."""
+    return f"services.{escape(service)}.{escape(instance)}"
+
+
 def connection(service: str, instance: str, part: str = "") -> str:
     """Name of a process's connection to the broker; `part` where an instance has more than one."""
     return "/".join(filter(None, (service, instance, part)))

@@ -1,48 +1,19 @@
-"""Structured logs, and the /health, /ready and /metrics that every service answers."""
+"""The /health, /ready and /metrics that every service answers."""
 
-import logging
-import sys
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
-import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
-from structlog.typing import Processor
 
-from shared.keys import redact
+from shared import tracing
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-def configure_logging(service: str, instance: str, *, level: str, fmt: str) -> None:
-    """One line per event on standard error, with service, instance and the request id where there is one."""
-    console = fmt == "console" or (fmt == "auto" and sys.stderr.isatty())
-    renderer: Processor = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
-    processors: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    if not console:
-        processors.append(structlog.processors.format_exc_info)
-    structlog.configure(
-        processors=[*processors, renderer, _without_keys],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
-    structlog.contextvars.bind_contextvars(service=service, instance=instance)
-
-
-def _without_keys(logger: object, name: str, line: Any) -> Any:
-    """No API key gets into a log, whatever a client wrote it into: a path, a model's name, an id."""
-    return redact(line) if isinstance(line, str) else line
 
 
 def new_registry() -> CollectorRegistry:
@@ -50,6 +21,18 @@ def new_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry
+
+
+class SpanCollector(Collector):
+    """Spans of this process, by what has become of them; registered where tracing is on."""
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "ryzanstein_tracing_spans", "Spans, by what has become of them.", labels=["outcome"]
+        )
+        for outcome, count in tracing.statistics()._asdict().items():
+            family.add_metric([outcome], count)
+        yield family
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -17,6 +17,7 @@ from services.cli.chat import ChatClient, trust_of
 from services.cli.debug_commands import debug_app
 from services.cli.drain import drain_group, left_of, print_groups, undrain_group
 from services.cli.keys import keys_app
+from services.cli.log_level import log_level
 from services.cli.nats_config_command import nats_config
 from services.cli.prepare import prepare_model
 from services.cli.probe import probe as probe_service
@@ -33,8 +34,8 @@ from services.cli.where import nats_of_stack as _nats_of_stack
 from services.cli.where import no_stack as _no_stack
 from shared.config import load_settings
 from shared.errors import ConfigurationError, DeadlineExceeded, RyzansteinError
+from shared.logs import configure_logging
 from shared.parsers import REASONING_PARSERS, TOOL_PARSERS
-from shared.telemetry import configure_logging
 
 app = typer.Typer(
     name="ryzanstein",
@@ -50,6 +51,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(debug_app, name="debug")
 app.command("nats-config")(nats_config)
 app.command()(sla)
+app.command("log-level")(log_level)
 
 
 @app.command()
@@ -364,7 +366,7 @@ app.add_typer(BatchCommands(_gateway_of_stack, _nats_of_stack).app(), name="batc
 
 def main() -> None:
     """The command: an expected error is one sentence on standard error and exit code 1."""
-    configure_logging("cli", "cli", level="error", fmt="console")
+    configure_logging("cli", "cli", level="error", fmt="console", whole_process=False)
     try:
         app()
     except RyzansteinError as error:

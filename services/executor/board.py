@@ -21,6 +21,8 @@ import msgspec
 from services.executor.debug.recorder import RankRecorder
 from services.executor.figures import GpuRow, Kind, RingFigures, words_of
 from services.executor.progress import Progress
+from services.executor.rank_times import WORDS, RankClock, RankTime
+from shared.logs import Change
 from shared.messages import GroupLoad, RankBeat
 
 _WORD = 8
@@ -52,7 +54,9 @@ class _Header(IntEnum):
     SLOTS = 16
     PLAIN_STEP_NS = 17
     PROMPT_RATE = 18
-    SIZE = 19
+    LOG_LEVEL = 19
+    LOG_UNTIL = 20
+    SIZE = 21
 
 
 class _Rank(IntEnum):
@@ -62,7 +66,9 @@ class _Rank(IntEnum):
     PROGRESS = 3
     LOADED = 4
     TO_LOAD = 5
-    SIZE = 8
+    TRACED = 8
+    """And the words behind it: `rank_times.py`."""
+    SIZE = 16
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -89,6 +95,7 @@ class RankBoard:
         self.recorder = recorder
         self.progress = Progress(words, offset + _Rank.PROGRESS)
         """Counts the layers computed."""
+        self.clock = RankClock(words, offset + _Rank.TRACED)
         words[offset + _Rank.PID] = os.getpid()
 
     def begin(self, step: int) -> None:
@@ -188,6 +195,17 @@ class RingBoard:
         if len(row) == _Rank.SIZE:
             self._words[self._row(rank) : self._row(rank) + _Rank.SIZE] = memoryview(array("q", row))
 
+    # --- written by the orchestrator -------------------------------------------------------------
+
+    def set_log_level(self, change: Change) -> None:
+        """What the ranks log from now on."""
+        self._words[_Header.LOG_UNTIL] = round(change.until)
+        self._words[_Header.LOG_LEVEL] = change.number
+
+    def log_level(self) -> Change:
+        """Read by the ranks."""
+        return Change(self._words[_Header.LOG_LEVEL], float(self._words[_Header.LOG_UNTIL]))
+
     # --- read by the orchestrator ----------------------------------------------------------------
 
     @property
@@ -247,6 +265,11 @@ class RingBoard:
                     RankBeat(rank, row[_Rank.PID], finished, row[_Rank.PROGRESS], in_flight=begun > finished)
                 )
         return found
+
+    def times(self) -> list[RankTime]:
+        """What each rank has spent on traced steps."""
+        first = (self._row(rank) + _Rank.TRACED for rank in range(self._ranks))
+        return [RankTime(*self._words[word : word + WORDS]) for word in first]
 
     @staticmethod
     def _row(rank: int) -> int:

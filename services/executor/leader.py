@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
+from services.executor.attempts import Attempts, ids_of
 from services.executor.board import RingBoard, RingState
 from services.executor.debug.leader_side import LeaderDebug
 from services.executor.engine.admission import BatchSettings
@@ -55,7 +56,6 @@ from shared.messages import (
     GroupLoad,
     ModelCard,
     Refusal,
-    TokenEntry,
     TokenFrame,
 )
 from shared.stores import Bucket, ObjectStore
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from services.executor.rank import Orchestrator
 
 log = structlog.get_logger(__name__)
+
 
 LOOP_BEAT_INTERVAL = 0.5
 
@@ -95,6 +96,7 @@ class Leader:
         self._pace = Pace()
         self._recent = RecentFrames()
         self._gathering = Gathering()
+        self._attempts = Attempts(spec.group, spec.epoch, board.times)
         self._grammars = GrammarWork()
         self._masks = 0.0
         """Seconds that the last step has spent on beginning masks."""
@@ -169,21 +171,15 @@ class Leader:
         accepted: list[str] = []
         refused: list[Refusal] = []
         for request in batch.requests:
+            repeated = self._batcher.knows(request)
             refusal = self._add(request)
+            self._attempts.taken(request, refusal, repeated=repeated)
             if refusal is None:
                 accepted.append(request.generation_id)
                 if request.grammar is not None:
                     self._grammars.compile(request, self._on_compiled)
             else:
                 refused.append(refusal)
-            log.info(
-                "refused" if refusal else "accepted",
-                request_id=request.request_id,
-                generation_id=request.generation_id,
-                attempt=request.attempt,
-                prompt_tokens=len(request.prompt),
-                reason=refusal.code if refusal else "",
-            )
         self._debug.arrived(batch.requests)
         self._gathering.add(acknowledgements(batch.requests, set(accepted)))
         await self._tell()
@@ -281,9 +277,14 @@ class Leader:
                 continue
             plan, rows = scheduled
             self._debug.planned(plan)
+            traces = self._attempts.traces or None
+            if traces is not None:
+                plan = traces.begin_step(plan, self._batcher.under_way)
             began = time.perf_counter_ns()
             entries = await self._execute(plan, rows)
             taken = time.perf_counter_ns() - began
+            if traces is not None:
+                traces.end_step(taken / 1e9)
             computed = prompt_tokens(plan, rows)
             self._debug.took(plan, rows, taken / 1e9, computed, self._pace.expected(computed), self._masks)
             self._pace.observe(taken / 1e9, computed)
@@ -304,13 +305,13 @@ class Leader:
         try:
             sampled: list[SampledToken] = await computing
         except BadLogits as error:
-            log.error("bad_logits", error=str(error))
+            log.error("bad_logits", error=str(error), generations=ids_of(rows, error.rows))
             return self._batcher.fail_step(error, error.rows)
         except GrammarFailed as error:
-            log.warning("grammar_failed", error=str(error))
+            log.warning("grammar_failed", code=error.code, generations=ids_of(rows, error.rows))
             return self._batcher.fail_step(error, error.rows)
         except RestoreFailed as error:
-            log.warning("restore_failed", error=str(error))
+            log.warning("restore_failed", error=str(error), generations=ids_of(rows))
             return self._batcher.fail_restores(error.slots)
         pooled = self._engine.pooled() if plan.pools else None
         return self._batcher.update(sampled, time.perf_counter() - began, pooled)
@@ -341,7 +342,7 @@ class Leader:
             await self._publish_frame(consumer, frame)
             for entry in of_consumer:
                 if entry.finish:
-                    self._log_end(entry)
+                    self._attempts.ended(entry)
 
     async def _publish_frame(self, consumer: str, frame: TokenFrame) -> None:
         try:
@@ -361,15 +362,6 @@ class Leader:
         """Publishes again what may have been lost on its way; readers drop what they know."""
         for consumer, frame in self._recent:
             await self._publish_frame(consumer, frame)
-
-    def _log_end(self, entry: TokenEntry) -> None:
-        log.info(
-            "finished",
-            generation_id=entry.generation_id,
-            reason=entry.finish,
-            output_tokens=entry.position + len(entry.tokens),
-            error=entry.error,
-        )
 
     async def _hand_back(self) -> None:
         """Ends what has not finished with an error that another ring's attempt makes good."""

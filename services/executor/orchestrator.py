@@ -21,6 +21,7 @@ from services.executor.ring_watch import RingWatch
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError, RingLost, error_from_code
 from shared.lifecycle import Service
+from shared.logs import Change
 from shared.messages import GroupBeat, GroupLoad, GroupWork, ServiceName
 from shared.telemetry import Health
 
@@ -51,6 +52,7 @@ class ExecutorService(Service):
         self._nodes = NodesHead(settings) if settings.nnodes > 1 else None
         self._ring: Ring | None = None
         self._message = ""
+        self._log_level = Change()
         self._epoch = 0
         """Of the ring that is up, else of the last one: its end is told under its own epoch."""
         self._was_ready = False
@@ -94,6 +96,15 @@ class ExecutorService(Service):
     def _whose(self) -> Group:
         return Group(self.group, self._model, self.instance, self._message)
 
+    def log_fields(self) -> dict[str, object]:
+        return {"group": self.group}
+
+    def on_log_level(self, change: Change) -> None:
+        """Rings that start later have it, too."""
+        self._log_level = change
+        if self._ring is not None:
+            self._ring.board.set_log_level(change)
+
     @property
     def _drain_limit(self) -> float:
         """Seconds in which a drained ring must be gone: its grace time, and some to leave."""
@@ -107,6 +118,7 @@ class ExecutorService(Service):
                 return
             self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
             ring = Ring(self._executor_settings, self.group, self.instance, self._epoch, self._nodes)
+            ring.board.set_log_level(self._log_level)
             began = time.monotonic()
             try:
                 end = await self._live(ring)

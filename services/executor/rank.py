@@ -19,9 +19,12 @@ from services.executor.board import RingBoard
 from services.executor.debug.rank_side import PREFIX, RankDesk
 from services.executor.ring import Failed, RankEvent, RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
+from shared import tracing
 from shared.debugging import LeaderDump
 from shared.errors import InternalError, RyzansteinError
-from shared.telemetry import configure_logging
+from shared.logs import configure_logging
+from shared.logs import follow as follow_level
+from shared.tracing import Attributes
 
 log = structlog.get_logger(__name__)
 
@@ -77,10 +80,16 @@ def main() -> int:
     settings = ExecutorSettings.model_validate(spec.settings)
     desk = RankDesk(spec)
     orchestrator.attach(desk)
-    configure_logging("executor", spec.instance, level=settings.log_level, fmt=settings.log_format)
-    structlog.contextvars.bind_contextvars(rank=spec.rank, epoch=spec.epoch)
+    configure_logging(
+        "executor",
+        spec.instance,
+        level=settings.log_level,
+        fmt=settings.log_format,
+        about={"group": spec.group, "rank": spec.rank, "epoch": spec.epoch},
+    )
     board = RingBoard(Path(spec.board), spec.world_size)
     board.record(desk.recorder)
+    follow_level(board.log_level)
     try:
         if spec.rank == 0:
             _lead(settings, spec, board, orchestrator)
@@ -94,6 +103,8 @@ def main() -> int:
         message = f"Rank {spec.rank} of group {spec.group} failed: {type(error).__name__}: {error}."
         orchestrator.send(Failed(InternalError.code, message))
         return 1
+    finally:
+        tracing.close()  # last: a collector that is away must not keep anybody waiting for what was said before
     return 0
 
 
@@ -101,6 +112,12 @@ def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestr
     from services.executor.engine.factory import make_engine
     from services.executor.leader import Leader
 
+    about: Attributes = {
+        "ryzanstein.group": spec.group,
+        "ryzanstein.rank": spec.rank,
+        "ryzanstein.epoch": spec.epoch,
+    }
+    tracing.configure("executor", spec.instance, about)
     engine = make_engine(settings, spec, board, orchestrator.send)
     orchestrator.listen()
     leader = Leader(settings, spec, board, engine, orchestrator)

@@ -31,7 +31,9 @@ from services.gateway.rest_generations import GenerationRoute, GenerationStreamR
 from services.gateway.settings import GatewaySettings
 from services.gateway.stored_chats.routes import chat_routes
 from services.gateway.tokenizing import TokenizerRoute
+from services.gateway.traces.http import begin_request, end_request
 from services.gateway.websocket import StreamSocket
+from shared import tracing
 from shared.errors import InvalidRequest
 from shared.telemetry import OpsApp, Receive, Scope, Send
 
@@ -102,8 +104,17 @@ class GatewayApp:
             await self._ops(scope, receive, send)
             return
         # Counted from here on: what a connection brought before it was closed to more is answered.
+        answer = self._traced if tracing.on() and scope["type"] == "http" else self._exchange
         with self._backend.active() if scope["type"] == "http" else contextlib.nullcontext():
-            await self._exchange(scope, receive, _Exchange(scope, send))
+            await answer(scope, receive, _Exchange(scope, send))
+
+    async def _traced(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
+        span = begin_request(scope)
+        try:
+            with tracing.active(span):
+                await self._exchange(scope, receive, exchange)
+        finally:
+            end_request(span, scope, exchange.status, _route(scope))
 
     async def _exchange(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
         try:
@@ -132,7 +143,7 @@ class GatewayApp:
         log.info(
             "request",
             method=scope["method"],
-            path=scope["path"],
+            path=scope["path"][:256],
             status=exchange.status,
             model=model,
             milliseconds=round(seconds * 1000, 1),

@@ -18,7 +18,7 @@ from services.gateway.requests.build import Context
 from services.gateway.requests.intake import Endpoint
 from services.gateway.requests.validation import check_background, check_idempotency_key, check_session_id
 from services.gateway.settings import GatewaySettings
-from shared.errors import InternalError, RyzansteinError
+from shared.errors import InternalError, InvalidRequest, RyzansteinError
 from shared.messages import ModelCard
 from shared.telemetry import Receive, Scope, Send
 
@@ -101,8 +101,11 @@ async def stream(run: Run, send: Send, request_id: str) -> None:
 
 
 def log_failure(error: Exception) -> None:
-    """A fault of ours with its stack trace, anything else as a line."""
-    if isinstance(error, RyzansteinError):
+    """A fault of ours with its stack trace, anything else as a line. What is wrong with a request has a code
+    here: the words that say so, and the field's name, may be the client's."""
+    if isinstance(error, InvalidRequest):
+        log.info("request_refused", code=error.code, reason=getattr(error, "reason", "") or error.code)
+    elif isinstance(error, RyzansteinError):
         fault = isinstance(error, InternalError)
         log.log(
             logging.ERROR if fault else logging.INFO, "generation_failed", code=error.code, error=str(error)

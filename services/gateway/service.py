@@ -32,6 +32,7 @@ class GatewayService(Service):
 
     name: ClassVar[ServiceName] = "gateway"
     changes_streams: ClassVar[bool] = True
+    traces: ClassVar[bool] = True
     settings: GatewaySettings
 
     def __init__(self, settings: GatewaySettings) -> None:

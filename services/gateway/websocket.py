@@ -22,7 +22,8 @@ Every message is one JSON object in a text frame (binary frames with the same co
   `position` is where its reader stands, see `cursor.py`: a number, or an array with one for each choice. Of a
   response it is the number of the event.
 - `attach` goes on with a generation of any connection or gateway behind `position`; without it, from the
-  beginning. `generate` takes `idempotency_key`, `background` (seconds) and, with a key, `position`.
+  beginning. `generate` takes `idempotency_key`, `background` (seconds) and, with a key, `position`; both take
+  `traceparent` and `tracestate`.
 - Each generation ends with exactly one `done` or `error`; after it its id is free again. `error` is
   OpenAI's error object. An error with `id` null is about a message that could not be understood. The
   connection stays open after any error.
@@ -58,8 +59,11 @@ from services.gateway.requests.validation import (
 )
 from services.gateway.rest import log_failure
 from services.gateway.settings import GatewaySettings
+from services.gateway.traces.http import begin_message, handshake_context
+from shared import tracing
 from shared.errors import QueueFull
 from shared.telemetry import Receive, Scope, Send
+from shared.tracing import Span, TraceContext
 
 log = structlog.get_logger(__name__)
 
@@ -80,6 +84,9 @@ class ClientMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     position: int | list[int] | None = None
     idempotency_key: str | None = None
     background: float | None = None
+    traceparent: Any = None
+    """W3C Trace Context of this generation; what is none is ignored, as the handshake's header is."""
+    tracestate: Any = None
 
 
 _decoder = msgspec.json.Decoder(ClientMessage)
@@ -103,7 +110,9 @@ class StreamSocket:
             principal=scope["state"]["principal"],
         )
         await socket.accept()
-        await _Connection(socket, self._backend, context, self._settings, self._metrics).serve()
+        connection = _Connection(socket, self._backend, context, self._settings, self._metrics)
+        connection.handshake = handshake_context(scope)
+        await connection.serve()
 
 
 class _Account:
@@ -148,6 +157,8 @@ class _Connection:
         self._mailboxes: dict[str, Mailbox | None] = {}
         """Unfinished generations by the client's name; None until the request is prepared."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self.handshake: TraceContext | None = None
+        """The trace that the handshake names."""
 
     async def serve(self) -> None:
         """Until the client closes."""
@@ -227,7 +238,7 @@ class _Connection:
         last: dict[str, Any] = {"type": "done", "id": message.id}
         account = _Account(self._metrics)
         try:
-            with self._backend.active():
+            with self._backend.active(), self._span(message) as span, tracing.active(span):
                 await self._run(message, account)
             account.status = 200
         except _Cancelled:
@@ -244,6 +255,11 @@ class _Connection:
                 account.close()
         with contextlib.suppress(WebSocketDisconnect):
             await self._send(_encode(last))
+
+    def _span(self, message: ClientMessage) -> Span:
+        if not tracing.on():
+            return tracing.NONE
+        return begin_message(message, self.handshake, self._context.request_id)
 
     async def _run(self, message: ClientMessage, account: "_Account") -> None:
         run = await self._prepare(message)

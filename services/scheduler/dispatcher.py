@@ -40,6 +40,11 @@ class RawBatch(msgspec.Struct, frozen=True):
     epoch: int
 
 
+def _sent(item: WaitingRequest, group: str, batch: int) -> msgspec.Raw:
+    """`item` as the leader of `group` gets it."""
+    return msgspec.Raw(item.trace.sent(item.raw, group, item.reason, batch))
+
+
 class Outcome(Protocol):
     """What becomes of dispatched requests."""
 
@@ -153,7 +158,7 @@ class Dispatcher:
             began = loop.time()
             reply = await self._bus.request(
                 subjects.dispatch(group.name),
-                RawBatch([msgspec.Raw(item.raw) for item in batch], group.epoch),
+                RawBatch([_sent(item, group.name, len(batch)) for item in batch], group.epoch),
                 DispatchReply,
                 timeout=self._timeout,
             )
@@ -205,7 +210,9 @@ class Dispatcher:
                 self._metrics.refusals.labels(code_label(refusal.code)).inc()
                 self._outcome.rejected(item, refusal)
             else:
-                self._metrics.refusals.labels(code_label(refusal.code) if refusal else "unnamed").inc()
+                code = code_label(refusal.code) if refusal else "unnamed"
+                self._metrics.refusals.labels(code).inc()
+                item.trace.refused(code)
                 again.append(item)
         if again:
             self._table.refused(group, asyncio.get_running_loop().time())
@@ -219,6 +226,7 @@ class Dispatcher:
         self._table.timed_out(group, asyncio.get_running_loop().time())
         for item in batch:
             item.asked = group.name
+            item.trace.refused("no_answer")
             self._table.release(group, item.tokens)
             self._outcome.returned(item)
         self._give_back(group.name)

@@ -36,7 +36,15 @@ class Endings:
 
     def fail(self, item: WaitingRequest, code: str, message: str, *, retryable: bool) -> None:
         """Ends the generation with an error."""
-        log.info("generation_ended", request_id=item.request_id, generation_id=item.generation_id, code=code)
+        log.info(
+            "generation_ended",
+            request_id=item.request_id,
+            generation_id=item.generation_id,
+            attempt=item.attempt,
+            code=code,
+            **item.trace.ids,
+        )
+        item.trace.ended(code)
         self._metrics.ended.labels(code_label(code)).inc()
         entry = TokenEntry(
             item.generation_id,
@@ -52,13 +60,21 @@ class Endings:
 
     def cancel(self, item: WaitingRequest) -> None:
         """Ends the generation as its client wished."""
-        log.info("generation_cancelled", request_id=item.request_id, generation_id=item.generation_id)
+        log.info(
+            "generation_cancelled",
+            request_id=item.request_id,
+            generation_id=item.generation_id,
+            attempt=item.attempt,
+            **item.trace.ids,
+        )
+        item.trace.ended("cancelled")
         self._metrics.ended.labels("cancelled").inc()
         entry = TokenEntry(item.generation_id, item.attempt, item.position, [], finish="cancelled")
         self._due.put_nowait((item, entry))
 
     def settle(self, item: WaitingRequest) -> None:
         """Acknowledges the request without a word: a ring has it, or a newer attempt took its place."""
+        item.trace.ended("settled")
         self._due.put_nowait((item, None))
 
     async def run(self) -> None:
@@ -115,6 +131,12 @@ class Endings:
         try:
             await item.delivery.ack()
         except BROKER_ERRORS as error:
-            log.debug("not_acknowledged", generation_id=item.generation_id, error=reason_of(error))
+            log.debug(
+                "not_acknowledged",
+                request_id=item.request_id,
+                generation_id=item.generation_id,
+                attempt=item.attempt,
+                error=reason_of(error),
+            )
             return False
         return True

@@ -28,6 +28,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.settings import SchedulerSettings
+from services.scheduler.traces import trace_of
 from services.scheduler.waiting import WaitingRequest
 from shared import subjects
 from shared.broker_errors import BROKER_ERRORS, reason_of, translated
@@ -335,5 +336,8 @@ class Intake:
             arrived=now,
             published=metadata.timestamp.timestamp(),
         )
+        if request.traceparent:
+            item.trace = trace_of(request, pull.lane, metadata.num_delivered)
         if not self._admit(item, crowded=2 * pull.held > pull.limit):
+            item.trace.ended("deferred")
             await self._defer(delivery)

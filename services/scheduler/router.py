@@ -203,6 +203,7 @@ class Router:
             return False
         self._queue.take(item)
         item.decided = now
+        item.trace.chosen()
         self._commit(item, key, decision, pin)
         return True
 
@@ -242,7 +243,12 @@ class Router:
                 asyncio.get_running_loop().time(),
             )
         except Exception:
-            log.exception("placing_failed", generation_id=item.generation_id)
+            log.exception(
+                "placing_failed",
+                request_id=item.request_id,
+                generation_id=item.generation_id,
+                attempt=item.attempt,
+            )
             self._table.release(decision.group, item.tokens)
             asyncio.get_running_loop().call_later(FAULT_PAUSE, self.returned, item)
             return
@@ -262,6 +268,7 @@ class Router:
 
     def _send(self, item: WaitingRequest, decision: Decision) -> None:
         self._metrics.placements.labels(decision.reason).inc()
+        item.reason = decision.reason
         if decision.reason == "pinned":
             self._metrics.pins.labels("hit").inc()
         self._dispatcher.add(decision.group, item)
@@ -270,6 +277,7 @@ class Router:
 
     def accepted(self, item: WaitingRequest, group: str, epoch: int) -> None:
         self._memory.taken(item.generation_id, Holder(item.attempt, group, epoch))
+        item.trace.accepted(epoch)
         self._endings.settle(item)
         self._metrics.groups.dispatched(group)
         self._metrics.queue_seconds.observe(asyncio.get_running_loop().time() - item.arrived)
@@ -278,7 +286,9 @@ class Router:
             request_id=item.request_id,
             generation_id=item.generation_id,
             group=group,
+            epoch=epoch,
             attempt=item.attempt,
+            **item.trace.ids,
         )
         if self._memory.cancelled(item.generation_id):
             self._spawn(self._forward_cancel(group, [item.generation_id]))
@@ -288,6 +298,7 @@ class Router:
 
     def returned(self, item: WaitingRequest) -> None:
         """A request comes back: it waits again, in its old place."""
+        item.trace.returned()
         if self._memory.cancelled(item.generation_id):
             self._endings.cancel(item)
         else:
@@ -321,7 +332,14 @@ class Router:
 
     def _let_go(self, item: WaitingRequest) -> None:
         """We have been silent for so long that the broker has given the request to another scheduler."""
-        log.warning("request_lost", request_id=item.request_id, generation_id=item.generation_id)
+        log.warning(
+            "request_lost",
+            request_id=item.request_id,
+            generation_id=item.generation_id,
+            attempt=item.attempt,
+            **item.trace.ids,
+        )
+        item.trace.ended("lost")
         self._metrics.lost.inc()
         item.delivery.drop()
 

@@ -28,6 +28,7 @@ class SchedulerService(Service):
     """Places requests on groups. Several run side by side; what they must agree on lies in NATS."""
 
     name = "scheduler"
+    traces = True
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)

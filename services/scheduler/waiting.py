@@ -6,6 +6,7 @@ from typing import Protocol
 
 from services.scheduler.costs import cost
 from services.scheduler.prefixes import Prefix, prefixes
+from services.scheduler.traces import UNTRACED, RequestTrace
 from shared.messages import GenerationRequest, Lane
 
 PATIENCE = 600.0
@@ -66,6 +67,9 @@ class WaitingRequest:
     """Monotonic seconds."""
     decided: float = 0.0
     """Monotonic seconds at which a group was last chosen."""
+    trace: RequestTrace = UNTRACED
+    reason: str = ""
+    """Why the group that it was last sent to."""
     asked: str = ""
     """Group that was sent the request and has not answered: it may have it all the same."""
 

@@ -60,7 +60,7 @@ class LeaderDebug:
 
     def planned(self, plan: StepPlan) -> None:
         """The step is about to be executed."""
-        ids = [sequence.request.generation_id for sequence in self._batcher.under_way()]
+        ids = [sequence.request.generation_id for sequence in self._batcher.sequences_under_way()]
         self._plans.add(plan, ids, self._block_size)
 
     def took(

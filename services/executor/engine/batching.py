@@ -30,7 +30,7 @@ from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.drafting import Drafter
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.plan_builder import NO_STEP, Row, Step, build_plan, in_order, rows_of
+from services.executor.engine.plan_builder import NO_STEP, Chunk, Row, Step, build_plan, in_order, rows_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState, StageTimes
@@ -105,7 +105,7 @@ class ContinuousBatcher:
         A repeat of an attempt, or an attempt older than the known one, is accepted and ignored. A
         newer attempt takes the place of the older, which falls silent.
         """
-        if request.attempt <= self._known_attempt(request.generation_id):
+        if self.knows(request):
             return None
         self._replace(request.generation_id)
         error = admission.malformed(request, self._spec)
@@ -128,6 +128,10 @@ class ContinuousBatcher:
         else:
             self._planner.wait(sequence)
         return None
+
+    def knows(self, request: GenerationRequest) -> bool:
+        """Whether `add` would ignore it: this attempt, or a later one, was taken on before."""
+        return request.attempt <= self._known_attempt(request.generation_id)
 
     def release(self, request: GenerationRequest, grammar: GrammarState | RyzansteinError) -> None:
         """The grammar of `request`, as it was added, has been compiled, or cannot be. Ignored where nobody waits
@@ -267,6 +271,11 @@ class ContinuousBatcher:
         return bool(self._planner.waiting or self._planner.running or self._owed)
 
     @property
+    def under_way(self) -> Seq[Chunk]:
+        """What the step under way computes of each sequence."""
+        return self._under_way.batch
+
+    @property
     def preemptions(self) -> int:
         """Sequences that have had to give up their blocks."""
         return self._planner.preemptions
@@ -288,7 +297,7 @@ class ContinuousBatcher:
             total_blocks=self._spec.total_blocks,
         )
 
-    def under_way(self) -> list[Sequence]:
+    def sequences_under_way(self) -> list[Sequence]:
         """The sequences of the step under way, in the order of its plan."""
         return [chunk.sequence for chunk in in_order(self._under_way.batch)]
 

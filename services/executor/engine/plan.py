@@ -54,6 +54,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     pools: bytes = b""
     """int32 [P, 2]: (first, end) rows of the flat batch whose final hidden states are summed up; none is in two,
     and none is sampled."""
+    traced: bool = False
+    """Whether somebody traces a sequence of the step: each rank notes what it spends on it (`rank_times.py`)."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,6 +6,7 @@ leader   plan ──▶ plan channel ──▶ followers
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
@@ -27,6 +28,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import computes_natively, make_runner
 from services.executor.model.checkpoints import resolve_model
 from services.executor.model.collectives import Collectives
+from services.executor.model.collectives_shm import SharedMemory
 from services.executor.model.loader import context_length, load_config, load_model
 from services.executor.model.pooling import read_pooling
 from services.executor.model.runner import ModelRunner
@@ -36,6 +38,7 @@ from services.executor.plan_channel import PlanReceiver, PlanSender
 from services.executor.ring import RankSpec, Rendezvous, cores_of, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
+from shared.logs import adopt_loggers
 from shared.messages import ModelCard
 
 IDLE_LOOK = 0.2
@@ -75,6 +78,7 @@ class RingEngine:
             self._settings, self._spec, self._board, self._directory, device, collectives, progress
         )
         self._said_before = self._member.collectives.busy_seconds
+        self._board.clock.communicating = communication_of(collectives)
         return self._member.engine_spec
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
@@ -91,7 +95,8 @@ class RingEngine:
             with spans.span("send plan"):
                 self._sender.send(plan)
             self._board.recorder.sent()
-            logits = self._member.runner.forward(plan, self._board.progress)
+            forward = partial(self._member.runner.forward, plan, self._board.progress)
+            logits = self._board.clock.run(plan, forward)
             assert logits is not None, "rank 0 gets the logits"
             self._board.recorder.computed()
             self._board.progress.tick()
@@ -120,10 +125,11 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     receiver, collectives = meeting.follow(settings, spec, rendezvous)
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
+    mine.clock.communicating = communication_of(collectives)
     while (plan := _next_plan(receiver)) is not None:
         spans.before_step(plan.step)
         mine.begin(plan.step)
-        member.runner.forward(plan, mine.progress)
+        mine.clock.run(plan, partial(member.runner.forward, plan, mine.progress))
         mine.end(plan.step)
 
 
@@ -153,6 +159,7 @@ class RingMember:
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
+        adopt_loggers()  # of torch and transformers, which are loaded by now
         if device.type == "cuda":
             board.gpu.write(UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes)
         collectives = recorded(collectives, board.recorder)
@@ -199,6 +206,14 @@ class RingMember:
             embedding_size=config.hidden_size,
         )
         return cls(runner, collectives, engine_spec)
+
+
+def communication_of(collectives: Collectives) -> Callable[[], float] | None:
+    """Says how many seconds this rank has spent on `collectives` so far; None where that is not measured: a GPU's
+    are begun by the CPU, and done later."""
+    if isinstance(collectives, SharedMemory):
+        return lambda: collectives.busy_seconds
+    return (lambda: 0.0) if collectives.world_size == 1 else None
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -60,7 +61,7 @@ class StubRing:
         self._board.begin(plan.step)
         try:
             self._sender.send(plan)
-            return self._stub.execute(plan, samples)
+            return self._board.clock.run(plan, partial(self._stub.execute, plan, samples))
         finally:
             self._board.end(plan.step)
 

@@ -78,7 +78,12 @@ class GrammarWork:
         except InvalidGrammar as error:
             return error
         except Exception:  # one request ends, and not the ring
-            log.exception("grammar_not_compiled", generation_id=request.generation_id)
+            log.exception(
+                "grammar_not_compiled",
+                request_id=request.request_id,
+                generation_id=request.generation_id,
+                attempt=request.attempt,
+            )
             return InternalError(
                 "The answer's form could not be compiled by a fault of the executor; report it."
             )

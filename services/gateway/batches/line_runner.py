@@ -20,6 +20,8 @@ from services.gateway.batches.room import backoff, room
 from services.gateway.batches.tally import Tally
 from services.gateway.batches.tasks import end_all
 from services.gateway.requests.build import Context
+from services.gateway.traces.lines import line_span
+from shared import tracing
 from shared.batches import BatchJob, LineResult
 from shared.errors import InternalError, RyzansteinError
 
@@ -94,8 +96,11 @@ class LineRunner:
     # --- one line --------------------------------------------------------------------------------
 
     async def _run(self, job: BatchJob, request: Request, endpoint: LineEndpoint, tally: Tally) -> None:
-        result = await self._result(job, request, endpoint)
-        await self._store(job, result)
+        identity = request_id_of(job.id, request.line)
+        structlog.contextvars.bind_contextvars(request_id=identity, batch=job.id, line=request.line)
+        with line_span(job, request.line, identity) as span, tracing.active(span):
+            result = await self._result(job, request, endpoint)
+            await self._store(job, result)
         if tally.add(result):
             self._parts.metrics.lines.labels("completed" if result.succeeded else "failed").inc()
 
@@ -116,9 +121,9 @@ class LineRunner:
             except RyzansteinError as error:
                 if not error.retryable:
                     return failed(job.id, request.line, request.custom_id, error)
-                log.info("line_delayed", batch=job.id, line=request.line, error=str(error))
+                log.info("line_delayed", error=str(error))
             except Exception:
-                log.exception("line_fault", batch=job.id, line=request.line)
+                log.exception("line_fault")
                 faults += 1
                 if faults >= FAULTS:
                     fault = InternalError("The line failed by a fault of the server.")
@@ -135,6 +140,6 @@ class LineRunner:
                 await self._parts.results.append(job.id, result)
                 return
             except RyzansteinError as error:
-                log.info("result_not_stored", batch=job.id, line=result.line, error=str(error))
+                log.info("result_not_stored", error=str(error))
             await asyncio.sleep(min(2.0, backoff(tries)))
             tries += 1

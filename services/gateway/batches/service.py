@@ -15,6 +15,7 @@ from services.gateway.files.expiry import expiry
 from services.gateway.files.listing import page
 from services.gateway.files.store import Files
 from services.gateway.settings import GatewaySettings
+from shared import tracing
 from shared.batches import BatchJob, ExpiresAfter
 
 
@@ -86,6 +87,7 @@ class Batches:
             output_expires_after=expires,
             fingerprint=(print_ or _fingerprint(wanted)) if key else "",
             key=principal.key,
+            traceparent=tracing.edge().traceparent,
         )
         if await self._jobs.create(job):
             return job

@@ -69,6 +69,7 @@ class Accounts:
         seconds = time.perf_counter() - call.began
         gone = isinstance(error, ClientGone)
         status = 200 if error is None else CLIENT_GONE if gone else status_of(error)
+        structlog.contextvars.bind_contextvars(request_id=call.request_id)  # also where it never began
         if isinstance(error, Exception) and not gone and not isinstance(error, InvalidRequest):
             log_failure(error)
         route = call.headers.path if call.headers.path in self._paths else "other"

@@ -17,6 +17,8 @@ from services.gateway.grpc.headers import Headers, refusal
 from services.gateway.grpc.http2 import Connection
 from services.gateway.readers.mailbox import ClientGone
 from services.gateway.requests.validation import check_request_id
+from services.gateway.traces.rpc import begin_call, end_call
+from shared import tracing
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from shared.http_server import stop_listening
 
@@ -225,6 +227,17 @@ class Peer(asyncio.Protocol):
 
     async def _run(self, call: Call, method: Method) -> None:
         structlog.contextvars.bind_contextvars(request_id=call.request_id)
+        if not tracing.on() or method.public:
+            await self._answer(call, method)
+            return
+        span = begin_call(call)
+        try:
+            with tracing.active(span):
+                await self._answer(call, method)
+        finally:
+            end_call(span, call)
+
+    async def _answer(self, call: Call, method: Method) -> None:
         try:
             await method.answer(call)
         except ClientGone as gone:

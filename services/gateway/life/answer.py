@@ -8,7 +8,7 @@ Its owner decides about it. Times are seconds of a monotonic clock.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -18,6 +18,9 @@ from services.gateway.life.identity import PREFIXES
 from services.gateway.requests.sampling import seed_of_choice
 from shared.messages import GenerationRequest
 from shared.records import GenerationRecord
+
+if TYPE_CHECKING:
+    from services.gateway.traces.answers import AnswerTrace
 
 KEPT = 2.0
 """Seconds that a generation which nobody reads here stays at hand, when it need not."""
@@ -82,6 +85,16 @@ class Answer:
         """What it has taken of its owner's limits, where it began here."""
         self.may_cost = 0
         """Tokens that it may come to."""
+
+    @property
+    def trace(self) -> "AnswerTrace | None":
+        """What is traced of it; None: nothing."""
+        return self.generations[0].trace
+
+    @trace.setter
+    def trace(self, trace: "AnswerTrace | None") -> None:
+        for generation in self.generations:
+            generation.trace = trace
 
     @property
     def identity(self) -> str:

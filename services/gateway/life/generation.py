@@ -9,7 +9,7 @@ attempts are taken as they come, and nothing is decided about it until it is tak
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -17,6 +17,9 @@ from services.gateway.life.decisions import Decision, Limits
 from services.gateway.life.token_stream import TokenStream
 from shared.errors import RingLost, RyzansteinError, Unavailable, error_from_code
 from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
+
+if TYPE_CHECKING:
+    from services.gateway.traces.answers import AnswerTrace
 
 State = Literal[
     "received", "queued", "dispatched", "running", "recovering", "finished", "failed", "cancelled"
@@ -60,6 +63,7 @@ class Generation:
         "state",
         "stream",
         "tokens",
+        "trace",
         "vector",
     )
 
@@ -107,6 +111,8 @@ class Generation:
         self.last_progress = now
         self.ends_at = now + limits.whole if limits.whole and request.lane != "batch" else float("inf")
         """By when it has to be over."""
+        self.trace: AnswerTrace | None = None
+        """What is traced of it; None: nothing. Decides nothing."""
         self._stall = limits.stall
         self._gap_replays = 0
         self._behind = False

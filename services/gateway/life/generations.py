@@ -4,8 +4,9 @@ import asyncio
 import functools
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import structlog
 
 from services.gateway.life.cancellations import Cancellations
@@ -14,10 +15,12 @@ from services.gateway.life.decisions import Decision
 from services.gateway.life.generation import Generation
 from services.gateway.life.losses import Losses
 from services.gateway.life.queued import QueuedRequests
+from services.gateway.life.rings import Rings, idle
 from services.gateway.life.sources import Sources
 from services.gateway.life.suspects import Suspects
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
+from services.gateway.traces.answers import taken_over
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import (
@@ -29,29 +32,15 @@ from shared.errors import (
     RyzansteinError,
 )
 from shared.messages import FinishReason, GenerationRequest, GroupEvent, TokenEntry, TokenFrame
+from shared.tracing import NONE
 
 log = structlog.get_logger(__name__)
 
 SWEEP_INTERVAL = 0.25
 CLOCK_MARGIN = 5.0
 """Seconds that two machines' clocks may differ by."""
-IDLE_MARGIN = 10.0
-"""Seconds by which a record must be later than an entry to know of it: its load may be of an older
-heartbeat, and its time is of the monitor's clock."""
 
 _intake = functools.lru_cache(maxsize=1024)(subjects.intake)
-
-
-class Rings(Protocol):
-    """What the groups' records say."""
-
-    def has_ready_group(self, model: str) -> bool:
-        """Whether some group could take a request for `model` now."""
-        ...
-
-    def idle_at(self, group: str, epoch: int) -> float:
-        """Unix seconds at which that ring was serving and had no work; 0 when it was not seen so last."""
-        ...
 
 
 class Generations:
@@ -149,12 +138,19 @@ class Generations:
     def forget(self, generations: Sequence[Generation]) -> None:
         """They are another gateway's, and nobody reads them here any more."""
         for generation in generations:
-            self._by_id.pop(generation.id, None)
+            self._remove(generation)
+
+    def _remove(self, generation: Generation) -> None:
+        """It gets nothing more of what is said."""
+        if self._by_id.pop(generation.id, None) is not None and generation.trace is not None:
+            generation.trace.ended(generation)
 
     def take_over(self, generations: Sequence[Generation]) -> None:
         """They have been followed so far; from now on they are looked after here."""
         now, now_unix = time.monotonic(), time.time()
         for generation in generations:
+            if generation.trace is None and generation.request.traceparent and not generation.ended:
+                generation.trace = taken_over(generation.request)
             decision = generation.take_over(self._consumer, now, now_unix)
             if decision is Decision.RECOVER and generation.may_be_queued:
                 self._look_for(generation)
@@ -181,21 +177,24 @@ class Generations:
         try:
             await self._bus.publish_durable(subjects.tokens(self._consumer), frame)
         except RyzansteinError as error:
-            log.info("end_not_recorded", error=str(error))
+            log.info("end_not_recorded", generation_id=frame.entries[0].generation_id, error=str(error))
 
     async def _hand_in(self, generation: Generation) -> None:
         request = generation.request
-        sequence = await self._bus.publish_durable(_intake(request.lane, request.model), request)
+        with generation.trace.handing_in(request) if generation.trace else NONE as span:
+            if span.recording:
+                request = msgspec.structs.replace(request, traceparent=span.traceparent)
+            sequence = await self._bus.publish_durable(_intake(request.lane, request.model), request)
         generation.queued(sequence)
 
     def cancel(self, generations: Sequence[Generation], error: RyzansteinError | None = None) -> None:
         """Ends those that have not ended, here and in the rings; at once here, soon there. Readers get `error`."""
         for generation in generations:
-            self._by_id.pop(generation.id, None)
             if not generation.ended:
                 generation.cancel(error)
                 self._metrics.cancelled.inc()
                 self.cancellations.cancel(generation)
+            self._remove(generation)
 
     # --- from rings and the journal --------------------------------------------------------------
 
@@ -292,15 +291,8 @@ class Generations:
         for generation in list(self._by_id.values()):
             if (source not in generation.sources) if source else generation.followed:
                 continue
-            self._act(generation, generation.on_replayed(now, idle=self._idle(generation, now)))
+            self._act(generation, generation.on_replayed(now, idle=idle(self._rings, generation, now)))
         self._recover_lost(list(self._by_id.values()))
-
-    def _idle(self, generation: Generation, now: float) -> bool:
-        """Whether the generation's ring has been without work since it was last heard."""
-        if not generation.group or self._rings is None:
-            return False
-        heard_at = time.time() - (now - generation.heard_at)
-        return self._rings.idle_at(generation.group, generation.epoch) > heard_at + IDLE_MARGIN
 
     # --- what a decision means -------------------------------------------------------------------
 
@@ -330,7 +322,7 @@ class Generations:
         elif decision is Decision.EXPIRE:
             self._expire(generation)
         elif decision is Decision.ENDED:
-            self._by_id.pop(generation.id, None)
+            self._remove(generation)
 
     def _recover(self, generation: Generation) -> None:
         deadline = time.time() + self._settings.token_timeout
@@ -339,14 +331,16 @@ class Generations:
             self.cancellations.end(lost, generation.id, attempt)
         request = generation.next_attempt(time.monotonic(), deadline)
         if request is None:
-            self._by_id.pop(generation.id, None)
+            self._remove(generation)
             if generation.error is not None:
                 self.conclude(generation, generation.error)
             return
         self._metrics.recoveries.inc()
+        if generation.trace is not None:
+            generation.trace.recovering(lost, request)
         log.info(
             "recovering",
-            generation=generation.id,
+            generation_id=generation.id,
             request_id=request.request_id,
             group=lost,
             attempt=request.attempt,
@@ -364,7 +358,7 @@ class Generations:
             except PayloadTooLarge as error:
                 generation.fail(error)
                 self.conclude(generation, error)
-                self._by_id.pop(generation.id, None)
+                self._remove(generation)
                 return
             else:
                 return
@@ -385,7 +379,7 @@ class Generations:
                 retry_after=5,
             )
         generation.fail(error)
-        self._by_id.pop(generation.id, None)
+        self._remove(generation)
         if not generation.followed:
             self.cancellations.cancel(generation)
             self.conclude(generation, error)

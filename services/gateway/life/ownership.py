@@ -115,7 +115,7 @@ class Owners:
                 return
             answer = self._answers.known(identity)
             if answer is not None and answer.owned and ownership.owner != self._consumer:
-                log.info("generation_yielded", generation=identity, to=ownership.owner)
+                log.info("generation_yielded", generation_id=identity, to=ownership.owner)
                 self._answers.spawn(self._follow(answer, ownership))
 
     async def _on_listen(self, message: Listen) -> Listened:
@@ -168,7 +168,7 @@ class Owners:
         try:
             await self._answers.read_sources(answer, answer.consumers)
         except BrokerUnavailable as error:
-            log.info("not_read", generation=answer.identity, error=str(error))
+            log.info("not_read", generation_id=answer.identity, error=str(error))
 
     async def _inherit(self, answer: Answer) -> None:
         async with self._gate:
@@ -179,7 +179,7 @@ class Owners:
                 answer.quiet_since = time.monotonic() + CLAIM_TIME  # not to be dropped meanwhile
                 ownership = await self._claims.claim(answer.identity, lost, answer.consumers)
             except BrokerUnavailable as error:  # asked again while it is read
-                log.info("not_claimed", generation=answer.identity, error=str(error))
+                log.info("not_claimed", generation_id=answer.identity, error=str(error))
                 return
             if ownership.owner != self._consumer:
                 await self._follow(answer, ownership)
@@ -189,7 +189,7 @@ class Owners:
             answer.owned, answer.owner, answer.quiet_since = True, self._consumer, time.monotonic()
             answer.consumers = list(ownership.consumers)
             self._metrics.adopted.inc()
-            log.info("generation_adopted", generation=answer.identity, of=lost)
+            log.info("generation_adopted", generation_id=answer.identity, of=lost)
             self._answers.on_owned(answer)
 
     def _lacks_owner(self, answer: Answer) -> bool:

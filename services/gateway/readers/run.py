@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
+import structlog
 
 from services.gateway.errors import InvalidParameter
 from services.gateway.life.answer import Answer
@@ -131,6 +132,7 @@ class Run:
         """Begins to read, from the first token. Raises `QueueFull`."""
         self._owner.join(self.answer, self.mailbox.put)
         self._joined = True
+        structlog.contextvars.bind_contextvars(generation_id=self.answer.identity)
 
     def cancel(self) -> None:
         """Ends the generation, for everybody who reads it, if it has begun."""
@@ -148,7 +150,10 @@ class Run:
             self._submitted = False
             count_end(self._metrics, self.answer, self._outputs, time.perf_counter() - self._began)
         if self._arrivals:  # some token has come
-            count_tokens(self._metrics, self._usage())
+            usage = self._usage()
+            if (trace := self.answer.trace) is not None:
+                trace.delivered(streamed=self.stream, tokens=usage.completion_tokens)
+            count_tokens(self._metrics, usage)
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks as they come, several at a time. Raises the error that ended a choice, or `ClientGone`;
@@ -311,6 +316,8 @@ class Run:
             metrics.between_tokens.observe(now - last)
         elif not self._arrivals and self.answer.record.requests[0].lane != "batch":  # it waits its turn
             metrics.first_token.observe(now - self._began)
+            if (trace := self.answer.trace) is not None:
+                trace.first_token()
         self._arrivals[choice] = now
 
     def _usage(self) -> Usage:

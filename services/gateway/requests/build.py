@@ -13,7 +13,7 @@ from services.gateway.errors import InvalidParameter
 from services.gateway.life.answer import Answer, requests_of
 from services.gateway.life.answers import Answers
 from services.gateway.life.generation import Generation
-from services.gateway.life.identity import new_identity
+from services.gateway.life.identity import PREFIXES, new_identity
 from services.gateway.limits.limiter import Admission
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.readers.run import Run
@@ -23,6 +23,7 @@ from services.gateway.requests.schemas import ChatCompletionRequest, GenerationF
 from services.gateway.responses.making import MakeResponse
 from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.text.tokenization import Tokenizer
+from services.gateway.traces.answers import traced
 from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard
 from shared.records import GenerationRecord, Parsing
@@ -128,6 +129,7 @@ class Build:
             response=self._response.record(self._sampling) if self._response else None,
         )
         record = extra_fields.noted(record, request, self._card)
+        record, trace = traced(record, PREFIXES[record.endpoint] + record.identity, len(prompts) * count)
         if record.user:
             log.info("generation_for", generation_id=self._identity, user=record.user)
         settings = parts.settings
@@ -137,6 +139,7 @@ class Build:
             for index, wire in enumerate(requests_of(record))
         ]
         answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=self._now)
+        answer.trace = trace
         answer.admission, answer.may_cost = self._context.admission, self._may_cost(record)
         metrics = parts.metrics.of_model(self._card.model)
         return new_run(answer, self._tokenizer, parts.answers, metrics=metrics, view=self._context.view)

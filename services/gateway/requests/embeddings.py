@@ -16,13 +16,14 @@ import msgspec
 from services.gateway.errors import InvalidParameter
 from services.gateway.life.answer import Answer
 from services.gateway.life.generation import Generation
-from services.gateway.life.identity import new_identity
+from services.gateway.life.identity import PREFIXES, new_identity
 from services.gateway.readers.run import Run
 from services.gateway.readers.runs import new_run
 from services.gateway.requests.build import Context, Parts
 from services.gateway.requests.validation import check_range, check_token_ids
 from services.gateway.settings import limits_of
 from services.gateway.text.tokenization import Tokenizer
+from services.gateway.traces.answers import traced
 from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, ModelCard
 from shared.records import GenerationRecord
@@ -164,11 +165,14 @@ def embedding_run(
         base64=request.encoding_format == "base64",
         user=request.user or "",
     )
+    record, trace = traced(record, PREFIXES[record.endpoint] + identity, len(wires))
     limits = limits_of(settings)
     generations = [
-        Generation(wire, index, limits, now=now, started_at=started_at) for index, wire in enumerate(wires)
+        Generation(wire, index, limits, now=now, started_at=started_at)
+        for index, wire in enumerate(record.requests)
     ]
     answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=now)
+    answer.trace = trace
     answer.admission, answer.may_cost = context.admission, sum(map(len, prompts))
     metrics = parts.metrics.of_model(card.model)
     return new_run(answer, tokenizer, parts.answers, metrics=metrics, view=context.view)

@@ -29,6 +29,7 @@ from services.gateway.text.tokenizer_store import TokenizerStore
 from services.gateway.tools.demand import demanded, schemas_of
 from services.gateway.tools.families import markers_of
 from services.gateway.tools.plan import ChatPlan
+from shared import tracing
 from shared.messages import Grammar, ModelCard
 from shared.records import Idempotency
 from shared.stores import Entry
@@ -81,7 +82,8 @@ class Intake:
         self._authenticator.check(context.principal)
 
         async def make(context: Context) -> Run:
-            return await self._prepare(endpoint, body, context, always_streamed)
+            with tracing.stage("prepare"):
+                return await self._prepare(endpoint, body, context, always_streamed)
 
         if context.key:
             return await self._repeatable(endpoint, fingerprint(body), context, make)
@@ -100,7 +102,8 @@ class Intake:
         self._authenticator.check(context.principal)
 
         async def make(context: Context) -> Run:
-            return await self._prepare_checked(request, await self._admitted(context))
+            with tracing.stage("prepare"):
+                return await self._prepare_checked(request, await self._admitted(context))
 
         if context.key:
             return await self._repeatable(endpoint, print_, context, make)
@@ -239,7 +242,8 @@ class Intake:
         grammar = await self._grammar(
             plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
         )
-        prompt = await tokenizer.encode_rendered(text)
+        with tracing.stage("tokenize"):
+            prompt = await tokenizer.encode_rendered(text)
         session = context.session or cache_key(request.prompt_cache_key)
         session = session or conversation_key(chat_messages(request))
         extras = await extra_fields.extras_of(request, tokenizer)
@@ -298,7 +302,8 @@ class Intake:
         grammar = await self._grammars.of(request)
         tokenizer = await self._tokenizers.get(card)
         special = request.add_special_tokens is not False
-        prompts = [await _prompt_ids(prompt, tokenizer, card, special) for prompt in given]
+        with tracing.stage("tokenize"):
+            prompts = [await _prompt_ids(prompt, tokenizer, card, special) for prompt in given]
         extras = await extra_fields.extras_of(request, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key)
         build = Build(self._parts, request, card, tokenizer, context, session, grammar, extras=extras)

@@ -8,7 +8,8 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.life.generations import IDLE_MARGIN, Generations
+from services.gateway.life.generations import Generations
+from services.gateway.life.rings import IDLE_MARGIN
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
