@@ -29,7 +29,7 @@ def test_queues_and_blocks_are_told_while_a_step_is_under_way() -> None:
         assert ring.add(request(name, "batch" if name == "c" else "interactive")) is None
     scheduled = ring.schedule(1.0)
     assert scheduled is not None
-    assert [sequence.request.generation_id for sequence in ring.under_way()] == ["a", "b"]
+    assert [sequence.request.generation_id for sequence in ring.sequences_under_way()] == ["a", "b"]
     told = describe(ring, {"a": 2.0}, 5.0, by_loop=True)
     assert [(one.generation_id, one.state, one.in_step, one.age) for one in told.queues] == [
         ("a", "running", True, 3.0),
@@ -63,5 +63,5 @@ def test_a_broken_invariant_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = batcher()
     ring.add(request("a"))
     ring.schedule(1.0)
-    ring.under_way()[0].table.append(3)
+    ring.sequences_under_way()[0].table.append(3)
     assert describe(ring, {}, 0.0, by_loop=False).allocator.invariants.startswith("broken: tables hold")
