@@ -4,9 +4,9 @@
          ◀─subscribe─ subjects of its own role, its own inbox
 
 Only who owns something may write it: groups and services the health monitor, keys the operator, session pins the
-schedulers. Streams and buckets are made by whoever comes first; what exists is changed by the gateways (limits of
-INTAKE, JOURNAL and `responses`) and the operator (all) alone. Patterns are NATS': `*` is one token, `>` all that
-follow.
+schedulers, and executors that hand sessions over. Streams and buckets are made by whoever comes first; what exists is
+changed by the gateways (limits of INTAKE, JOURNAL and `responses`) and the operator (all) alone. Patterns are NATS':
+`*` is one token, `>` all that follow.
 """
 
 from collections.abc import Iterator
@@ -139,6 +139,7 @@ def _stores() -> Iterator[str]:
 # --- the table -----------------------------------------------------------------------------------
 
 _ALL_DISPATCH, _ALL_CONTROL, _ALL_GATEWAYS = "groups.*.dispatch", "groups.*.control", "gateways.*"
+_ALL_HANDOVER = "groups.*.handover"
 
 _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gateway": (
@@ -212,9 +213,13 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.GROUPS_BUCKET),
             *_own_bucket(subjects.MODELS_BUCKET),
             *_own_objects(subjects.TOKENIZERS_STORE),
-            *_answers("scheduler", "gateway", "operator"),
+            *_own_bucket(
+                subjects.SESSIONS_BUCKET
+            ),  # a ring that leaves pins its sessions to who has their blocks
+            _ALL_HANDOVER,
+            *_answers("scheduler", "gateway", "operator", "executor"),
         ),
-        (_ALL_DISPATCH, _ALL_CONTROL),
+        (_ALL_DISPATCH, _ALL_CONTROL, _ALL_HANDOVER),
     ),
     "operator": (
         (

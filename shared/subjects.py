@@ -83,6 +83,11 @@ def control(group: str) -> str:
     return f"groups.{escape(group)}.control"
 
 
+def handover(group: str) -> str:
+    """Where leaders of other groups offer KV blocks."""
+    return f"groups.{escape(group)}.handover"
+
+
 def tokens(consumer: str) -> str:
     return f"tokens.{escape(consumer)}"
 

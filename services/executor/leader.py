@@ -33,6 +33,7 @@ from services.executor.fingerprint import fingerprint
 from services.executor.gathering import Gathering, acknowledgements, output_tokens
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
+from services.executor.handover.handover import Handover
 from services.executor.naming import served_name
 from services.executor.pace import Pace
 from services.executor.parsers import with_parsers
@@ -90,6 +91,7 @@ class Leader:
         self._draining = False
         self._leaving = False
         self._replaced = False
+        self._handed_back = False
         self._drain_by = 0.0
         self._load_version = 0
         self._pace = Pace()
@@ -115,6 +117,9 @@ class Leader:
                 max_drafts=self._settings.max_drafts,
             ),
             self._model,
+        )
+        self._handover = Handover(
+            self._settings, self._spec, engine_spec, self._batcher, self._model, self._wake.set
         )
         self._report_load()
         self._bus = await Bus.connect(
@@ -149,6 +154,7 @@ class Leader:
         group = self._spec.group
         await self._bus.subscribe(subjects.dispatch(group), DispatchBatch, self._on_dispatch)
         await self._bus.subscribe(subjects.control(group), ControlCommand, self._on_control)  # type: ignore[arg-type]
+        await self._handover.open(self._bus, card.fingerprint)
         await self._bus.flush()
         tame_collector()
         self._board.set_state(RingState.READY)
@@ -253,6 +259,7 @@ class Leader:
         self._drain_by = min(by, self._drain_by) if self._draining else by
         self._draining = True
         self._board.set_state(RingState.DRAINING)
+        self._handover.begin(lambda: self._handed_back)
         log.info("draining", group=self._spec.group)
         self._wake.set()
 
@@ -262,6 +269,7 @@ class Leader:
             return False
         if self._draining:
             self._draining = False
+            self._handover.stop()
             self._board.set_state(RingState.READY)
             log.info("not_draining", group=self._spec.group)
         return True
@@ -280,9 +288,11 @@ class Leader:
                     "to serve, give each a group of its own with --group."
                 )
             if self._draining and (not self._batcher.has_work or time.monotonic() >= self._drain_by):
-                self._leaving = True
-                await self._hand_back()
-                return
+                if not self._handed_back:
+                    self._leaving = True
+                    await self._hand_back()
+                if self._handover.over:
+                    return
             scheduled = self._batcher.schedule(time.monotonic())
             if scheduled is None:
                 self._gathering.add(self._batcher.take_entries())
@@ -290,7 +300,7 @@ class Leader:
                 if not self._batcher.has_work:
                     self._pace.rest()
                 self._report_load()
-                if not self._batcher.has_work and not self._draining:
+                if not self._batcher.has_work and (not self._draining or self._handed_back):
                     self._wake.clear()
                     await self._wake.wait()
                 continue
@@ -298,9 +308,10 @@ class Leader:
             began = time.perf_counter_ns()
             entries = await self._execute(plan, rows)
             taken = time.perf_counter_ns() - began
-            computed = prompt_tokens(plan, rows)
-            self._pace.observe(taken / 1e9, computed)
-            self._board.add_step(taken, computed, output_tokens(entries))
+            if plan.token_ids:  # else it has only copied blocks: no measure of anything
+                computed = prompt_tokens(plan, rows)
+                self._pace.observe(taken / 1e9, computed)
+                self._board.add_step(taken, computed, output_tokens(entries))
             self._report_load()
             self._gathering.add(entries)
 
@@ -387,6 +398,7 @@ class Leader:
         """Ends what has not finished with an error that another ring's attempt makes good."""
         error = NoGroupAvailable(f"The group {self._spec.group} has left; another one goes on.")
         self._gathering.add(self._batcher.fail_all(error))
+        self._handed_back = True
         await self._tell()
 
     async def _beat(self) -> None:

@@ -11,6 +11,7 @@ from typing import ClassVar
 import structlog
 
 from services.executor.board import RingState
+from services.executor.handover.metrics import HandoverCollector
 from services.executor.metrics import RingCollector
 from services.executor.naming import served_name
 from services.executor.ring import Ring, RingEnd
@@ -26,6 +27,8 @@ log = structlog.get_logger(__name__)
 FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 10.0
 STABLE_AFTER = 60.0
+HANDOVER_MARGIN = 10.0
+"""Seconds that the last batch of a hand-over may take beyond its time."""
 MOST_DEATHS = 5
 """Rings that may die before the first one was ready."""
 
@@ -55,6 +58,7 @@ class ExecutorService(Service):
         self._stopping = asyncio.Event()
         self._collector = RingCollector(lambda: self._ring.board if self._ring else None)
         self.registry.register(self._collector)
+        self.registry.register(HandoverCollector(lambda: self._ring.handover if self._ring else None))
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -76,8 +80,10 @@ class ExecutorService(Service):
 
     @property
     def _drain_limit(self) -> float:
-        """Seconds in which a drained ring must be gone: its grace time, and some to leave."""
-        return self._executor_settings.drain_grace + 5
+        """Seconds in which a drained ring must be gone: its grace time, its hand-over, and some to leave."""
+        settings = self._executor_settings
+        handover = settings.handover_timeout + HANDOVER_MARGIN if settings.handover_timeout else 0.0
+        return settings.drain_grace + handover + 5
 
     async def _supervise(self) -> None:
         """One ring after the other; each is killed to the last process before the next begins."""

@@ -20,6 +20,7 @@ import msgspec
 import structlog
 
 from services.executor.board import RingBoard
+from services.executor.handover.board import HandoverBoard
 from services.executor.settings import ExecutorSettings
 from shared.process import die_with_parent
 
@@ -114,6 +115,8 @@ class Ring:
         self.model = ""
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
         self.board = RingBoard(self._directory / "board", settings.tp, create=True)
+        board = HandoverBoard.path(self._directory / "board")
+        self.handover = HandoverBoard(board, settings.tp, create=True)
         self._processes: list[asyncio.subprocess.Process] = []
         self._events: dict[int, asyncio.Task[None]] = {}
         self._exits: list[asyncio.Task[None]] = []
@@ -158,6 +161,7 @@ class Ring:
         await asyncio.gather(*followers, return_exceptions=True)
         if self._directory.exists():
             self.board.close()
+            self.handover.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _spawn(self, rank: int) -> None:

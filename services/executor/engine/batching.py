@@ -36,6 +36,7 @@ from services.executor.engine.sequence import Ending, Sequence, SequenceState
 from services.executor.engine.step_planning import StepPlanner
 from services.executor.engine.vectors import Floats
 from services.executor.grammar.state import GrammarState
+from services.executor.handover.exchange import Exchange
 from services.executor.kv_cache.prefix_index import root_digest
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
@@ -60,7 +61,7 @@ class ContinuousBatcher:
         self._spec = spec
         self._settings = settings
         self._root = root_digest(namespace)
-        self._tables = BlockTables(spec, settings)
+        self._tables = BlockTables(spec, settings, self._root)
         self.drafter = drafter or Drafter(spec, settings)
         self._planner = StepPlanner(spec, settings, self._tables)
         self._live: dict[str, Sequence] = {}
@@ -160,7 +161,7 @@ class ContinuousBatcher:
             raise InternalError("A step was scheduled while another is under way.")
         self._tables.begin(now)
         batch = self._planner.plan()
-        if not batch and not self._tables.restoring:
+        if not batch and not self._tables.restoring and not self.exchange.ready:
             return None
         for chunk in batch:
             chunk.sequence.in_flight = True
@@ -168,6 +169,7 @@ class ContinuousBatcher:
         self.step += 1
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
         pools = embedding.pools_of(batch)
+        plan = self.exchange.extend(plan)
         if pools:
             plan = msgspec.structs.replace(plan, pools=embedding.rows_of_pools(pools))
         self._under_way = Step(batch, sampled, rows_of(sampled), pools)
@@ -234,7 +236,17 @@ class ContinuousBatcher:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` or `take_entries` has something to give. What is held has not, until it is released."""
-        return bool(self._planner.waiting or self._planner.running or self._owed)
+        return bool(self._planner.waiting or self._planner.running or self._owed or self.exchange.ready)
+
+    @property
+    def exchange(self) -> Exchange:
+        """What this ring gives to others, and takes from them."""
+        return self._tables.exchange
+
+    @property
+    def receivable(self) -> int:
+        """Blocks that may be taken over from another ring."""
+        return self._tables.receivable(self._planner.running)
 
     @property
     def preemptions(self) -> int:

@@ -54,6 +54,10 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     pools: bytes = b""
     """int32 [P, 2]: (first, end) rows of the flat batch whose final hidden states are summed up; none is in two,
     and none is sampled."""
+    adoptions: bytes = b""
+    """int32 [n, 2]: (landing slot, block id), copied after the compressions: what another ring has given."""
+    handover: bytes = b""
+    """What the ranks' sides of a hand-over are to do (`handover/commands.py`), after these copies; empty: nothing."""
 
 
 _encoder = msgspec.msgpack.Encoder()
