@@ -303,6 +303,7 @@ class Leader:
                 if not self._batcher.has_work and (not self._draining or self._handed_back):
                     self._wake.clear()
                     await self._wake.wait()
+                await asyncio.sleep(0)  # a hand-over may hold the blocks that are waited for
                 continue
             plan, rows = scheduled
             began = time.perf_counter_ns()

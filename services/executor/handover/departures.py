@@ -34,6 +34,8 @@ class Departures:
         self._done: dict[tuple[str, str], float] = {}
         """(peer, session) of whose blocks all have been offered: when the session had been used last."""
         self._shared: list[Gift] = []
+        self.crowded = False
+        """Whether running sequences need the blocks that are shared."""
 
     def sessions(self) -> list[str]:
         """Those that have blocks, the last used first."""
@@ -88,6 +90,12 @@ class Departures:
             self._shared.remove(gift)
             self._give_back(gift)
         self._allocator.sort_sessions()
+
+    def again(self, peer: str, batch: list[Gift]) -> None:
+        """What has not arrived of `batch` is to be offered to `peer` once more."""
+        self._offered[peer] -= {gift.key.digest for gift in batch}
+        for session in {gift.session for gift in batch}:
+            self._done.pop((peer, session), None)
 
     def _give_back(self, gift: Gift) -> None:
         self._allocator.release([gift.block], gift.session, gift.last_used)

@@ -40,7 +40,9 @@ class Exchange:
         return structs.replace(plan, adoptions=to_bytes(pairs), handover=command)
 
     def make_way(self) -> bool:
-        """Gives up what is being received, for sequences that need the room; whether there was anything."""
+        """Gives up what is being received, for sequences that need the room; whether there was anything. What is
+        being sent ranks still read: it is asked for, and comes back soon."""
+        self.departures.crowded = bool(self.departures.held)
         if not self.arrivals.reserved:
             return False
         self.arrivals.end()

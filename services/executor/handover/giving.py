@@ -97,6 +97,8 @@ class Giver:
             if finished():
                 self._give_up = min(self._give_up, time.monotonic() + timeout)
             was_last = finished()
+            if was_last:
+                self._exchange.departures.crowded = False
             await self._assign()
             if not await self._round():
                 if was_last:
@@ -121,7 +123,7 @@ class Giver:
         """A batch for each peer; whether there was any."""
         given = False
         for peer in list(self._homes.peers):
-            if self._is_late():
+            if self._is_late() or self._exchange.departures.crowded:
                 break
             batch = self._exchange.departures.next_batch(peer, self._homes.of, self._most)
             if batch:
@@ -147,6 +149,9 @@ class Giver:
                 return False
             whole = self._whole_sessions(batch, reply.held)
             await self._pins.move(whole, peer, reply.epoch)
+            if not complete and self._exchange.departures.crowded:
+                self._exchange.departures.again(peer, batch)
+                return True
             return complete and all(reply.held)
         finally:
             if ended:  # else some rank may still read them: they stay as they are until the ring ends
@@ -178,7 +183,8 @@ class Giver:
         command = Send(self._batch, reply.key, reply.addresses, blocks, within)
         self._exchange.command(encode_command(command))
         self._wake()
-        await until(lambda: self._stopping or self._all_ended(), within)
+        departures = self._exchange.departures
+        await until(lambda: self._stopping or departures.crowded or self._all_ended(), within)
         if not self._all_ended():
             self._exchange.command(encode_command(StopSending()))
             self._wake()

@@ -4,10 +4,13 @@ Nothing stands between test and leaders: the test dispatches as a scheduler does
 the health monitor does, so that it decides who is a peer of whom.
 """
 
+import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+
+import psutil
 
 from shared import subjects
 from shared.bus import Bus
@@ -97,6 +100,27 @@ class Rings:
 
     async def announce(self, record: GroupRecord) -> None:
         await (await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)).put(record.group, record)
+
+    async def hide(self, *but: str) -> None:
+        """Nobody knows of any other group any more."""
+        bucket = await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)
+        for group in set(await bucket.items()) - set(but):
+            await bucket.delete(group)
+
+    def kill_ring(self, group: str) -> None:
+        """The executor and all its ranks, at once."""
+        process = self.processes[group].process
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+
+    async def until_logged(self, group: str, text: str) -> None:
+        log = self.processes[group].log
+        async with asyncio.timeout(30):
+            while True:
+                if text in log.read_text():
+                    return
+                await asyncio.sleep(0.05)
 
     async def leave(self, group: str) -> str:
         """Ends it by its signal; returns what it logged."""
