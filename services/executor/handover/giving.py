@@ -17,7 +17,7 @@ from services.executor.handover.commands import Send, StopSending, encode_comman
 from services.executor.handover.departures import Gift
 from services.executor.handover.endpoint import ENDED
 from services.executor.handover.exchange import MOST_BLOCKS, Exchange
-from services.executor.handover.peers import Homes, peers_of
+from services.executor.handover.peers import Homes, is_coming, peers_of
 from services.executor.handover.pins import PinMover
 from services.executor.handover.polling import POLL, until
 from services.executor.handover.wire import IDLE_TIMEOUT
@@ -41,6 +41,7 @@ log = structlog.get_logger(__name__)
 OFFER_TIMEOUT = 8.0
 LAST_TIMEOUT = 2.0
 """Seconds for an answer once the time is over."""
+PEER_PAUSE = 0.1
 BATCH_TIMEOUT = 30.0
 MOST_BYTES = 64 << 20
 """Of one batch and rank: what the peer keeps in memory until its plans bring it into its cache."""
@@ -74,12 +75,15 @@ class Giver:
         self._epoch = epoch
         self._model = model
         self._format = block_format
+        self._block_bytes = block_bytes
         self._most = max(1, min(MOST_BLOCKS, MOST_BYTES // block_bytes, MOST_OFFER_BYTES // (4 * block_size)))
         self._wake = wake
         self._homes = Homes({})
         self._batch = 0
         self._stopping = False
         self._give_up = float("inf")
+        self._begun: set[str] = set()
+        """Peers that have taken an offer."""
         self.sent = 0
         """Blocks."""
 
@@ -89,16 +93,13 @@ class Giver:
     async def run(self, finished: Callable[[], bool], timeout: float) -> None:
         """Gives until nothing is left and `finished` says that nothing more will come; for at most `timeout`
         seconds after that."""
-        groups = await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)
-        self._homes = Homes(peers_of((await groups.items()).values(), self._model, self._group))
-        chosen = set(self._homes.peers)
         began = time.monotonic()
+        await self._find_peers(finished, timeout)
         while self._homes.peers and not self._is_late():
-            if finished():
-                self._give_up = min(self._give_up, time.monotonic() + timeout)
             was_last = finished()
             if was_last:
                 self._exchange.departures.crowded = False
+            self._note_end(was_last, timeout)
             await self._assign()
             if not await self._round():
                 if was_last:
@@ -106,9 +107,33 @@ class Giver:
                 await asyncio.sleep(POLL)
         seconds = time.monotonic() - began
         self._board.add(seconds=seconds, count=1)
-        log.info("handed_over", blocks=self.sent, peers=sorted(self._homes.peers), seconds=seconds)
-        for peer in chosen & set(self._homes.peers):
+        log.info(
+            "handed_over",
+            blocks=self.sent,
+            bytes_per_rank=self.sent * self._block_bytes,
+            peers=sorted(self._begun),
+            seconds=round(seconds, 3),
+        )
+        for peer in self._begun:
             await self._ask(peer, HandoverEnd(self._group, self._epoch))
+
+    async def _find_peers(self, finished: Callable[[], bool], timeout: float) -> None:
+        """Waits for a ring that is starting where there is no other: in a rolling update it may take a moment
+        until the next one's readiness is known."""
+        groups = await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)
+        while not self._is_late():
+            records = list((await groups.items()).values())
+            self._homes = Homes(peers_of(records, self._model, self._group))
+            if self._homes.peers or not is_coming(records, self._model, self._group):
+                return
+            if finished() and not self._exchange.departures.sessions():
+                return
+            self._note_end(finished(), timeout)
+            await asyncio.sleep(PEER_PAUSE)
+
+    def _note_end(self, finished: bool, timeout: float) -> None:
+        if finished and self._give_up == float("inf"):
+            self._give_up = time.monotonic() + timeout
 
     def _is_late(self) -> bool:
         return self._stopping or time.monotonic() >= self._give_up
@@ -141,6 +166,7 @@ class Giver:
             reply = await self._ask(peer, self._offer(batch))
             if not reply.ok:
                 return False
+            self._begun.add(peer)
             complete = True
             if reply.wanted:
                 ended, complete = await self._send([batch[index].block for index in reply.wanted], reply)

@@ -27,6 +27,13 @@ def peers_of(records: Iterable[GroupRecord], model: str, group: str) -> dict[str
     }
 
 
+def is_coming(records: Iterable[GroupRecord], model: str, group: str) -> bool:
+    """Whether another group of `model` is starting."""
+    return any(
+        record.model == model and record.group != group and record.state == "starting" for record in records
+    )
+
+
 class Homes:
     """Which peer each session goes to: where a scheduler has sent it already, else where there is most room."""
 

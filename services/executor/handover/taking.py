@@ -156,7 +156,13 @@ class Taker:
         self._wake()
         self._board.add(seconds=seconds, count=1)
         assert self._source is not None
-        log.info("handover_taken", group=self._source[0], how=how, blocks=self._blocks, seconds=seconds)
+        log.info(
+            "handover_taken",
+            group=self._source[0],
+            how=how,
+            blocks=self._blocks,
+            seconds=round(seconds, 3),
+        )
         self._source = None
         self._blocks = 0
 

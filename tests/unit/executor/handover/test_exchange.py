@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.executor.handover.arrivals import Offered
 from services.executor.handover.departures import Gift
-from services.executor.handover.peers import Homes, Peer, peers_of
+from services.executor.handover.peers import Homes, Peer, is_coming, peers_of
 from shared.messages import GroupLoad, GroupRecord, SamplingParams
 from tests.unit.executor.engine.fake_engine import VOCAB, undisturbed
 from tests.unit.executor.engine.stepped_ring import BLOCK, Ring, ask
@@ -301,6 +301,8 @@ def record(group: str, state: str = "ready", model: str = "m", free: int = 10) -
 def test_peers_serve_the_model_and_are_somebody_else() -> None:
     records = [record("a"), record("b"), record("c", "draining"), record("d", model="n"), record("e", "busy")]
     assert set(peers_of(records, "m", "a")) == {"b", "e"}
+    assert not is_coming([*records, record("a", "starting"), record("f", "starting", "n")], "m", "a")
+    assert is_coming([record("f", "starting")], "m", "a")
 
 
 def test_a_session_goes_where_its_pin_says_else_where_most_room_is() -> None:
