@@ -34,8 +34,15 @@ class Departures:
         self._done: dict[tuple[str, str], float] = {}
         """(peer, session) of whose blocks all have been offered: when the session had been used last."""
         self._shared: list[Gift] = []
+        self.batches = 0
+        """Sent so far, by number."""
         self.crowded = False
         """Whether running sequences need the blocks that are shared."""
+
+    def restart(self) -> None:
+        """The ring leaves, once more where it has stayed before: everything may be offered to everybody again."""
+        self._offered, self._done = {}, {}
+        self.crowded = False
 
     def sessions(self) -> list[str]:
         """Those that have blocks, the last used first."""

@@ -80,6 +80,7 @@ class Giver:
         self._wake = wake
         self._homes = Homes({})
         self._batch = 0
+        """The one that is being sent."""
         self._stopping = False
         self._give_up = float("inf")
         self._begun: set[str] = set()
@@ -94,6 +95,7 @@ class Giver:
         """Gives until nothing is left and `finished` says that nothing more will come; for at most `timeout`
         seconds after that."""
         began = time.monotonic()
+        self._exchange.departures.restart()
         await self._find_peers(finished, timeout)
         while self._homes.peers and not self._is_late():
             was_last = finished()
@@ -204,12 +206,13 @@ class Giver:
 
     async def _send(self, blocks: list[int], reply: HandoverReply) -> tuple[bool, bool]:
         """(whether every rank has stopped reading the blocks, whether every rank has sent all)."""
-        self._batch += 1
+        departures = self._exchange.departures
+        departures.batches += 1
+        self._batch = departures.batches
         within = min(BATCH_TIMEOUT, max(0.0, self._give_up - time.monotonic()))
         command = Send(self._batch, reply.key, reply.addresses, blocks, within)
         self._exchange.command(encode_command(command))
         self._wake()
-        departures = self._exchange.departures
         await until(lambda: self._stopping or departures.crowded or self._all_ended(), within)
         if not self._all_ended():
             self._exchange.command(encode_command(StopSending()))

@@ -15,6 +15,7 @@ from services.executor.ring import RankSpec
 from services.executor.settings import ExecutorSettings
 from shared import subjects
 from shared.bus import Bus
+from shared.errors import RyzansteinError
 from shared.handover import HandoverMessage, HandoverReply
 
 log = structlog.get_logger(__name__)
@@ -97,6 +98,8 @@ class Handover:
     async def _give(self, giver: Giver, finished: Callable[[], bool], timeout: float) -> None:
         try:
             await giver.run(finished, timeout)
+        except RyzansteinError as error:
+            log.warning("handover_failed", error=str(error))
         except Exception:  # the ring leaves all the same
             log.exception("handover_failed")
         finally:

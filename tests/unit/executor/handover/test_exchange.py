@@ -142,6 +142,16 @@ def test_what_the_peer_has_is_not_wanted_again() -> None:
     way.end()
 
 
+def test_a_ring_that_has_stayed_and_leaves_again_offers_everything_again() -> None:
+    source, target, _ = both()
+    way = Way(source, target)
+    way.give_all()
+    assert not way.offer(50)
+    source.batcher.exchange.departures.restart()
+    assert way.offer(50)
+    way.end()
+
+
 def test_a_block_without_its_beginning_is_not_wanted() -> None:
     source, target, _ = both()
     gifts = source.batcher.exchange.departures.next_batch("t", lambda session: "t", 100)
