@@ -5,7 +5,7 @@ turn. Once with hand-over and once without:
 
     moved      blocks and bytes, the time from the first offer to the last answer, and MB/s over all ranks
     hit rate   tokens of the turns after the drain that were found in the cache, of those that might have been
-    turn       time of such a turn with an answer of one token, median: what the client waits for its first token
+    turn       time of such a turn with an answer of one token, mean: what the client waits for its first token
 """
 
 import asyncio
@@ -82,7 +82,7 @@ async def measure(stack: LocalStack, sessions: list[Session], tokens: int) -> Fi
     logged = [line for path in stack.logs.glob("executor*.log") for line in path.read_text().splitlines()]
     given = next((json.loads(line) for line in logged if '"handed_over"' in line), {})
     found, reusable, seconds = zip(*turns, strict=True)
-    return Figures(sum(found) / sum(reusable), statistics.median(seconds), given)
+    return Figures(sum(found) / sum(reusable), statistics.mean(seconds), given)
 
 
 async def _answering(http: httpx.AsyncClient) -> None:

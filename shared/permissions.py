@@ -102,6 +102,16 @@ def _own_bucket(name: str) -> Iterator[str]:
     yield f"$KV.{name}.>"
 
 
+def _own_keys(name: str) -> Iterator[str]:
+    """Reads and writes keys that it knows, and cannot list the others."""
+    yield _create(f"KV_{name}")
+    yield f"{_API}.STREAM.INFO.KV_{name}"
+    yield f"{_API}.STREAM.MSG.GET.KV_{name}"
+    yield f"{_API}.DIRECT.GET.KV_{name}"
+    yield f"{_API}.DIRECT.GET.KV_{name}.>"
+    yield f"$KV.{name}.>"
+
+
 def _objects(name: str) -> Iterator[str]:
     """Reads an object store. nats-py asks for the stream's name by its subject."""
     yield f"{_API}.STREAM.NAMES"
@@ -213,9 +223,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.GROUPS_BUCKET),
             *_own_bucket(subjects.MODELS_BUCKET),
             *_own_objects(subjects.TOKENIZERS_STORE),
-            *_own_bucket(
-                subjects.SESSIONS_BUCKET
-            ),  # a ring that leaves pins its sessions to who has their blocks
+            *_own_keys(subjects.SESSIONS_BUCKET),  # a ring that leaves pins them to who has their blocks
             _ALL_HANDOVER,
             *_answers("scheduler", "gateway", "operator", "executor"),
         ),

@@ -34,6 +34,7 @@ from services.executor.gathering import Gathering, acknowledgements, output_toke
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
 from services.executor.handover.handover import Handover
+from services.executor.name_check import check_name
 from services.executor.naming import served_name
 from services.executor.pace import Pace
 from services.executor.parsers import with_parsers
@@ -53,7 +54,6 @@ from shared.messages import (
     Drain,
     GenerationRequest,
     GroupLoad,
-    GroupRecord,
     ModelCard,
     Refusal,
     TokenEntry,
@@ -144,7 +144,7 @@ class Leader:
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
         card = msgspec.structs.replace(card, fingerprint=fingerprint(self._settings, card))
         card = with_parsers(card, self._settings)
-        await self._check_name(card)
+        await check_name(self._bus, self._spec.group, card)
         await asyncio.to_thread(self._grammars.load, card, bundle)
         if bundle:
             store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)
@@ -160,28 +160,6 @@ class Leader:
         self._board.set_state(RingState.READY)
         self._orchestrator.send(Ready(self._model))
         log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.total_blocks)
-
-    async def _check_name(self, card: ModelCard) -> None:
-        """Two models under one name would be decoded with one tokenizer: the second is refused."""
-        known = await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).get(card.model)
-        if known is None or (known.value.tokenizer, known.value.vocab_size) == (
-            card.tokenizer,
-            card.vocab_size,
-        ):
-            return
-        records = await (await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
-        others = [
-            record.group
-            for record in records.values()
-            if record.model == card.model
-            and record.group != self._spec.group
-            and record.state in ("ready", "busy")
-        ]
-        if others:
-            raise ConfigurationError(
-                f"The group {others[0]} serves another model under the name {card.model}; give this one a name "
-                "of its own with --served-model-name."
-            )
 
     # --- from NATS -------------------------------------------------------------------------------
 
