@@ -28,6 +28,8 @@ class PinMover:
         self._group = group
         self._ttl = ttl
         self._bucket: Bucket[SessionPin] | None = None
+        self._away = False
+        """Whether the broker has not answered: it is not waited for again, since the ring has little time."""
 
     async def groups(self, sessions: Sequence[str]) -> list[str]:
         """Where each is pinned to; empty: nowhere, as far as can be told."""
@@ -44,13 +46,18 @@ class PinMover:
             await asyncio.gather(*(self._move(session, SessionPin(group, epoch)) for session in some))
 
     async def _group_of(self, session: str) -> str:
+        if self._away:
+            return ""
         try:
             entry = await (await self._open()).get(pin_key(self._model, session))
         except RyzansteinError:
+            self._away = True
             return ""
         return "" if entry is None else entry.value.group
 
     async def _move(self, session: str, pin: SessionPin) -> None:
+        if self._away:
+            return
         key = pin_key(self._model, session)
         try:
             bucket = await self._open()
@@ -60,6 +67,7 @@ class PinMover:
             elif entry.value.group == self._group:
                 await bucket.update(key, pin, entry.revision)
         except RyzansteinError as error:
+            self._away = True
             log.warning("session_not_moved", error=str(error))
 
     async def _open(self) -> Bucket[SessionPin]:
