@@ -82,6 +82,8 @@ class Giver:
         self._batch = 0
         """The one that is being sent."""
         self._stopping = False
+        self._finished: Callable[[], bool] = lambda: False
+        self._timeout = 0.0
         self._give_up = float("inf")
         self._begun: set[str] = set()
         """Peers that have taken an offer."""
@@ -95,13 +97,13 @@ class Giver:
         """Gives until nothing is left and `finished` says that nothing more will come; for at most `timeout`
         seconds after that."""
         began = time.monotonic()
+        self._finished, self._timeout = finished, timeout
         self._exchange.departures.restart()
-        await self._find_peers(finished, timeout)
+        await self._find_peers()
         while self._homes.peers and not self._is_late():
             was_last = finished()
             if was_last:
                 self._exchange.departures.crowded = False
-            self._note_end(was_last, timeout)
             await self._assign()
             if not await self._round():
                 if was_last:
@@ -119,7 +121,7 @@ class Giver:
         for peer in self._begun:
             await self._ask(peer, HandoverEnd(self._group, self._epoch))
 
-    async def _find_peers(self, finished: Callable[[], bool], timeout: float) -> None:
+    async def _find_peers(self) -> None:
         """Waits for a ring that is starting where there is no other: in a rolling update it may take a moment
         until the next one's readiness is known."""
         groups = await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)
@@ -128,16 +130,14 @@ class Giver:
             self._homes = Homes(peers_of(records, self._model, self._group))
             if self._homes.peers or not is_coming(records, self._model, self._group):
                 return
-            if finished() and not self._exchange.departures.sessions():
+            if self._finished() and not self._exchange.departures.sessions():
                 return
-            self._note_end(finished(), timeout)
             await asyncio.sleep(PEER_PAUSE)
 
-    def _note_end(self, finished: bool, timeout: float) -> None:
-        if finished and self._give_up == float("inf"):
-            self._give_up = time.monotonic() + timeout
-
     def _is_late(self) -> bool:
+        """The time begins when the last generation has ended, be a batch under way or not."""
+        if self._finished() and self._give_up == float("inf"):
+            self._give_up = time.monotonic() + self._timeout
         return self._stopping or time.monotonic() >= self._give_up
 
     async def _assign(self) -> None:
@@ -213,7 +213,7 @@ class Giver:
         command = Send(self._batch, reply.key, reply.addresses, blocks, within)
         self._exchange.command(encode_command(command))
         self._wake()
-        await until(lambda: self._stopping or departures.crowded or self._all_ended(), within)
+        await until(lambda: self._all_ended() or departures.crowded or self._is_late(), within)
         if not self._all_ended():
             self._exchange.command(encode_command(StopSending()))
             self._wake()

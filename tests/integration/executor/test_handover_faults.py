@@ -63,7 +63,11 @@ class Between:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: tuple[str, int]
     ) -> None:
         number, self.connections = self.connections, self.connections + 1
-        far_reader, far_writer = await asyncio.open_connection(*target)
+        try:
+            far_reader, far_writer = await asyncio.open_connection(*target)
+        except OSError:  # the peer has died
+            writer.close()
+            return
         self._writers += [writer, far_writer]
         back = asyncio.create_task(self._back(far_reader, writer))
         position = 0
@@ -175,7 +179,7 @@ async def test_either_side_may_die_midway(bus: Bus, nats_settings: CommonSetting
             await house.begin("d", model, "--handover-timeout", "2")
             await house.ready("d")
             await house.hide("third")
-            sessions = await talk(house, "d", "stuvw")
+            sessions = await talk(house, "d", "ghijk")
             house.processes["d"].process.send_signal(signal.SIGTERM)
             await way.passed.wait()
             way.silent = True
