@@ -22,6 +22,8 @@ from tests.integration.executor.rings import MODEL, Rings, Session, make_served_
 
 pytestmark = pytest.mark.timeout(240)
 
+DAMAGED = 20_580
+"""Offset of the byte that is flipped, in the bytes of the second connection."""
 Change = Callable[[int, int, bytes], bytes | None]
 """(connection, position of the first byte, bytes) to the bytes that go on; None: the connection is cut."""
 
@@ -127,11 +129,15 @@ async def talk(house: Rings, group: str, names: str) -> list[Session]:
 async def test_a_line_that_breaks_and_damages_costs_nothing(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:
+    damaged: list[int] = []
+
     def change(number: int, position: int, data: bytes) -> bytes | None:
         if number == 0 and position > 50_000:
             return None
-        if number == 1 and position == 512 * 40:
-            return data[:100] + bytes([data[100] ^ 1]) + data[101:]
+        if number == 1 and position <= DAMAGED < position + len(data):
+            at = DAMAGED - position
+            damaged.append(number)
+            return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         return data
 
     model = make_served_model(tmp_path / "model")
@@ -143,6 +149,7 @@ async def test_a_line_that_breaks_and_damages_costs_nothing(
         async with between(house, "b", change) as way:
             log = await house.leave("a")
         assert way.connections == 2, log
+        assert damaged
         for session in sessions:
             pin = await house.pin(session.name)
             assert pin is not None

@@ -150,13 +150,19 @@ def test_a_broken_connection_goes_on_at_the_first_missing_block(line: Line) -> N
 
 
 def test_a_damaged_block_is_sent_again(line: Line) -> None:
+    flipped: set[int] = set()
+
     def flip(number: int, position: int, data: bytes) -> bytes:
-        if position // 1024 not in (40, 160, 161):
-            return data
-        return data[:500] + bytes([data[500] ^ 8]) + data[501:]
+        """Three bytes of the stream, wherever its pieces begin and end."""
+        changed = bytearray(data)
+        for offset in {41_460, 164_340, 165_364} & set(range(position, position + len(data))):
+            changed[offset - position] ^= 8
+            flipped.add(offset)
+        return bytes(changed)
 
     send_through(line, flip)
     line.check()
+    assert len(flipped) == 3
 
 
 def test_a_line_that_damages_everything_is_given_up(line: Line) -> None:
