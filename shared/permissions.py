@@ -4,9 +4,9 @@
          ◀─subscribe─ subjects of its own role, its own inbox
 
 Only who owns something may write it: groups and services the health monitor, keys the operator, session pins the
-schedulers. Streams and buckets are made by whoever comes first; what exists is changed by the gateways (limits of
-INTAKE, JOURNAL and `responses`) and the operator (all) alone. Patterns are NATS': `*` is one token, `>` all that
-follow.
+schedulers, and executors that hand sessions over. Streams and buckets are made by whoever comes first; what exists is
+changed by the gateways (limits of INTAKE, JOURNAL and `responses`) and the operator (all) alone. Patterns are NATS':
+`*` is one token, `>` all that follow.
 """
 
 from collections.abc import Iterator
@@ -105,6 +105,16 @@ def _own_bucket(name: str) -> Iterator[str]:
     yield f"$KV.{name}.>"
 
 
+def _own_keys(name: str) -> Iterator[str]:
+    """Reads and writes keys that it knows, and cannot list the others."""
+    yield _create(f"KV_{name}")
+    yield f"{_API}.STREAM.INFO.KV_{name}"
+    yield f"{_API}.STREAM.MSG.GET.KV_{name}"
+    yield f"{_API}.DIRECT.GET.KV_{name}"
+    yield f"{_API}.DIRECT.GET.KV_{name}.>"
+    yield f"$KV.{name}.>"
+
+
 def _objects(name: str) -> Iterator[str]:
     """Reads an object store. nats-py asks for the stream's name by its subject."""
     yield f"{_API}.STREAM.NAMES"
@@ -143,6 +153,7 @@ def _stores() -> Iterator[str]:
 
 _ALL_DISPATCH, _ALL_CONTROL, _ALL_GATEWAYS = "groups.*.dispatch", "groups.*.control", "gateways.*"
 _ALL_DEBUG = "groups.*.debug"
+_ALL_HANDOVER = "groups.*.handover"
 
 _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gateway": (
@@ -218,9 +229,11 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.GROUPS_BUCKET),
             *_own_bucket(subjects.MODELS_BUCKET),
             *_own_objects(subjects.TOKENIZERS_STORE),
-            *_answers("scheduler", "gateway", "operator"),
+            *_own_keys(subjects.SESSIONS_BUCKET),  # a ring that leaves pins them to who has their blocks
+            _ALL_HANDOVER,
+            *_answers("scheduler", "gateway", "operator", "executor"),
         ),
-        (_ALL_DISPATCH, _ALL_CONTROL, _ALL_DEBUG),
+        (_ALL_DISPATCH, _ALL_CONTROL, _ALL_DEBUG, _ALL_HANDOVER),
     ),
     "operator": (
         (

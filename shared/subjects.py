@@ -89,6 +89,11 @@ def debug(group: str) -> str:
     return f"groups.{escape(group)}.debug"
 
 
+def handover(group: str) -> str:
+    """Where leaders of other groups offer KV blocks."""
+    return f"groups.{escape(group)}.handover"
+
+
 def tokens(consumer: str) -> str:
     return f"tokens.{escape(consumer)}"
 

@@ -36,6 +36,8 @@ class StackSettings(LocalSettings):
     tls_client_ca: str = ""
     drain_grace: float = Field(default=10.0, ge=0)
     """Seconds that an executor takes to finish what runs; only then may it be killed."""
+    handover_timeout: float = Field(default=10.0, ge=0)
+    """Seconds more that it takes to give its sessions' KV blocks away."""
     drain_delay: float = Field(default=0.0, ge=0)
     """Seconds that the gateway goes on taking requests before that."""
     drain_timeout: float = Field(default=20.0, ge=0)

@@ -222,7 +222,10 @@ class LocalStack:
 
     def _grace(self, service: str) -> float:
         settings = self._settings
-        work = {"executor": settings.drain_grace, "gateway": settings.drain_delay + settings.drain_timeout}
+        work = {
+            "executor": settings.drain_grace + settings.handover_timeout,
+            "gateway": settings.drain_delay + settings.drain_timeout,
+        }
         return work.get(service, 0.0) + STOP_MARGIN
 
     async def _on_beat(self, beat: Heartbeat) -> None:

@@ -35,6 +35,7 @@ from services.executor.fingerprint import fingerprint
 from services.executor.gathering import Gathering, acknowledgements, output_tokens
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
+from services.executor.handover.handover import Handover
 from services.executor.naming import check_name, served_name
 from services.executor.pace import Pace
 from services.executor.parsers import with_parsers
@@ -91,6 +92,7 @@ class Leader:
         self._draining = False
         self._leaving = False
         self._replaced = False
+        self._handed_back = False
         self._drain_by = 0.0
         self._load_version = 0
         self._pace = Pace()
@@ -123,6 +125,9 @@ class Leader:
         )
         self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
         self._orchestrator.on_state(self._debug.tell)
+        self._handover = Handover(
+            self._settings, self._spec, engine_spec, self._batcher, self._model, self._wake.set
+        )
         self._report_load()
         self._bus = await Bus.connect(
             self._settings, subjects.connection("executor", self._spec.instance, subjects.LEADER)
@@ -155,6 +160,7 @@ class Leader:
         await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).put(self._model, card)
         await self._bus.subscribe(subjects.dispatch(group), DispatchBatch, self._on_dispatch)
         await self._bus.subscribe(subjects.control(group), ControlCommand, self._on_control)  # type: ignore[arg-type]
+        await self._handover.open(self._bus, card.fingerprint)
         await self._bus.flush()
         tame_collector()
         self._board.set_state(RingState.READY)
@@ -234,6 +240,7 @@ class Leader:
         self._drain_by = min(by, self._drain_by) if self._draining else by
         self._draining = True
         self._board.set_state(RingState.DRAINING)
+        self._handover.begin(lambda: self._handed_back)
         log.info("draining", group=self._spec.group)
         self._wake.set()
 
@@ -243,6 +250,7 @@ class Leader:
             return False
         if self._draining:
             self._draining = False
+            self._handover.stop()
             self._board.set_state(RingState.READY)
             log.info("not_draining", group=self._spec.group)
         return True
@@ -261,36 +269,47 @@ class Leader:
                     "to serve, give each a group of its own with --group."
                 )
             if self._draining and (not self._batcher.has_work or time.monotonic() >= self._drain_by):
-                self._leaving = True
-                await self._hand_back()
-                return
+                if not self._handed_back:
+                    self._leaving = True
+                    await self._hand_back()
+                if self._handover.over:
+                    return
             scheduled = self._batcher.schedule(time.monotonic())
             if scheduled is None:
-                self._gathering.add(self._batcher.take_entries())
-                await self._tell()
-                if not self._batcher.has_work:
-                    self._pace.rest()
-                self._report_load()
-                if not self._batcher.has_work and not self._draining:
-                    self._wake.clear()
-                    await self._wake.wait()
-                continue
-            plan, rows = scheduled
-            self._debug.planned(plan)
-            traces = self._attempts.traces or None
-            if traces is not None:
-                plan = traces.begin_step(plan, self._batcher.under_way)
-            began = time.perf_counter_ns()
-            entries = await self._execute(plan, rows)
-            taken = time.perf_counter_ns() - began
-            if traces is not None:
-                traces.end_step(taken / 1e9)
+                await self._pause()
+            else:
+                await self._step(*scheduled)
+
+    async def _pause(self) -> None:
+        """Nothing can be computed: says what is owed, and waits for work where there is none."""
+        self._gathering.add(self._batcher.take_entries())
+        await self._tell()
+        if not self._batcher.has_work:
+            self._pace.rest()
+        self._report_load()
+        if not self._batcher.has_work and (not self._draining or self._handed_back):
+            self._wake.clear()
+            await self._wake.wait()
+        await asyncio.sleep(0)  # a hand-over may hold the blocks that are waited for
+
+    async def _step(self, plan: StepPlan, rows: list[Row]) -> None:
+        """Computes it, and takes note of what it took."""
+        self._debug.planned(plan)
+        traces = self._attempts.traces or None
+        if traces is not None:
+            plan = traces.begin_step(plan, self._batcher.under_way)
+        began = time.perf_counter_ns()
+        entries = await self._execute(plan, rows)
+        taken = time.perf_counter_ns() - began
+        if traces is not None:
+            traces.end_step(taken / 1e9)
+        if plan.token_ids:  # else it has only copied blocks: no measure of anything
             computed = prompt_tokens(plan, rows)
             self._debug.took(plan, rows, taken / 1e9, computed, self._pace.expected(computed), self._masks)
             self._pace.observe(taken / 1e9, computed)
             self._board.add_step(taken, computed, output_tokens(entries), len(plan.query_lens) // 4)
-            self._report_load()
-            self._gathering.add(entries)
+        self._report_load()
+        self._gathering.add(entries)
 
     async def _execute(self, plan: StepPlan, rows: list[Row]) -> Entries:
         """One step in the engine's thread, while the tokens of the last one go out. Rows that are no numbers end
@@ -367,6 +386,7 @@ class Leader:
         """Ends what has not finished with an error that another ring's attempt makes good."""
         error = NoGroupAvailable(f"The group {self._spec.group} has left; another one goes on.")
         self._gathering.add(self._batcher.fail_all(error))
+        self._handed_back = True
         await self._tell()
 
     async def _beat(self) -> None:

@@ -13,6 +13,7 @@ import structlog
 from services.executor.board import RingState
 from services.executor.debug.desk import DebugDesk
 from services.executor.debug.gather import Group
+from services.executor.handover.metrics import HandoverCollector
 from services.executor.metrics import Labels, RingCollector, vllm_aliases
 from services.executor.naming import served_name
 from services.executor.nodes.head import NodesHead
@@ -30,6 +31,8 @@ log = structlog.get_logger(__name__)
 FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 10.0
 STABLE_AFTER = 60.0
+HANDOVER_MARGIN = 10.0
+"""Seconds that the last batch of a hand-over may take beyond its time."""
 MOST_DEATHS = 5
 """Rings that may die before the first one was ready."""
 
@@ -67,6 +70,11 @@ class ExecutorService(Service):
         self.registry.register(self._debug)
         if settings.metrics_aliases:
             self.registry.register(vllm_aliases(self._collector))
+        self.registry.register(
+            HandoverCollector(
+                lambda: self._ring.handover if self._ring else None, lambda: Labels(self.group, self._model)
+            )
+        )
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -107,8 +115,10 @@ class ExecutorService(Service):
 
     @property
     def _drain_limit(self) -> float:
-        """Seconds in which a drained ring must be gone: its grace time, and some to leave."""
-        return self._executor_settings.drain_grace + 5
+        """Seconds in which a drained ring must be gone: its grace time, its hand-over, and some to leave."""
+        settings = self._executor_settings
+        handover = settings.handover_timeout + HANDOVER_MARGIN if settings.handover_timeout else 0.0
+        return settings.drain_grace + handover + 5
 
     async def _supervise(self) -> None:
         """One ring after the other; each is killed to the last process before the next begins."""

@@ -17,6 +17,7 @@ import structlog
 
 from services.executor.board import RingBoard
 from services.executor.debug.recorder import FlightRecorder
+from services.executor.handover.board import HandoverBoard
 from services.executor.nodes.head import NodesHead, RemoteRank
 from services.executor.rank_process import LocalRank
 from services.executor.settings import ExecutorSettings
@@ -122,6 +123,8 @@ class Ring:
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
         self.board = RingBoard(self._directory / "board", settings.tp, create=True)
         self.flight = FlightRecorder.beside(self._directory / "board", settings.tp, create=True)
+        board = HandoverBoard.path(self._directory / "board")
+        self.handover = HandoverBoard(board, settings.tp, create=True)
         self._processes: list[LocalRank | RemoteRank] = []
         self._events: dict[int, asyncio.Task[None]] = {}
         self._exits: list[asyncio.Task[None]] = []
@@ -180,6 +183,7 @@ class Ring:
         await asyncio.gather(*followers, return_exceptions=True)
         if self._directory.exists():
             self.board.close()
+            self.handover.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _spawn(self, rank: int) -> None:

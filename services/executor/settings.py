@@ -82,6 +82,11 @@ class ExecutorSettings(CommonSettings):
     """Seconds that a ring may take to load."""
     drain_grace: float = Field(default=10.0, ge=0)
     """Seconds that running generations get to finish at shutdown; the rest continue elsewhere."""
+    handover_timeout: float = Field(default=10.0, ge=0)
+    """Seconds after the last generation has ended in which a ring that leaves gives its sessions' KV blocks to its
+    peers; 0: it does not."""
+    handover_port: int = Field(default=0, ge=0, le=65535 - 64)
+    """Port on `ring_host` at which rank 0 takes over KV blocks, rank r at that plus r; 0: the system chooses."""
     tool_parser: ToolParser = "auto"
     """How the model writes tool calls: `auto` (as its chat template shows), `none` (tools are refused), or a parser."""
     reasoning_parser: ReasoningParser = "auto"

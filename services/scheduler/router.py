@@ -17,13 +17,14 @@ from services.scheduler.memory import GenerationMemory, Holder
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.placement import Decision, Placement
 from services.scheduler.queue import RequestQueue
-from services.scheduler.sessions import SessionPins, pin_key
+from services.scheduler.sessions import SessionPins
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.waiting import WaitingRequest
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import BrokerUnavailable, DeadlineExceeded, NoGroupAvailable, QueueFull
 from shared.messages import Cancel, CancelRequest, ControlReply, Lane, Refusal, SessionPin
+from shared.pins import pin_key
 
 TICK = 0.02
 """Seconds between two looks at deadlines and closed groups."""

@@ -5,7 +5,6 @@ scheduler that notices moves it; the others lose the compare-and-set and adopt w
 Each follows the bucket, so that it does not go on with a pin that another one has moved.
 """
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +23,6 @@ _TRIES = 8
 Outcome = Literal["created", "moved", "adopted", "unpinned"]
 
 log = structlog.get_logger(__name__)
-
-
-def pin_key(model: str, session: str) -> str:
-    """Key of a session in the bucket: no client's text, and of one length."""
-    return hashlib.sha256(f"{model}\0{session}".encode()).hexdigest()[:40]
 
 
 @dataclass(slots=True)

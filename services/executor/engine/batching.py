@@ -38,6 +38,7 @@ from services.executor.engine.stages import Figures, Stages
 from services.executor.engine.step_planning import StepPlanner
 from services.executor.engine.vectors import Floats
 from services.executor.grammar.state import GrammarState
+from services.executor.handover.exchange import Exchange
 from services.executor.kv_cache.allocator import Census
 from services.executor.kv_cache.prefix_index import root_digest
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
@@ -81,7 +82,7 @@ class ContinuousBatcher:
         self._spec = spec
         self._settings = settings
         self._root = root_digest(namespace)
-        self._tables = BlockTables(spec, settings)
+        self._tables = BlockTables(spec, settings, self._root)
         self.drafter = drafter or Drafter(spec, settings)
         self._planner = StepPlanner(spec, settings, self._tables)
         self._live: dict[str, Sequence] = {}
@@ -192,7 +193,7 @@ class ContinuousBatcher:
         batch = self._planner.plan()
         if self._planner.admitted:
             self._stages.admitted(self._planner.take_admitted(), now)
-        if not batch and not self._tables.restoring:
+        if not batch and not self._tables.restoring and not self.exchange.ready:
             return None
         for chunk in batch:
             chunk.sequence.in_flight = True
@@ -200,6 +201,7 @@ class ContinuousBatcher:
         self.step += 1
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
         pools = embedding.pools_of(batch)
+        plan = self.exchange.extend(plan)
         if pools:
             plan = msgspec.structs.replace(plan, pools=embedding.rows_of_pools(pools))
         self._under_way = Step(batch, sampled, rows_of(sampled), pools)
@@ -268,7 +270,17 @@ class ContinuousBatcher:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` or `take_entries` has something to give. What is held has not, until it is released."""
-        return bool(self._planner.waiting or self._planner.running or self._owed)
+        return bool(self._planner.waiting or self._planner.running or self._owed or self.exchange.ready)
+
+    @property
+    def exchange(self) -> Exchange:
+        """What this ring gives to others, and takes from them."""
+        return self._tables.exchange
+
+    @property
+    def receivable(self) -> int:
+        """Blocks that may be taken over from another ring."""
+        return self._tables.receivable(self._planner.running)
 
     @property
     def under_way(self) -> Seq[Chunk]:

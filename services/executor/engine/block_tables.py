@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sequence import Sequence
+from services.executor.handover.exchange import Exchange
 from services.executor.kv_cache.allocator import BlockAllocator, Census
 from services.executor.kv_cache.block_copies import Copies
 from services.executor.kv_cache.tiers import SpillTiers
@@ -25,7 +26,8 @@ DISK_COST = 4
 class BlockTables:
     """Fills, grows and frees the block tables of a batcher's sequences. No clock, no I/O."""
 
-    def __init__(self, spec: EngineSpec, settings: BatchSettings) -> None:
+    def __init__(self, spec: EngineSpec, settings: BatchSettings, root: bytes = b"") -> None:
+        """`root`: where the sequences' chains begin."""
         self._spec = spec
         self._size = spec.block_size
         self._tiers = SpillTiers(spec.num_host, spec.num_disk)
@@ -39,6 +41,7 @@ class BlockTables:
             # this bounds only the burst of a long sequence that makes room for all it restores.
             saves_per_step=spec.copies_per_step + settings.max_batch_tokens // spec.block_size,
         )
+        self.exchange = Exchange(self._allocator, root, spec.copies_per_step)
         self._restores: list[tuple[Sequence, int, int]] = []
         """(sequence, position in its table, slot): what the step under way restores."""
         self._cost = 0
@@ -139,7 +142,9 @@ class BlockTables:
         """Sees that the table covers the sequence's first `tokens` tokens; False where blocks run out."""
         while len(sequence.table) * self._size < tokens:
             if not self._allocator.available_hot and not self._compress_one(running):
-                return False
+                if not self.exchange.make_way():
+                    return False
+                continue
             sequence.table.extend(self._allocator.allocate(1))
         return True
 
@@ -224,6 +229,11 @@ class BlockTables:
             sequence.in_flight = True
         return True
 
+    def receivable(self, running: Collection[Sequence]) -> int:
+        """Blocks that may be taken over from another ring, with room left for `running` to grow."""
+        slack = max(len(running) + 1, self._spec.total_blocks // 32)
+        return max(0, self.free_blocks(running) - slack)
+
     @property
     def restoring(self) -> bool:
         """Whether the step under way restores anything."""
@@ -239,6 +249,7 @@ class BlockTables:
         Returns the sequences that must give up their blocks, since some were not restored.
         """
         restores, self._restores, self._cost = self._restores, [], 0
+        self.exchange.arrivals.close()
         broken: dict[Sequence, None] = {}
         for sequence, position, slot in restores:
             sequence.in_flight = False
@@ -268,4 +279,4 @@ class BlockTables:
         for sequence in running:
             for slot in sequence.restoring.values():
                 locked[slot] = locked.get(slot, 0) + 1
-        self._allocator.check((s.table for s in running), locked)
+        self._allocator.check((*(s.table for s in running), *self.exchange.held), locked)

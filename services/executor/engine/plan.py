@@ -56,6 +56,10 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     and none is sampled."""
     traced: bool = False
     """Whether somebody traces a sequence of the step: each rank notes what it spends on it (`rank_times.py`)."""
+    adoptions: bytes = b""
+    """int32 [n, 2]: (landing slot, block id), copied after the compressions: what another ring has given."""
+    handover: bytes = b""
+    """What the ranks' sides of a hand-over are to do (`handover/commands.py`), after these copies; empty: nothing."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -42,6 +42,10 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """How a prompt becomes a vector (`model/pooling.py`); empty: it does not."""
     embedding_size: int = 0
     """Numbers in such a vector."""
+    kv_format: str = ""
+    """What a full block's bytes mean: rings of one format can give blocks to each other; empty: there are none."""
+    kv_block_bytes: int = 0
+    """Of one full block on this rank."""
 
     @property
     def total_blocks(self) -> int:

@@ -23,6 +23,8 @@ from services.executor.engine.protocol import EngineSpec, ProgressCallback, Samp
 from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.vectors import Floats
+from services.executor.handover.board import HandoverBoard
+from services.executor.handover.endpoint import RankEndpoint
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import computes_natively, make_runner
@@ -192,6 +194,11 @@ class RingMember:
         if runner.is_native:
             spans.count_native(runner.spent)
         runner.warm_up()
+        handover = HandoverBoard.beside(spec.board, spec.world_size)
+        if handover is not None:
+            place = (spec.rank, settings.ring_host, settings.handover_port)
+            fields = handover.rank(spec.rank)
+            runner.connect(RankEndpoint(store, shape.bytes_per_spilled_block, fields, *place))
         collectives.barrier()
         engine_spec = EngineSpec(
             settings.block_size,
@@ -204,6 +211,8 @@ class RingMember:
             copies_per_step=slots.copies_per_step,
             pooling=read_pooling(directory),
             embedding_size=config.hidden_size,
+            kv_format=shape.format if handover is not None else "",
+            kv_block_bytes=shape.bytes_per_spilled_block,
         )
         return cls(runner, collectives, engine_spec)
 

@@ -258,6 +258,69 @@ class BlockAllocator:
         for block in reversed(self._pins.expire(now)):
             self._pool(block).expire(block)
 
+    # --- to and from other rings (`services/executor/handover`) ----------------------------------
+
+    def sessions(self) -> list[tuple[str, float]]:
+        """The sessions that blocks are kept for, and when they were used, the last used first."""
+        return self._pins.newest_first()
+
+    def blocks_of(self, session: str, root: bytes) -> list[int]:
+        """What is kept for `session`, beginnings first, with all that these consist of (`PrefixIndex.chains`)."""
+        return self._index.chains(self._pins.blocks(session), root)
+
+    def key_of(self, block: int) -> BlockKey:
+        """What `block`, which is in the index, holds."""
+        return self._index.key(block)
+
+    def in_last_format(self, block: int) -> int | None:
+        """The id under which `block`, which the caller alone holds, is as full blocks are kept; None: it cannot
+        be brought there now. It takes `block`'s place in the table."""
+        if self._pool(block) is self._final:
+            return block
+        return self.compress(block) if self._references[block] == 1 else None
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether the block with that digest is in the cache, or was spilled."""
+        return self._index.knows(digest) or self._tiers.knows(digest)
+
+    @property
+    def receivable(self) -> int:
+        """Blocks that may be taken over from another ring without one being lost that is kept for a session."""
+        return max(0, min(self._final.unpinned, self._final.pins_left)) if self._pins.ttl > 0 else 0
+
+    def reserve(self, count: int) -> list[int]:
+        """`count` blocks, at most `receivable`, to be `adopt`ed or `unreserve`d."""
+        blocks = []
+        for _ in range(count):
+            block, evicted = self._final.take_unpinned()
+            if evicted:
+                self._evict(block, self._final)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def unreserve(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._drop(block)
+
+    def adopt(self, block: int, key: BlockKey, root: bytes, session: str, last_used: float) -> bool:
+        """A reserved block holds `key` by now. It is kept for `session` as the longest unused; False, and given
+        back, where somebody else has computed it meanwhile or its beginning is not there any more."""
+        if self._index.knows(key.digest) or not (key.parent == root or self.knows(key.parent)):
+            self._drop(block)
+            return False
+        self._index.put(block, key)
+        self._references[block] = 0
+        self._wanted.add(block)
+        if self._final.pin_first(block):
+            self._pins.add_older(block, session, last_used)
+        self.room_version += 1
+        return True
+
+    def sort_sessions(self) -> None:
+        """After `adopt`: the longest unused sessions come first again."""
+        self._pins.sort()
+
     def take_copies(self) -> Copies:
         """The copies that the plan about to be sent must carry."""
         for slot in self._unlock:

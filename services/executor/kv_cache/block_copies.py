@@ -4,8 +4,9 @@ Decided by the leader between two plans, executed by every rank in this order:
 
     1. saves         block ──▶ spill slot     what is evicted, before its id is written again
     2. compressions  hot ──▶ cold             what is full, before its hot id is written again
-    3. restores      spill slot ──▶ block     what the step is going to read
-    4. the forward pass
+    3. adoptions     landing slot ──▶ block   what another ring has given (`handover/arrivals.py`)
+    4. restores      spill slot ──▶ block     what the step is going to read
+    5. the forward pass
 
 Source of a save or a compression is only what earlier plans have written; so the order makes it safe to
 hand an id or a slot out again in the very plan that saves what it held.

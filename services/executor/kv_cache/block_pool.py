@@ -45,6 +45,24 @@ class BlockPool:
             raise IndexError("the pool has no unused block")
         return (self._cached or self._pinned).popitem(last=False)[0], True
 
+    @property
+    def pins_left(self) -> int:
+        """Blocks that may be pinned before the longest unused must give way."""
+        return self._most_pinned - len(self._pinned)
+
+    @property
+    def unpinned(self) -> int:
+        """Blocks that `take_unpinned` has."""
+        return len(self._empty) + len(self._cached)
+
+    def take_unpinned(self) -> tuple[int, bool]:
+        """As `take`, leaving what is kept for sessions alone. Raises `IndexError` when nothing else is left."""
+        if self._empty:
+            return self._empty.pop(), False
+        if not self._cached:
+            raise IndexError("the pool has no unused block that is not pinned")
+        return self._cached.popitem(last=False)[0], True
+
     def put_empty(self, block: int) -> None:
         """`block` is unused, and what it holds is worth nothing."""
         self._empty.append(block)
@@ -61,6 +79,16 @@ class BlockPool:
         oldest, _ = self._pinned.popitem(last=False)
         self._cached[oldest] = None
         return oldest
+
+    def pin_first(self, block: int) -> bool:
+        """As `pin`, but as the longest unused of all; False, and cached so, where no more may be pinned."""
+        if self.pins_left <= 0:
+            self._cached[block] = None
+            self._cached.move_to_end(block, last=False)
+            return False
+        self._pinned[block] = None
+        self._pinned.move_to_end(block, last=False)
+        return True
 
     def expire(self, block: int) -> None:
         """A pinned block is cached like others from now on, as the longest unused: its session has not come."""

@@ -9,6 +9,7 @@ so that two services can speak of the same prefix.
 """
 
 from array import array
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -82,6 +83,27 @@ class PrefixIndex:
     def knows(self, digest: bytes) -> bool:
         """Whether `find` may find it: a look without the tokens."""
         return digest in self._blocks
+
+    def key(self, block: int) -> BlockKey:
+        """What `block` holds, which is in the index."""
+        return self._keys[block]
+
+    def chains(self, blocks: Iterable[int], root: bytes) -> list[int]:
+        """`blocks`, which are in the index, and all that their beginnings consist of, beginnings first; without
+        those whose beginning is not there as far as `root`."""
+        placed: dict[int, None] = {}
+        for block in blocks:
+            path: list[int] = []
+            at: int | None = block
+            while at is not None and at not in placed:
+                path.append(at)
+                parent = self._keys[at].parent
+                if parent == root:
+                    break
+                at = self._blocks.get(parent)
+            if at is not None:
+                placed.update(dict.fromkeys(reversed(path)))
+        return list(placed)
 
     def put(self, block: int, key: BlockKey) -> bool:
         """Makes `block` findable; False when another block holds the same tokens already."""

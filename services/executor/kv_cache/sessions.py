@@ -35,6 +35,29 @@ class SessionPins:
         self._sessions.move_to_end(session)
         self._owners[block] = session
 
+    def add_older(self, block: int, session: str, last_used: float) -> None:
+        """As `add`, for what was used at `last_used` in another ring. `sort` must follow."""
+        entry = self._sessions.get(session)
+        if entry is None:
+            entry = self._sessions[session] = _Session()
+            entry.last_used = last_used
+        entry.last_used = max(entry.last_used, last_used)
+        entry.blocks[block] = None
+        self._owners[block] = session
+
+    def sort(self) -> None:
+        """The longest unused sessions come first again."""
+        self._sessions = OrderedDict(sorted(self._sessions.items(), key=lambda item: item[1].last_used))
+
+    def newest_first(self) -> list[tuple[str, float]]:
+        """Every session, and when it was last used."""
+        return [(session, entry.last_used) for session, entry in reversed(self._sessions.items())]
+
+    def blocks(self, session: str) -> list[int]:
+        """What is kept for `session`."""
+        entry = self._sessions.get(session)
+        return [] if entry is None else list(entry.blocks)
+
     def remove(self, block: int) -> None:
         """`block` is kept for nobody any more; one that was not is ignored."""
         session = self._owners.pop(block, None)

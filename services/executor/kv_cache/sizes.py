@@ -21,6 +21,8 @@ DEFAULT_GPU_UTILISATION = 0.9
 """Share of a GPU's memory that may be in use once the cache stands."""
 DEFAULT_SEQUENCES = 64
 """Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
+FORMAT_VERSION = 1
+"""Of the bytes of a block: a release that lays them out in another way raises it."""
 SPARE_HOT_BLOCKS = 8
 COPY_BYTES_PER_STEP = 64 << 20
 """Bytes that one step restores at most: about ten milliseconds of copying."""
@@ -56,6 +58,13 @@ class StoreShape:
     def values_per_block(self) -> int:
         """Values of one block in one layer, keys and values together."""
         return 2 * self.kv_heads * self.block_size * self.head_dim
+
+    @property
+    def format(self) -> str:
+        """What a full block's bytes mean: stores of one format can read each other's."""
+        codecs = ",".join("-" if codec is None else codec.name for codec in self.codecs)
+        sizes = (self.num_layers, self.block_size, self.kv_heads, self.head_dim)
+        return f"{FORMAT_VERSION}:{sizes}:{self.dtype}:{codecs if self.compresses else ''}"
 
     @property
     def bytes_per_block(self) -> int:

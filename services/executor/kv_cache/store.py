@@ -141,7 +141,7 @@ class KvStore:
         """
         return b"".join(_raw(part.contiguous()).cpu().numpy().tobytes() for part in self._parts(block))
 
-    def load(self, block: int, content: bytes) -> None:
+    def load(self, block: int, content: bytes | bytearray) -> None:
         """Puts what `save` has returned into `block`. Raises ValueError when it does not fit, and changes nothing."""
         expected = self.block_bytes(block)
         if len(content) != expected:

@@ -40,6 +40,10 @@ class SpillTier:
         slot = self._slots.get(key.digest)
         return slot if slot is not None and self._keys[slot] == key else None
 
+    def knows(self, digest: bytes) -> bool:
+        """Whether `find` may find it."""
+        return digest in self._slots
+
     def put(self, key: BlockKey) -> int | None:
         """The slot to write `key`'s bytes to; None when it is held already, or no slot can be had."""
         known = self._slots.get(key.digest)
@@ -128,6 +132,10 @@ class SpillTiers:
             if slot is not None:
                 return slot
         return None
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether `find` may find it: a look without the tokens."""
+        return any(tier.knows(digest) for tier in self._tiers)
 
     def put(self, key: BlockKey) -> list[int]:
         """The slots to write `key` to: none where it is held already."""

@@ -10,7 +10,7 @@ from services.executor.debug.spans import span
 from services.executor.engine.plan import Int32Array, StepPlan, as_int32, to_bytes
 from services.executor.engine.protocol import RestoreFailed
 from services.executor.engine.vectors import Floats
-from services.executor.kv_cache.copier import BlockCopier
+from services.executor.kv_cache.copier import BlockCopier, Endpoint
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.candidates import (
@@ -91,6 +91,10 @@ class ModelRunner:
         self._widths = _widths(model)
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
+
+    def connect(self, endpoint: Endpoint) -> None:
+        """From now on plans may hand blocks over."""
+        self._copier.endpoint = endpoint
 
     @property
     def vocab_size(self) -> int:

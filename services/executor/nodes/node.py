@@ -12,6 +12,7 @@ import structlog
 
 from services.executor.board import RingBoard
 from services.executor.debug.recorder import FlightRecorder
+from services.executor.handover.board import HandoverBoard
 from services.executor.nodes.wire import (
     GREETING,
     ROWS,
@@ -75,6 +76,7 @@ class Life:
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
         self._board = RingBoard(self._directory / "board", settings.tp, create=True)
         FlightRecorder.beside(self._directory / "board", settings.tp, create=True)
+        HandoverBoard(HandoverBoard.path(self._directory / "board"), settings.tp, create=True)
         self._ranks: dict[int, _Rank] = {}
         self._tasks: list[asyncio.Task[None]] = [asyncio.create_task(self._report())]
 

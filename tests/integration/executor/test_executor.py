@@ -33,54 +33,14 @@ from shared.messages import (
     Heartbeat,
     ModelCard,
     SamplingParams,
-    TokenEntry,
     TokenFrame,
     Undrain,
 )
 from shared.stores import Bucket
+from tests.integration.executor.reader import Reader
 from tests.processes import ServiceProcess, service_process
 
 VOCABULARY = 256
-
-
-class Reader:
-    """Everything that is published for one consumer."""
-
-    def __init__(self) -> None:
-        self.entries: list[TokenEntry] = []
-        self.epochs: set[int] = set()
-        self._news = asyncio.Event()
-
-    async def on_frame(self, frame: TokenFrame) -> None:
-        # Entries without tokens say which group has accepted a request, once per hand-in.
-        self.entries += [entry for entry in frame.entries if entry.tokens or entry.finish]
-        self.epochs.add(frame.epoch)
-        self._news.set()
-
-    async def finish(self, generation_id: str) -> tuple[list[int], TokenEntry]:
-        """The tokens of a generation, in order, and its last entry."""
-        async with asyncio.timeout(30):
-            while True:
-                of_it = [entry for entry in self.entries if entry.generation_id == generation_id]
-                if of_it and of_it[-1].finish:
-                    tokens: list[int] = []
-                    for entry in of_it:
-                        assert entry.position == of_it[0].position + len(tokens), "a gap or a repeat"
-                        tokens += entry.tokens
-                    return tokens, of_it[-1]
-                self._news.clear()
-                await self._news.wait()
-
-    async def some(self) -> None:
-        """Returns once a token has come."""
-        async with asyncio.timeout(30):
-            while not self.entries:
-                await self.more()
-
-    async def more(self) -> None:
-        """Returns when the next frame comes."""
-        self._news.clear()
-        await self._news.wait()
 
 
 @contextlib.asynccontextmanager

@@ -59,7 +59,7 @@ class House:
         """How that service reaches NATS."""
         return self._settings
 
-    async def start_two_of_each(self, executor: Sequence[str] = STUB) -> None:
+    async def start_two_of_each(self, executor: Sequence[str] = STUB, model: str = "stub") -> None:
         for number in range(2):
             await self.begin(f"monitor-{number}", "services.health_monitor")
             await self.begin(f"scheduler-{number}", "services.scheduler", "--ack-wait", "2")
@@ -68,8 +68,8 @@ class House:
             await self.begin(f"gateway-{number}", "services.gateway", "--port", "0")
         for process in self.processes.values():
             await process.wait_ready()
-        await until_answered(self.url("gateway-0"))
-        await until_answered(self.url("gateway-1"))
+        await until_answered(self.url("gateway-0"), model)
+        await until_answered(self.url("gateway-1"), model)
 
     async def restart(self, instance: str) -> None:
         """By its signal, as a rollout does; it has the same port afterwards."""
@@ -220,11 +220,11 @@ async def _read_long(
             begun.set()
 
 
-async def until_answered(url: str) -> None:
+async def until_answered(url: str, model: str = "stub") -> None:
     """Until the gateway knows the model."""
     async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False, timeout=60) as http:
         while True:
-            body = {"model": "stub", "prompt": "x", "max_tokens": 1}
+            body = {"model": model, "prompt": "x", "max_tokens": 1}
             with contextlib.suppress(httpx.TransportError):
                 if (await http.post(f"{url}/v1/completions", json=body)).status_code == 200:
                     return

@@ -5,11 +5,12 @@ import contextlib
 
 import pytest
 
-from services.scheduler.sessions import SessionPins, pin_key
+from services.scheduler.sessions import SessionPins
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GroupLoad, SessionPin
+from shared.pins import pin_key
 from shared.stores import Bucket
 from tests.integration.scheduler.house import MODEL, House, Leader, Scheduler, scheduler
 

@@ -11,7 +11,7 @@ OWNERS: dict[str, set[User]] = {
     subjects.GROUPS_BUCKET: {"health-monitor"},
     subjects.SERVICES_BUCKET: {"health-monitor"},
     subjects.MODELS_BUCKET: {"executor"},
-    subjects.SESSIONS_BUCKET: {"scheduler"},
+    subjects.SESSIONS_BUCKET: {"scheduler", "executor"},
     subjects.KEYS_BUCKET: {"operator"},
     subjects.GENERATIONS_BUCKET: {"gateway"},
     subjects.UNFINISHED_BUCKET: {"gateway"},
@@ -50,6 +50,14 @@ def test_nobody_hears_anothers_answers_or_destroys_a_stream(user: User) -> None:
     for everything in (">", "$JS.>", "$JS.API.>", "$KV.>", "_INBOX.>", "$SYS.>"):
         assert not given.may("publish", everything)
         assert not given.may("subscribe", everything)
+
+
+def test_executors_alone_speak_of_hand_overs_and_command_nobody() -> None:
+    for action in ("publish", "subscribe"):
+        may = {user for user in USERS if rights(user).may(action, subjects.handover("g"))}
+        assert may == {"executor"}
+    assert not rights("executor").may("publish", subjects.control("g"))
+    assert rights("executor").may("publish", f"{inbox_of('executor')}.x.y"), "they answer each other"
 
 
 @given(subject)

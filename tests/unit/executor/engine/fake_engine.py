@@ -46,6 +46,8 @@ class FakeEngine:
         self.block_size = spec.block_size
         self.blocks: list[list[Slot | None]] = [[None] * spec.block_size for _ in range(spec.total_blocks)]
         self.spilled: dict[int, list[Slot | None]] = {}
+        self.landing: dict[int, list[Slot | None]] = {}
+        """What another ring has given."""
         self.unreadable: set[int] = set()
         """Spill slots whose bytes have been lost since they were written."""
         self.largest = 0
@@ -70,7 +72,8 @@ class FakeEngine:
 
     def _copy(self, plan: StepPlan) -> None:
         saves, compressions, restores = pairs(plan.saves), pairs(plan.compressions), pairs(plan.restores)
-        self._check_targets(saves, compressions, restores)
+        adoptions = pairs(plan.adoptions)
+        self._check_targets(saves, compressions + adoptions, restores)
         for block, slot in saves:
             assert None not in self.blocks[block], "a block is saved that is not full"
             self.spilled[slot] = list(self.blocks[block])
@@ -82,6 +85,8 @@ class FakeEngine:
             assert None not in self.blocks[hot], "a block is compressed that is not full"
             self.blocks[cold] = list(self.blocks[hot])
             self._wipe(hot)
+        for slot, block in adoptions:
+            self.blocks[block] = list(self.landing.pop(slot))
         for slot, block in restores:
             self.blocks[block] = list(self.spilled[slot])
         self.saves, self.compressions = self.saves + len(saves), self.compressions + len(compressions)

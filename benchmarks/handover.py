@@ -1,0 +1,143 @@
+"""What a ring that leaves gives its peer, and what that is worth: `python -m benchmarks.handover --model DIRECTORY`.
+
+Two groups of a local stack; sessions have two turns each, one group is drained, and every session has another
+turn. Once with hand-over and once without:
+
+    moved      blocks and bytes, the time from the first offer to the last answer, and MB/s over all ranks
+    hit rate   tokens of the turns after the drain that were found in the cache, of those that might have been
+    turn       time of such a turn with an answer of one token, mean: what the client waits for its first token
+"""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.errors import BenchError
+from benchmarks.report import machine
+from services.cli.drain import drain_group
+from services.cli.settings import StackSettings
+from services.cli.stack import LocalStack, StackPlan
+
+BLOCK = 16
+NAME = "model"
+FIRST_TOKEN, LAST_TOKEN = 1000, 20_000
+READY_SECONDS = 180.0
+
+
+@dataclass
+class Session:
+    """Its next prompt is the last one, and something new."""
+
+    name: str
+    prompt: list[int] = field(default_factory=list)
+
+    async def turn(self, http: httpx.AsyncClient, tokens: int) -> tuple[int, int, float]:
+        """(tokens found in the cache, tokens that might have been, seconds)."""
+        generator = random.Random(f"{self.name}{len(self.prompt)}")
+        reusable = len(self.prompt) // BLOCK * BLOCK
+        self.prompt += [generator.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens)]
+        body = {"model": NAME, "prompt": self.prompt, "max_tokens": 1, "temperature": 0}
+        began = time.perf_counter()
+        answer = await http.post("/v1/completions", json=body, headers={"X-Session-ID": self.name})
+        seconds = time.perf_counter() - began
+        if answer.status_code != httpx.codes.OK:
+            raise BenchError(f"A turn was answered {answer.status_code}: {answer.text}")
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return min(cached, reusable), reusable, seconds
+
+
+@dataclass
+class Figures:
+    hit_rate: float
+    turn_seconds: float
+    given: dict[str, Any]
+    """What the leaving ring has logged; empty without a hand-over."""
+
+
+async def measure(stack: LocalStack, sessions: list[Session], tokens: int) -> Figures:
+    """All sessions on a stack of two groups that has just started; one of them leaves."""
+    async with httpx.AsyncClient(base_url=stack.gateway_url, timeout=120, trust_env=False) as http:
+        await _answering(http)
+        for _ in range(2):
+            for session in sessions:
+                await session.turn(http, tokens)
+        group = stack.beats[next(c.instance for c in stack.children if c.service == "executor")].group
+        assert group is not None
+        await drain_group(
+            stack.nats_settings, group.group, grace=10, wait=True, timeout=120, report=lambda record: None
+        )
+        turns = [await session.turn(http, tokens) for session in sessions]
+    logged = [line for path in stack.logs.glob("executor*.log") for line in path.read_text().splitlines()]
+    given = next((json.loads(line) for line in logged if '"handed_over"' in line), {})
+    found, reusable, seconds = zip(*turns, strict=True)
+    return Figures(sum(found) / sum(reusable), statistics.mean(seconds), given)
+
+
+async def _answering(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            body = {"model": NAME, "prompt": [FIRST_TOKEN], "max_tokens": 1}
+            if (await http.post("/v1/completions", json=body)).status_code == httpx.codes.OK:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def run(model: Path, tp: int, sessions: int, tokens: int, *, handover: bool) -> Figures:
+    """On a stack of its own."""
+    if not handover:
+        os.environ["RYZANSTEIN_HANDOVER_TIMEOUT"] = "0"
+    with tempfile.TemporaryDirectory() as folder:
+        plan = StackPlan(Path(folder), str(model), NAME, "127.0.0.1", 0, tp, replicas=2, dtype="auto")
+        stack = LocalStack(plan, StackSettings())
+        try:
+            await stack.start()
+            async with asyncio.timeout(READY_SECONDS):
+                await stack.wait_ready(lambda beats: None)
+            return await measure(stack, [Session(f"s{number}") for number in range(sessions)], tokens)
+        finally:
+            await stack.stop()
+
+
+def show(with_it: Figures, without: Figures, tp: int, console: Console) -> None:
+    given = with_it.given
+    bytes_moved = given.get("bytes_per_rank", 0) * tp
+    rate = bytes_moved / given["seconds"] / 1e6 if given.get("seconds") else 0.0
+    console.print(machine())
+    moved = f"moved: {given.get('blocks', 0)} blocks, {bytes_moved / 1e6:.1f} MB"
+    console.print(f"{moved} in {given.get('seconds', 0):.2f} s: {rate:.0f} MB/s")
+    table = Table(box=None)
+    for column in ("", "hit rate", "turn"):
+        table.add_column(column)
+    for name, figures in (("with hand-over", with_it), ("without", without)):
+        table.add_row(name, f"{figures.hit_rate:.1%}", f"{figures.turn_seconds * 1e3:.0f} ms")
+    console.print(table)
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Directory of the model.")],
+    tp: Annotated[int, typer.Option(help="Ranks of each group.")] = 1,
+    sessions: Annotated[int, typer.Option(help="Sessions.")] = 16,
+    tokens: Annotated[int, typer.Option(help="New tokens of each turn.")] = 400,
+) -> None:
+    """Prints what a hand-over moves, and what it saves."""
+    with_it, without = (
+        asyncio.run(run(model.expanduser(), tp, sessions, tokens, handover=handover))
+        for handover in (True, False)
+    )
+    show(with_it, without, tp, Console(width=110, highlight=False))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""KV blocks of sessions from a ring that leaves to its peers (docs/adr/0018)."""

@@ -1,0 +1,183 @@
+"""Real rings of real processes with a tiny model, and sessions that converse with them turn by turn.
+
+Nothing stands between test and leaders: the test dispatches as a scheduler does, and writes the groups' records as
+the health monitor does, so that it decides who is a peer of whom.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+
+from shared import subjects
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.messages import (
+    DispatchBatch,
+    DispatchReply,
+    GenerationRequest,
+    GroupRecord,
+    SamplingParams,
+    SessionPin,
+    TokenFrame,
+)
+from shared.pins import pin_key
+from shared.stores import Bucket
+from tests.integration.executor.reader import Reader
+from tests.processes import ServiceProcess, service_process
+from tests.unit.executor.model.tiny import make_model
+from tests.unit.gateway.tiny_tokenizer import tiny_files
+
+BLOCK = 4
+CONTEXT = 1024
+VOCABULARY = 258
+"""As many tokens as the tiny tokenizer has."""
+MODEL = "tiny"
+RING = (
+    "--device",
+    "cpu",
+    "--dtype",
+    "fp32",
+    "--threads",
+    "1",
+    "--block-size",
+    str(BLOCK),
+    "--drain-grace",
+    "5",
+)
+RING += ("--context-length", str(CONTEXT), "--served-model-name", MODEL)
+
+
+def make_served_model(directory: Path, *, seed: int = 0) -> Path:
+    """A random model with a tokenizer that gateways can use. Another `seed`: other weights."""
+    make_model(
+        directory,
+        "llama",
+        vocab_size=VOCABULARY,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=1,
+        rope_theta=1e4 + seed,
+    )
+    for name, content in tiny_files().items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+class Rings:
+    """Groups by name."""
+
+    def __init__(self, bus: Bus, settings: CommonSettings, directory: Path, stack: contextlib.AsyncExitStack):
+        self.bus = bus
+        self._settings = settings
+        self._directory = directory
+        self._stack = stack
+        self.reader = Reader()
+        self.processes: dict[str, ServiceProcess] = {}
+
+    async def begin(self, group: str, model: Path, *arguments: str, memory: int = 4 << 20) -> None:
+        more = ("--model", str(model), "--group", group, "--kv-memory", str(memory))
+        context = service_process(
+            self.bus,
+            self._settings,
+            "services.executor",
+            self._directory,
+            *RING,
+            *more,
+            *arguments,
+            instance=f"executor-{group}",
+        )
+        self.processes[group] = await self._stack.enter_async_context(context)
+
+    async def ready(self, *groups: str) -> None:
+        """Waits for them, and tells everybody that they serve."""
+        for group in groups:
+            beat = (await self.processes[group].wait_ready()).group
+            assert beat is not None
+            await self.announce(GroupRecord(group, beat.model, "ready", beat.epoch, beat.ranks, beat.load))
+
+    async def announce(self, record: GroupRecord) -> None:
+        await (await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)).put(record.group, record)
+
+    async def hide(self, *but: str) -> None:
+        """Nobody knows of any other group any more."""
+        bucket = await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)
+        for group in set(await bucket.items()) - set(but):
+            await bucket.delete(group)
+
+    def kill_ring(self, group: str) -> None:
+        """The executor and all its ranks, at once."""
+        process = self.processes[group].process
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+
+    async def until_logged(self, group: str, text: str) -> None:
+        log = self.processes[group].log
+        async with asyncio.timeout(30):
+            while True:
+                if text in log.read_text():
+                    return
+                await asyncio.sleep(0.05)
+
+    async def leave(self, group: str) -> str:
+        """Ends it by its signal; returns what it logged."""
+        process = self.processes[group]
+        assert await process.end() == 0, process.log.read_text()
+        return process.log.read_text()
+
+    async def pin(self, session: str) -> SessionPin | None:
+        bucket = await Bucket.open(self.bus, subjects.SESSIONS_BUCKET, SessionPin, ttl=60)
+        entry = await bucket.get(pin_key(MODEL, session))
+        return None if entry is None else entry.value
+
+
+@contextlib.asynccontextmanager
+async def rings(bus: Bus, settings: CommonSettings, directory: Path) -> AsyncIterator[Rings]:
+    async with contextlib.AsyncExitStack() as stack:
+        made = Rings(bus, settings, directory, stack)
+        await bus.subscribe(subjects.tokens("me"), TokenFrame, made.reader.on_frame)
+        yield made
+
+
+class Session:
+    """A conversation: each turn's prompt is all that was said before, and something new."""
+
+    def __init__(self, rings: Rings, name: str, beginning: list[int] | None = None) -> None:
+        self._rings = rings
+        self.name = name
+        self._random = random.Random(name)
+        self.tokens = list(beginning or [])
+        self._turns = 0
+
+    @property
+    def reusable(self) -> int:
+        """Tokens of the next prompt that stand in full blocks of what was computed before."""
+        computed = len(self.tokens) - 1 if self._turns else 0  # the last token was sampled, never computed
+        return computed // BLOCK * BLOCK
+
+    async def turn(self, group: str, new: int = 20, answer: int = 12) -> int:
+        """Has `group` answer; returns how many tokens of the prompt it found in its cache."""
+        name = f"{self.name}.{self._turns}"
+        self.tokens += [self._random.randrange(3, VOCABULARY) for _ in range(new)]
+        request = GenerationRequest(
+            generation_id=name,
+            request_id=name,
+            model=MODEL,
+            consumer="me",
+            prompt=self.tokens,
+            max_tokens=answer,
+            sampling=SamplingParams(temperature=0.0),
+            session=self.name,
+        )
+        subject = subjects.dispatch(group)
+        reply = await self._rings.bus.request(subject, DispatchBatch([request]), DispatchReply, timeout=10)
+        assert reply.accepted == [name], reply.refused
+        tokens, last = await self._rings.reader.finish(name)
+        assert last.finish == "length", last.error
+        self._turns += 1
+        self.tokens += tokens
+        entries = self._rings.reader.entries
+        return max(entry.cached_tokens for entry in entries if entry.generation_id == name)
