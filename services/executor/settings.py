@@ -1,5 +1,6 @@
 """Settings of an executor: one group, one model, one ring."""
 
+import socket
 from pathlib import Path
 from typing import Literal
 
@@ -75,7 +76,8 @@ class ExecutorSettings(CommonSettings):
     """How the ranks of a ring add up tensors; `auto`: NCCL on GPUs, shared memory on CPUs. `gloo` uses
     sockets: slower, for hosts where processes may not share memory or where there is no C compiler."""
     ring_host: str = "127.0.0.1"
-    """Address on which the ranks of the ring meet."""
+    """Address on which the ranks of the ring meet, and at which other rings' ranks reach them for a hand-over;
+    `auto`: the one that this host's name stands for, as in a container."""
     hung_after: float = Field(default=3.0, ge=1.0)
     """Seconds without progress, with work in flight, after which the ring is taken down and up."""
     start_timeout: float = Field(default=1800.0, gt=0)
@@ -134,6 +136,19 @@ class ExecutorSettings(CommonSettings):
     def max_drafts(self) -> int:
         """Most drafts of one sequence in a step, after `speculation`."""
         return most_drafts(self.speculation)
+
+    @field_validator("ring_host")
+    @classmethod
+    def _find_host(cls, host: str) -> str:
+        if host != "auto":
+            return host
+        name = socket.gethostname()
+        try:
+            return socket.gethostbyname(name)
+        except OSError as error:
+            raise ValueError(
+                f"this host's name {name!r} stands for no address ({error.strerror or error}); give the address itself"
+            ) from None
 
     @model_validator(mode="after")
     def _check_nodes(self) -> "ExecutorSettings":

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "RYZANSTEIN_PORT": "0",
     "RYZANSTEIN_GRPC_PORT": "0",
     "RYZANSTEIN_OPS_PORT": "0",
+    "RYZANSTEIN_HANDOVER_PORT": "0",
     "RYZANSTEIN_MODEL": "",
     "RYZANSTEIN_ENGINE": "stub",
     "RYZANSTEIN_DRAIN_DELAY": "0",  # nobody balances any load here

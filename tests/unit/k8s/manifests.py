@@ -46,7 +46,7 @@ class Build:
         return next(resource for resource in self.of_kind(kind) if name_of(resource) == name)
 
     def workloads(self) -> list[Resource]:
-        return self.of_kind("Deployment", "StatefulSet", "Job")
+        return self.of_kind("Deployment", "StatefulSet", "Job", "LeaderWorkerSet")
 
     def pods(self) -> list["Pod"]:
         return [Pod(workload) for workload in self.workloads()]
@@ -62,12 +62,18 @@ class Pod:
     workload: Resource
 
     @property
+    def template(self) -> Resource:
+        if self.workload["kind"] == "LeaderWorkerSet":
+            return self.workload["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        return self.workload["spec"]["template"]
+
+    @property
     def spec(self) -> Resource:
-        return self.workload["spec"]["template"]["spec"]
+        return self.template["spec"]
 
     @property
     def labels(self) -> dict[str, str]:
-        return self.workload["spec"]["template"]["metadata"]["labels"]
+        return self.template["metadata"]["labels"]
 
     @property
     def component(self) -> str:

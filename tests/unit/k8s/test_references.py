@@ -11,7 +11,9 @@ from shared import subjects
 from tests.unit.k8s import manifests
 from tests.unit.k8s.manifests import Build, Pod, Resource, name_of, selects
 
-EXTERNAL_SECRETS = {"ryzanstein-nats", "ryzanstein-nats-tls", "ryzanstein-hub"}
+EXTERNAL_SECRETS = {"ryzanstein-nats", "ryzanstein-nats-tls", "ryzanstein-hub", "ryzanstein-ring"}
+LEADER_WORKER = {"LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"}
+"""Variables that LeaderWorkerSet puts before all others."""
 """Secrets that are made by hand or by a secret store; docs/kubernetes.md says how."""
 
 CLUSTER_WIDE = {"Namespace", "PriorityClass"}
@@ -60,7 +62,8 @@ def test_disruption_budgets_are_of_one_workload_each_and_leave_none_out(name: st
         for budget in build.of_kind("PodDisruptionBudget")
         for pod in selected(build, budget["spec"]["selector"])
     ]
-    assert sorted(guarded) == sorted(map(name_of, build.of_kind("Deployment", "StatefulSet")))
+    kinds = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+    assert sorted(guarded) == sorted(map(name_of, build.of_kind(*kinds)))
 
 
 @builds
@@ -119,6 +122,8 @@ def test_variables_are_defined_before_they_are_used(name: str) -> None:
                 for source in container.get("envFrom", [])
                 for key in build.get("ConfigMap", source["configMapRef"]["name"])["data"]
             }
+            if pod.workload["kind"] == "LeaderWorkerSet":
+                known |= LEADER_WORKER
             for entry in container.get("env", []):
                 assert set(re.findall(r"\$\((\w+)\)", entry.get("value", ""))) <= known, entry["name"]
                 known.add(entry["name"])
@@ -233,7 +238,7 @@ def test_images_have_the_version_of_the_package_and_of_the_tested_broker() -> No
     assert version
     assert broker
     for name in manifests.BUILDS:
-        gpu = name in ("overlays/gpu", "overlays/production")
+        gpu = name in ("overlays/gpu", "overlays/multi-node", "overlays/production")
         for pod in manifests.build(name).pods():
             for container in pod.containers:
                 image, _, tag = container["image"].partition(":")

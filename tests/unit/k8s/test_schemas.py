@@ -23,6 +23,8 @@ MODELS: dict[str, type[BaseModel]] = {
 }
 """Made from the operators' own definitions."""
 
+LEADER_WORKER_SET = "LeaderWorkerSet"
+"""No package brings its definition either; `test_a_ring_over_several_nodes` looks at it."""
 ROUTES = ("HTTPRoute", "GRPCRoute")
 """Of the Gateway API, which no package brings; `test_routes` looks at them."""
 
@@ -60,7 +62,7 @@ def test_every_resource_holds_to_its_schema(name: str) -> None:
     for resource in manifests.build(name).resources:
         if resource["kind"] in MODELS:
             check_model(resource)
-        elif resource["kind"] not in ROUTES:
+        elif resource["kind"] not in (*ROUTES, LEADER_WORKER_SET):
             check_schema(json.dumps(resource))
 
 
@@ -88,3 +90,40 @@ def test_routes_name_a_gateway_and_a_port_of_the_service() -> None:
         assert set(route["spec"]) == {"parentRefs", "hostnames", "rules"}
         (rule,) = route["spec"]["rules"]
         assert rule["backendRefs"] == [{"name": "ryzanstein-gateway", "port": ports[port]}]
+
+
+def test_a_ring_over_several_nodes_is_a_set_of_leaders_and_workers() -> None:
+    """Fields as in https://lws.sigs.k8s.io/docs/reference/leaderworkerset.v1; its pods as Kubernetes has them."""
+    (found,) = manifests.build("overlays/multi-node").of_kind(LEADER_WORKER_SET)
+    assert found["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    assert set(found["spec"]) == {"replicas", "rolloutStrategy", "leaderWorkerTemplate"}
+    template = found["spec"]["leaderWorkerTemplate"]
+    assert set(template) == {"size", "restartPolicy", "workerTemplate"}
+    assert template["restartPolicy"] in ("RecreateGroupOnPodRestart", "None")
+    labels = template["workerTemplate"]["metadata"]["labels"]
+    spec = {"selector": {"matchLabels": labels}, "template": template["workerTemplate"]}
+    check_schema(
+        json.dumps({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"}, "spec": spec})
+    )
+
+
+def test_a_ring_over_several_nodes_is_told_of_its_places() -> None:
+    build = manifests.build("overlays/multi-node")
+    (found,) = build.of_kind(LEADER_WORKER_SET)
+    pod = build.component("executor")
+    variables = manifests.environment(build, pod.main)
+    places = {"NNODES": "GROUP_SIZE", "NODE_RANK": "WORKER_INDEX", "MASTER_ADDR": "LEADER_ADDRESS"}
+    for ours, theirs in places.items():
+        assert variables[f"RYZANSTEIN_{ours}"] == f"$(LWS_{theirs})"
+    gpus = pod.main["resources"]["limits"]["nvidia.com/gpu"]
+    size = found["spec"]["leaderWorkerTemplate"]["size"]
+    assert int(variables["RYZANSTEIN_TP"]) == size * gpus
+    assert int(variables["RYZANSTEIN_MASTER_PORT"]) == pod.ports["ring"]
+    policy = build.get("NetworkPolicy", "ring")["spec"]
+    ring = {"leaderworkerset.sigs.k8s.io/name": found["metadata"]["name"]}
+    assert policy["podSelector"]["matchLabels"] == ring
+    for direction, side in (("ingress", "from"), ("egress", "to")):
+        (rule,) = policy[direction]
+        assert rule[side] == [{"podSelector": {"matchLabels": ring}}]
+        (ports,) = rule["ports"]
+        assert ports["port"] <= pod.ports["ring"] <= ports["endPort"]

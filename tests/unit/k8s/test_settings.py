@@ -48,6 +48,8 @@ def settings_of(name: str, pod: Pod) -> CommonSettings:
         for key, value in variables.items()
         if key.startswith(ENV_PREFIX) and value
     }
+    if pod.workload["kind"] == "LeaderWorkerSet":  # what its controller, and a Secret, put there
+        given |= {"nnodes": "2", "node_rank": "0", "master_addr": "leader", "ring_secret": "x"}
     return SETTINGS[pod.component](**given)  # type: ignore[arg-type]
 
 
@@ -95,6 +97,11 @@ def test_ports_are_those_that_services_listen_on(name: str) -> None:
                 == {"http": settings.port, "grpc": settings.grpc_port}
                 == {"http": 8000, "grpc": 8001}
             )
+        elif isinstance(settings, ExecutorSettings) and settings.nnodes > 1:
+            assert pod.ports == {"ops": settings.ops_port, "ring": settings.master_port}
+        elif isinstance(settings, ExecutorSettings):
+            assert pod.ports == {"ops": settings.ops_port, "handover": settings.handover_port}
+            assert pod.ports == {"ops": 8081, "handover": 8100}
         else:
             assert pod.ports == {"ops": settings.ops_port} == {"ops": 8081}
 
@@ -108,13 +115,16 @@ def test_pods_are_killed_only_after_the_longest_drain(name: str) -> None:
             assert settings.drain_delay >= 5, "load balancers take some seconds to notice"
             drain += settings.drain_delay + settings.drain_timeout
         if isinstance(settings, ExecutorSettings):
-            drain += settings.drain_grace
+            drain += settings.drain_grace + settings.handover_timeout
         assert pod.spec["terminationGracePeriodSeconds"] >= drain + 5, str(pod)
 
 
 @builds
 def test_groups_and_instances_have_the_names_of_their_pods(name: str) -> None:
     for pod in services(name):
+        if pod.component == "executor":
+            host = next(entry for entry in pod.main["env"] if entry["name"] == "RYZANSTEIN_RING_HOST")
+            assert host["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
         wanted = ["RYZANSTEIN_INSTANCE", *(["RYZANSTEIN_GROUP"] if pod.component == "executor" else [])]
         entries = {entry["name"]: entry for entry in pod.main["env"]}
         for variable in wanted:
@@ -172,7 +182,7 @@ def test_a_rings_threads_fit_the_cores_that_it_has(name: str) -> None:
         if isinstance(settings, ExecutorSettings):
             limits = pod.main["resources"]["limits"]
             if settings.threads:
-                assert settings.threads * settings.tp == int(limits["cpu"])
+                assert settings.threads * settings.ranks_here == int(limits["cpu"])
             else:
                 (entry,) = [one for one in pod.main["env"] if one["name"] == "RYZANSTEIN_THREADS"]
                 assert entry["valueFrom"]["resourceFieldRef"]["resource"] == "limits.cpu"
@@ -185,7 +195,7 @@ def test_a_ring_on_gpus_has_one_for_each_rank(name: str) -> None:
         settings = settings_of(name, pod)
         gpus = pod.main["resources"]["limits"].get("nvidia.com/gpu")
         if isinstance(settings, ExecutorSettings) and settings.device == "cuda":
-            assert gpus == settings.tp == pod.main["resources"]["requests"]["nvidia.com/gpu"]
+            assert gpus == settings.ranks_here == pod.main["resources"]["requests"]["nvidia.com/gpu"]
             (volume,) = [one for one in pod.spec["volumes"] if one["name"] == "shm"]
             assert volume["emptyDir"]["medium"] == "Memory"
         else:
