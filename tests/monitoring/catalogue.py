@@ -6,13 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import trustme
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.executor.board import RingBoard
+from services.executor.debug.recorder import FlightRecorder
+from services.executor.handover.board import HandoverBoard
 from services.executor.orchestrator import ExecutorService
 from services.executor.settings import ExecutorSettings
 from services.gateway.batches.metrics import BatchMetrics
+from services.gateway.certificate_expiry import CertificateExpiry
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewaySettings
 from services.health_monitor.service import HealthMonitorService
@@ -21,6 +25,7 @@ from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
 from shared.lifecycle import Service
 from shared.metrics import Aliases, Reconnections
+from shared.telemetry import SpanCollector
 
 SUFFIXES = {
     "counter": ("_total",),
@@ -75,12 +80,20 @@ def _services(directory: Path) -> Iterator[Service]:
     """The four, as they are once they have begun."""
     gateway = GatewayService(GatewaySettings(instance="x"))
     BatchMetrics(gateway.registry)
+    trustme.CA().cert_pem.write_to_path(directory / "certificate")
+    CertificateExpiry(gateway.registry, str(directory / "certificate"))
     executor = ExecutorService(ExecutorSettings(instance="x", engine="stub"))
     board = RingBoard(directory / "board", 1, create=True)
-    executor._ring = SimpleNamespace(board=board, ready=SimpleNamespace(is_set=lambda: True))  # type: ignore[assignment]
+    executor._ring = SimpleNamespace(  # type: ignore[assignment]
+        board=board,
+        flight=FlightRecorder.beside(directory / "board", 1, create=True),
+        handover=HandoverBoard(HandoverBoard.path(directory / "board"), 1, create=True),
+        ready=SimpleNamespace(is_set=lambda: True),
+    )
     scheduler = SchedulerService(SchedulerSettings(instance="x"))
     for service in (gateway, scheduler, HealthMonitorService(HealthMonitorSettings(instance="x")), executor):
         service.registry.register(Reconnections(SimpleNamespace(reconnects=0)))
+        service.registry.register(SpanCollector())
         yield service
 
 
