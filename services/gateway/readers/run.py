@@ -314,8 +314,9 @@ class Run:
         last = self._arrivals.get(choice)
         if last is not None:
             metrics.between_tokens.observe(now - last)
-        elif not self._arrivals and self.answer.record.requests[0].lane != "batch":  # it waits its turn
-            metrics.first_token.observe(now - self._began)
+        elif not self._arrivals:
+            if self.answer.record.requests[0].lane != "batch":  # it waits its turn
+                metrics.first_token.observe(now - self._began)
             if (trace := self.answer.trace) is not None:
                 trace.first_token()
         self._arrivals[choice] = now
