@@ -7,6 +7,7 @@ less than the server does would be found by `make fuzz`.
 from services.gateway.batches.constraints import constrain_batches
 from services.gateway.openapi.extra_constraints import TOKEN, constrain_extras, constrain_others
 from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow, refuse
+from services.gateway.requests.messages import OTHER_PARTS, PARTS, ROLES
 from services.gateway.requests.schemas import NEUTRAL, NEUTRAL_IN_MESSAGE
 from services.gateway.requests.validation import (
     MAX_BIAS,
@@ -14,10 +15,7 @@ from services.gateway.requests.validation import (
     MAX_LOGPROBS,
     MAX_STOPS,
     OPEN_BELOW,
-    OTHER_PARTS,
-    PARTS,
     RANGES,
-    ROLES,
 )
 from services.gateway.responses.constraints import constrain_responses
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.refusals import unsupported
 from services.gateway.requests.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -27,7 +28,6 @@ from services.gateway.requests.schemas import (
 )
 from services.gateway.requests.validation import (
     MAX_CHOICES,
-    _unsupported,
     check_range,
     check_token_ids,
     prompts_of,
@@ -92,9 +92,7 @@ def _check_chat(request: ChatCompletionRequest) -> None:
 
 def _check_completion(request: CompletionRequest) -> None:
     if request.echo and request.logprobs is not None:
-        raise _unsupported(
-            "echo", "with logprobs it would need those of the prompt; leave one of the two out"
-        )
+        raise unsupported("echo", "with logprobs it would need those of the prompt; leave one of the two out")
     if request.best_of is None:
         return
     shown = request.n or 1
@@ -210,7 +208,7 @@ def _text(content: str | list[ContentPart]) -> str:
         return content
     for index, part in enumerate(content):
         if part.type != "text" or part.text is None:
-            raise _unsupported(f"prediction.content[{index}].{part.type[:64]}", "send text")
+            raise unsupported(f"prediction.content[{index}].{part.type[:64]}", "send text")
     return "".join(part.text or "" for part in content)
 
 
@@ -306,4 +304,4 @@ def _check_beside_grammar(wire: GenerationRequest, request: GenerationFields) ->
         return
     for name in ("min_tokens", "allowed_token_ids", "bad_words"):
         if getattr(request, name):
-            raise _unsupported(name, "it does not go with an output that follows a grammar; leave one out")
+            raise unsupported(name, "it does not go with an output that follows a grammar; leave one out")

@@ -18,6 +18,7 @@ from services.gateway.readers.run import Run
 from services.gateway.requests import embeddings, extra_fields, validation
 from services.gateway.requests.build import Build, Context, Parts
 from services.gateway.requests.conversation import check_conversation, rendered
+from services.gateway.requests.messages import text_of
 from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.requests.sessions import cache_key, conversation_key
 from services.gateway.requests.structured import Grammars, Wanted, wanted_by
@@ -330,7 +331,7 @@ def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:
     return [
         {
             "role": "system" if message.role == "developer" else message.role,
-            "content": validation.text_of(message),
+            "content": text_of(message),
         }
         for message in request.messages
     ]

@@ -10,27 +10,22 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.messages import check_message
+from services.gateway.requests.refusals import asks_for_nothing, empty_array, unsupported
 from services.gateway.requests.schemas import (
     NEUTRAL,
-    NEUTRAL_IN_MESSAGE,
-    CacheBreakpoint,
     ChatCompletionRequest,
     CompletionRequest,
-    ContentPart,
     GenerationFields,
-    Message,
 )
 from services.gateway.tools import checks
 
 T = TypeVar("T")
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_BIAS = 100
 MAX_LOGPROBS = 20
-PARTS = ("text", "refusal")
-OTHER_PARTS = ("image_url", "input_audio", "file")
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
@@ -146,8 +141,8 @@ def _check_fields(request: GenerationFields) -> None:
     """What both kinds of request have in common."""
     for name, neutral in NEUTRAL.items():
         value = getattr(request, name, None)
-        if value is not None and not _asks_for_nothing(value, neutral):
-            raise _unsupported(name)
+        if value is not None and not asks_for_nothing(value, neutral):
+            raise unsupported(name)
     for name, low, high in RANGES:
         value = getattr(request, name, None)
         if value is not None:
@@ -159,19 +154,6 @@ def _check_fields(request: GenerationFields) -> None:
         check_range(f"logit_bias.{token}", bias, -MAX_BIAS, MAX_BIAS)
     if request.stream_options is not None:
         _check_stream_options(request)
-
-
-def _asks_for_nothing(value: object, neutral: Sequence[object]) -> bool:
-    """Whether `value` is one of `neutral`, also by its type: to Python 0 is False, to a client it is not."""
-    return any(type(value) is type(allowed) and value == allowed for allowed in neutral)
-
-
-def _unsupported(name: str, detail: str = "leave it out") -> InvalidParameter:
-    return InvalidParameter(
-        f"Unsupported parameter: '{name}' is not supported by this server; {detail}.",
-        param=name,
-        reason="unsupported_parameter",
-    )
 
 
 def stop_strings(request: GenerationFields) -> list[str]:
@@ -235,9 +217,9 @@ def check_chat(request: ChatCompletionRequest) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`."""
     _check_fields(request)
     if not request.messages:
-        raise _empty_array("messages")
+        raise empty_array("messages")
     for index, message in enumerate(request.messages):
-        _check_message(f"messages[{index}]", message)
+        check_message(f"messages[{index}]", message)
     checks.check_conversation(request.messages)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidParameter(
@@ -245,76 +227,6 @@ def check_chat(request: ChatCompletionRequest) -> None:
             param="top_logprobs",
             reason="invalid_value",
         )
-
-
-def _check_message(path: str, message: Message) -> None:
-    if message.role not in ROLES:
-        supported = ", ".join(f"'{role}'" for role in ROLES)
-        raise InvalidParameter(
-            f"Invalid value: '{message.role[:64]}'. Supported values are: {supported}.",
-            param=f"{path}.role",
-            reason="invalid_value",
-        )
-    for name, neutral in NEUTRAL_IN_MESSAGE.items():
-        value = getattr(message, name)
-        if value is not None and not _asks_for_nothing(value, neutral):
-            raise _unsupported(f"{path}.{name}")
-    if message.content is None and not (message.tool_calls or message.function_call or message.refusal):
-        raise InvalidParameter(
-            f"Missing required parameter: '{path}.content'; send a string or an array of text parts.",
-            param=f"{path}.content",
-            reason="missing_required_parameter",
-        )
-    if isinstance(message.content, list):
-        _check_parts(f"{path}.content", message)
-
-
-def _check_parts(path: str, message: Message) -> None:
-    parts = message.content
-    assert isinstance(parts, list)
-    if not parts:
-        raise _empty_array(path)
-    for index, part in enumerate(parts):
-        _check_part(f"{path}[{index}]", part)
-
-
-def _check_part(path: str, part: ContentPart) -> None:
-    if part.type not in PARTS:
-        supported = " and ".join(f"'{kind}'" for kind in PARTS)
-        raise InvalidParameter(
-            f"Invalid value: '{part.type[:64]}'. This server reads text alone; supported values are: {supported}.",
-            param=f"{path}.type",
-            reason="invalid_value",
-        )
-    if getattr(part, part.type) is None:
-        raise InvalidParameter(
-            f"Missing required parameter: '{path}.{part.type}'.",
-            param=f"{path}.{part.type}",
-            reason="missing_required_parameter",
-        )
-    others = (kind for kind in PARTS if kind != part.type)
-    for name in (*OTHER_PARTS, *others):
-        if getattr(part, name) is not None:
-            raise _unsupported(f"{path}.{name}")
-    check_breakpoint(f"{path}.prompt_cache_breakpoint", part.prompt_cache_breakpoint)
-
-
-def check_breakpoint(path: str, given: CacheBreakpoint | None) -> None:
-    """Raises `InvalidParameter`."""
-    if given is not None and given.ttl is not None:
-        raise _unsupported(f"{path}.ttl")
-
-
-def text_of(message: Message) -> str:
-    """A message's content as one text; parts are joined by line breaks. What was refused was said, too."""
-    content = message.content or ""
-    if isinstance(content, list):
-        content = "\n".join(part.text or part.refusal or "" for part in content)
-    return (
-        "\n".join((content, message.refusal))
-        if content and message.refusal
-        else content or message.refusal or ""
-    )
 
 
 # --- completions ---------------------------------------------------------------------------------
@@ -341,7 +253,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise _empty_array("prompt")
+        raise empty_array("prompt")
     if all(isinstance(item, int) for item in prompt):
         return [[item for item in prompt if isinstance(item, int)]]
     for kind in (str, list):
@@ -365,15 +277,6 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
             param=name,
             reason="invalid_token_id",
         )
-
-
-def _empty_array(name: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"Invalid '{name}': empty array. Expected an array with minimum length 1, "
-        "but got an empty array instead.",
-        param=name,
-        reason="empty_array",
-    )
 
 
 def check_session_id(value: str | None) -> str:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.requests.validation import check_breakpoint, decode
+from services.gateway.requests.messages import check_breakpoint
+from services.gateway.requests.validation import decode
 from services.gateway.responses.schemas import (
     AnyItem,
     FunctionCallItem,

@@ -15,7 +15,7 @@ from openai.types.chat import (
 from openai.types.chat import completion_create_params as chat_create_params
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.requests import validation
+from services.gateway.requests import messages, validation
 from services.gateway.requests.schemas import (
     NEUTRAL,
     NEUTRAL_IN_MESSAGE,
@@ -101,8 +101,8 @@ def test_what_a_text_part_brings_besides_its_text_is_refused(name: str) -> None:
     part = ContentPart("text", "Hi", **{name: "something"})  # type: ignore[arg-type]
     field = f"messages[0].content[0].{name}"
     assert refused(with_message(content=[part])) == ("unsupported_parameter", field)
-    taken = {"type", *validation.PARTS, "prompt_cache_breakpoint"}
-    assert fields_of(ContentPart) - taken == set(validation.OTHER_PARTS)
+    taken = {"type", *messages.PARTS, "prompt_cache_breakpoint"}
+    assert fields_of(ContentPart) - taken == set(messages.OTHER_PARTS)
 
 
 def test_a_breakpoint_of_the_cache_asks_for_what_is_done_anyway_but_not_for_how_long() -> None:
@@ -126,7 +126,7 @@ def test_a_breakpoint_of_the_cache_asks_for_what_is_done_anyway_but_not_for_how_
 def test_what_was_refused_was_said(message: Message, text: str) -> None:
     request = ChatCompletionRequest(model="m", messages=[Message("user", "Hi"), message])
     validation.check_chat(request)
-    assert validation.text_of(message) == text
+    assert messages.text_of(message) == text
 
 
 def test_a_part_has_what_its_type_says() -> None:
