@@ -112,7 +112,7 @@ def edge_parts() -> EdgeParts:
     backend = Backend(authenticator)
     limiter = Limiter(nobody, "gateway-edge", settings)
     intake = Intake(parts, catalog, tokenizers, nobody, nobody, nobody, authenticator, limiter)
-    backend.open(intake, nobody, catalog, nobody)
+    backend.open(intake, nobody, catalog, nobody, nobody)
 
     def health() -> Health:
         return Health("gateway", "edge", "ready", True, "")

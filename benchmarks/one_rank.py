@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.executor.ring import SPIN_COUNT
+from services.executor.rank_process import SPIN_COUNT
 
 if TYPE_CHECKING:
     from services.executor.kv_cache.dtypes import BlockDType

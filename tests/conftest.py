@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+# gRPC's threads do not survive the fork before a child is started: without this some children end before they begin.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 from services.cli.nats_server import LocalNats
 from shared.bus import Bus
 from shared.config import CommonSettings

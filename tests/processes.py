@@ -85,13 +85,13 @@ async def service_process(
     log = directory / f"{instance}.log"
     environment = {
         **os.environ,
+        **(variables or {}),
         "RYZANSTEIN_DUMP_DIRECTORY": str(directory / "dumps"),
         "RYZANSTEIN_NATS_URL": settings.nats_url,
         "RYZANSTEIN_NATS_USER": settings.nats_user,
         "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
         "RYZANSTEIN_INSTANCE": instance,
         "RYZANSTEIN_BEAT_INTERVAL": str(settings.beat_interval),
-        **(variables or {}),
     }
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(

@@ -37,6 +37,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
 from shared.bus import Bus, encode
 from shared.config import CommonSettings
+from shared.logs import configure_logging
 from shared.messages import (
     DispatchBatch,
     GenerationRequest,
@@ -49,7 +50,6 @@ from shared.messages import (
     TokenFrame,
 )
 from shared.records import GenerationRecord, GenerationRecords
-from shared.telemetry import configure_logging
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks/recorded/counts.json"

@@ -1,6 +1,5 @@
 """Collectives that write down what they do, for whoever looks into a ring that hangs in one."""
 
-import ctypes
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -14,8 +13,7 @@ from services.executor.model.collectives_shm import SharedMemory
 def recorded(collectives: Collectives, recorder: RankRecorder) -> Collectives:
     """The same collectives. Those in shared memory write themselves, also where native code calls them."""
     if isinstance(collectives, SharedMemory):
-        words = (ctypes.c_int64 * 1).from_buffer(recorder.collective_words)
-        collectives.show(ctypes.addressof(words))
+        collectives.show(recorder.collective_words)
         return collectives
     return collectives if collectives.world_size == 1 else RecordedCollectives(collectives, recorder)
 

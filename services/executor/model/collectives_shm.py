@@ -58,6 +58,7 @@ class SharedMemory:
         self.world_size = world_size
         self.lanes = lanes
         self._area = area
+        self._shown: ctypes.Array[ctypes.c_int64] | None = None
         self._library = _library()
         self._timeout = timeout
         self._pidfds: list[int] = []
@@ -82,9 +83,11 @@ class SharedMemory:
         self._watch([int(pid) for rank, pid in enumerate(pids) if rank != self.rank])
         self._timeout = later
 
-    def show(self, address: int) -> None:
-        """Has each operation write what it does to `address` (see `rz_ring_show`), until the ring is left."""
-        self._library.rz_ring_show(self.handle, address)
+    def show(self, words: memoryview) -> None:
+        """Has each operation write what it does to `words`, format `q` (see `rz_ring_show`), until the ring is left."""
+        # The C code has the address alone: this is what keeps the memory behind it.
+        self._shown = (ctypes.c_int64 * len(words)).from_buffer(words)
+        self._library.rz_ring_show(self.handle, ctypes.addressof(self._shown))
 
     @property
     def handle(self) -> int:
@@ -133,6 +136,7 @@ class SharedMemory:
         if self._ring is not None:
             ring, self._ring = self._ring, None
             self._library.rz_ring_close(ring)
+            self._shown = None
             self._area.close()
             for pidfd in self._pidfds:
                 os.close(pidfd)

@@ -1,6 +1,6 @@
 """What a rank writes down is what is read of it, however much has been written before."""
 
-import ctypes
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,9 +86,8 @@ def test_native_collectives_write_themselves() -> None:
     area = make_area(2, 1)
     flight = FlightRecorder(Path("/nowhere/recorder"), 2)
     rings = [SharedMemory(area, rank, 2) for rank in range(2)]
-    words = [(ctypes.c_int64 * 1).from_buffer(flight.rank(rank).collective_words) for rank in range(2)]
-    for ring, at in zip(rings, words, strict=True):
-        ring.show(ctypes.addressof(at))
+    for rank, ring in enumerate(rings):
+        ring.show(flight.rank(rank).collective_words)
 
     def both(work: Callable[[SharedMemory], object]) -> None:
         with ThreadPoolExecutor(2) as pool:
@@ -179,3 +178,16 @@ def test_of_a_plan_that_is_too_large_there_is_how_much_it_was() -> None:
     assert (record.sequence_count, record.blocks, record.tokens) == (300, 30_000, 300)
     assert len(record.sequences) < 300
     assert sum(len(one.blocks) for one in record.sequences) < 30_000
+
+
+def test_what_native_collectives_write_to_is_kept_for_as_long_as_they_write() -> None:
+    """They have an address alone: without a hold on it they write into what comes there next."""
+    area = make_area(1, 1)
+    ring = SharedMemory(area, 0, 1)
+    memory = bytearray(8 * 64)
+    ring.show(memoryview(memory).cast("q"))
+    gc.collect()
+    with pytest.raises(BufferError):  # somebody holds it
+        memory.clear()
+    ring.close()
+    memory.clear()
