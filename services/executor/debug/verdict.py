@@ -96,7 +96,8 @@ def _at_rest(dump: Dump) -> str:
         wait = f", and {missing} ranks have not started yet" if missing else ""
         return f"The ring is loading ({dump.loaded:.0%} of the weights read{wait}); no rank is behind."
     last = max((rank.finished_step for rank in dump.ranks), default=0)
-    if any(rank.in_flight for rank in dump.ranks):
+    between = dump.leader is not None and any(one.state == "running" for one in dump.leader.queues)
+    if between or any(rank.in_flight for rank in dump.ranks):
         return f"The ring is at work in step {last + 1}; no rank is behind."
     return f"The ring is idle; step {last} was its last one."
 
