@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.debug.verdict import verdict
-from shared.debugging import DUMP_VERSION, CollectiveDump, Dump, RankDump, StackDump
+from shared.debugging import (
+    DUMP_VERSION,
+    AllocatorDump,
+    CollectiveDump,
+    Dump,
+    LeaderDump,
+    PoolDump,
+    QueuedDump,
+    RankDump,
+    StackDump,
+)
 
 ENGINE = StackDump("engine_0", ["services/executor/native/decoder.py:1 _run", "threading.py:9 run"])
 MAIN = StackDump("MainThread", ["services/executor/leader.py:7 _tell"])
@@ -35,6 +45,11 @@ def test_a_ring_that_is_well_is_said_to_be() -> None:
         rank(0, in_flight=True, collective=at(9, 0.01)), rank(1, in_flight=True, collective=at(8, 0.01))
     )
     assert verdict(busy) == "The ring is at work in step 5; no rank is behind."
+    runs = QueuedDump("a", "r", "running", "interactive", 0, 1.0, 3, 4, 7, 1)
+    pool = PoolDump(4, 1, 3, 0, 0)
+    blocks = AllocatorDump(16, pool, pool, 1, 0, 0, 0, 0, 0, 0, 0, 0, [], "hold")
+    between = msgspec.structs.replace(ring(rank(0), rank(1)), leader=LeaderDump([runs], {}, blocks))
+    assert verdict(between) == "The ring is at work in step 5; no rank is behind."
 
 
 def test_without_a_ring_the_last_word_is_why() -> None:
