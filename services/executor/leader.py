@@ -186,7 +186,6 @@ class Leader:
                     self._grammars.compile(request, self._on_compiled)
             else:
                 refused.append(refusal)
-        self._debug.arrived(batch.requests)
         self._gathering.add(acknowledgements(batch.requests, set(accepted)))
         await self._tell()
         self._wake.set()
@@ -287,10 +286,11 @@ class Leader:
         if not self._batcher.has_work:
             self._pace.rest()
         self._report_load()
-        if not self._batcher.has_work and (not self._draining or self._handed_back):
+        if self._batcher.has_work:
+            await asyncio.sleep(0.001)  # a hand-over holds the blocks that are waited for
+        elif not self._draining or self._handed_back:
             self._wake.clear()
             await self._wake.wait()
-        await asyncio.sleep(0)  # a hand-over may hold the blocks that are waited for
 
     async def _step(self, plan: StepPlan, rows: list[Row]) -> None:
         """Computes it, and takes note of what it took."""

@@ -8,14 +8,20 @@ that nobody traces costs a look at a flag.
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from services.executor.engine.plan import StepPlan
 
 T = TypeVar("T")
 WORDS = 3
 _STEPS, _SPENT, _COMMUNICATING = range(WORDS)
-UNKNOWN = -1
+
+
+class Communicating(Protocol):
+    """The collectives, for what they say of their time."""
+
+    @property
+    def busy_seconds(self) -> float: ...
 
 
 class RankTime(NamedTuple):
@@ -24,13 +30,11 @@ class RankTime(NamedTuple):
     steps: int = 0
     spent: int = 0
     communicating: int = 0
-    """Waiting for the other ranks counts; `UNKNOWN` where that is not measured."""
+    """Waiting for the other ranks counts. On GPUs an estimate: one operation in some is timed."""
 
     def since(self, before: "RankTime") -> "RankTime":
         """What has come since `before`."""
-        measured = UNKNOWN not in (self.communicating, before.communicating)
-        communicating = self.communicating - before.communicating if measured else UNKNOWN
-        return RankTime(self.steps - before.steps, self.spent - before.spent, communicating)
+        return RankTime(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class RankClock:
@@ -39,22 +43,22 @@ class RankClock:
     def __init__(self, words: memoryview, offset: int) -> None:
         self._words = words
         self._offset = offset
-        self.communicating: Callable[[], float] | None = None
-        """Seconds that the rank has spent on communication so far; None: nobody knows."""
+        self.collectives: Communicating | None = None
+        """None: the rank has none, as a stub."""
 
     def run(self, plan: StepPlan, step: Callable[[], T]) -> T:
         """What `step` returns; its time is counted where `plan` is traced."""
         if not plan.traced:
             return step()
-        heard = self.communicating() if self.communicating is not None else 0.0
+        before = self._communicated()
         began = time.perf_counter_ns()
         try:
             return step()
         finally:
             words, offset = self._words, self._offset
             words[offset + _SPENT] += time.perf_counter_ns() - began
-            if self.communicating is None:
-                words[offset + _COMMUNICATING] = UNKNOWN
-            else:
-                words[offset + _COMMUNICATING] += round((self.communicating() - heard) * 1e9)
+            words[offset + _COMMUNICATING] += round((self._communicated() - before) * 1e9)
             words[offset + _STEPS] += 1
+
+    def _communicated(self) -> float:
+        return 0.0 if self.collectives is None else self.collectives.busy_seconds

@@ -16,7 +16,7 @@ import msgspec
 
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Chunk
-from services.executor.rank_times import UNKNOWN, RankTime
+from services.executor.rank_times import RankTime
 from shared import tracing
 from shared.messages import GenerationRequest, TokenEntry
 from shared.tracing import NONE, Attributes, Span, Value
@@ -128,10 +128,9 @@ class _Attempt:
             "ryzanstein.rank": rank,
             "ryzanstein.steps": time_.steps,
             "ryzanstein.step_seconds": time_.spent / 1e9,
+            "ryzanstein.communication_seconds": time_.communicating / 1e9,
+            "ryzanstein.compute_seconds": (time_.spent - time_.communicating) / 1e9,
         }
-        if time_.communicating != UNKNOWN:
-            found["ryzanstein.communication_seconds"] = time_.communicating / 1e9
-            found["ryzanstein.compute_seconds"] = (time_.spent - time_.communicating) / 1e9
         tracing.under(self.span, f"rank {rank}", attributes=found, at=self._first_step).end(
             at=self._last_step
         )

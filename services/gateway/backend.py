@@ -8,7 +8,7 @@ everything         everything         nothing new         everything
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.batches.service import Batches
@@ -31,6 +31,15 @@ def shutting_down() -> Unavailable:
         "its last event id.",
         retry_after=1,
     )
+
+
+T = TypeVar("T")
+
+
+def _started(part: T | None) -> T:
+    if part is None:
+        raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
+    return part
 
 
 class Backend:
@@ -85,63 +94,42 @@ class Backend:
     @property
     def intake(self) -> Intake:
         """For a new request. Raises `Unavailable`."""
-        if self._closed:
-            raise shutting_down()
-        if self._intake is None:
-            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
-        return self._intake
+        return self._there(self._intake)
 
     @property
     def reading(self) -> Reading:
         """For a generation that exists. Raises `Unavailable`."""
-        if self._closed:
-            raise shutting_down()
-        if self._reading is None:
-            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
-        return self._reading
+        return self._there(self._reading)
 
     @property
     def responses(self) -> ResponseLookup:
         """For a response that exists. Raises `Unavailable`."""
-        if self._closed:
-            raise shutting_down()
-        if self._responses is None:
-            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
-        return self._responses
+        return self._there(self._responses)
 
     @property
     def stored_chats(self) -> StoredChats:
         """For a chat completion that was stored. Raises `Unavailable`."""
-        if self._closed:
-            raise shutting_down()
-        if self._stored_chats is None:
-            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
-        return self._stored_chats
-
-    @property
-    def catalog(self) -> Catalog:
-        """Raises `Unavailable`."""
-        if self._catalog is None:
-            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
-        return self._catalog
+        return self._there(self._stored_chats)
 
     @property
     def files(self) -> Files:
         """Raises `Unavailable`."""
-        if self._closed:
-            raise shutting_down()
-        if self._files is None:
-            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
-        return self._files
+        return self._there(self._files)
 
     @property
     def batches(self) -> Batches:
         """Raises `Unavailable`."""
+        return self._there(self._batches)
+
+    @property
+    def catalog(self) -> Catalog:
+        """To its end: what is there may be asked for as long as anybody listens. Raises `Unavailable`."""
+        return _started(self._catalog)
+
+    def _there(self, part: T | None) -> T:
         if self._closed:
             raise shutting_down()
-        if self._batches is None:
-            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
-        return self._batches
+        return _started(part)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -3,8 +3,6 @@
 import asyncio
 import concurrent.futures
 import time
-from collections import OrderedDict
-from collections.abc import Iterable
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from services.executor.engine.plan_builder import Row
 from services.executor.engine.protocol import EngineSpec
 from services.executor.ring import RankSpec
 from shared.debugging import LeaderDump
-from shared.messages import GenerationRequest
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +25,6 @@ LOOP_ANSWER = 0.25
 """Seconds that the event loop has to tell of itself; then another thread reads what it finds."""
 RANKS_END = 0.1
 """Seconds after the leader's own end of a step by which the other ranks have noted theirs, if they ever do."""
-MOST_ARRIVALS = 20_000
 
 
 class LeaderDebug:
@@ -46,15 +42,6 @@ class LeaderDebug:
         self._block_size = engine.block_size
         self._slow = SlowSteps.of(slow_step)
         self._loop = asyncio.get_running_loop()
-        self._arrived: OrderedDict[str, float] = OrderedDict()
-
-    def arrived(self, requests: Iterable[GenerationRequest]) -> None:
-        """The requests have just come."""
-        now = time.monotonic()
-        for request in requests:
-            self._arrived[request.generation_id] = now
-        while len(self._arrived) > MOST_ARRIVALS:
-            self._arrived.popitem(last=False)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -131,7 +118,7 @@ class LeaderDebug:
             return None  # it changed while it was read: the loop turns again
 
     def _describe(self, by_loop: bool) -> LeaderDump:
-        return describe(self._batcher, self._arrived, time.monotonic(), by_loop)
+        return describe(self._batcher, time.monotonic(), by_loop)
 
     def beat(self, engine: Executor) -> None:
         """Tells a profiler that is at work, in the engine's thread, that there is no step when there is none."""

@@ -1,7 +1,5 @@
 """What a leader tells whoever looks into its ring: queues and KV blocks, never a prompt or a token."""
 
-from collections.abc import Mapping
-
 from services.executor.engine.batching import BatcherView, ContinuousBatcher
 from services.executor.engine.sequence import Sequence
 from shared.debugging import AllocatorDump, HolderDump, LeaderDump, PoolDump, QueuedDump
@@ -11,20 +9,18 @@ MOST_QUEUED = 256
 MOST_HOLDERS = 10
 
 
-def describe(
-    batcher: ContinuousBatcher, arrived: Mapping[str, float], now: float, by_loop: bool
-) -> LeaderDump:
-    """`arrived`: when requests came, by generation; `now`: of the same clock."""
+def describe(batcher: ContinuousBatcher, now: float, by_loop: bool) -> LeaderDump:
+    """`now`: of the clock by which the batcher takes requests on."""
     view = batcher.look()
     counts: dict[str, int] = {}
     for sequence in view.sequences:
         for key in (sequence.state.value, f"{sequence.state.value} {sequence.request.lane}"):
             counts[key] = counts.get(key, 0) + 1
-    listed = [_queued(sequence, arrived, now) for sequence in view.sequences[:MOST_QUEUED]]
+    listed = [_queued(sequence, now) for sequence in view.sequences[:MOST_QUEUED]]
     return LeaderDump(listed, counts, _allocator(view, _invariants(batcher)), by_loop)
 
 
-def _queued(sequence: Sequence, arrived: Mapping[str, float], now: float) -> QueuedDump:
+def _queued(sequence: Sequence, now: float) -> QueuedDump:
     request = sequence.request
     return QueuedDump(
         generation_id=request.generation_id,
@@ -32,7 +28,7 @@ def _queued(sequence: Sequence, arrived: Mapping[str, float], now: float) -> Que
         state=sequence.state.value,
         lane=request.lane,
         attempt=request.attempt,
-        age=round(now - arrived.get(request.generation_id, now), 3),
+        age=round(now - sequence.times.accepted, 3),
         prompt_tokens=sequence.prompt_tokens,
         output_tokens=sequence.output_tokens,
         computed=sequence.num_computed,

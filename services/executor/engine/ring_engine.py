@@ -30,7 +30,6 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import computes_natively, make_runner
 from services.executor.model.checkpoints import resolve_model
 from services.executor.model.collectives import Collectives
-from services.executor.model.collectives_shm import SharedMemory
 from services.executor.model.loader import context_length, load_config, load_model
 from services.executor.model.pooling import read_pooling
 from services.executor.model.runner import ModelRunner
@@ -80,7 +79,7 @@ class RingEngine:
             self._settings, self._spec, self._board, self._directory, device, collectives, progress
         )
         self._said_before = self._member.collectives.busy_seconds
-        self._board.clock.communicating = communication_of(collectives)
+        self._board.clock.collectives = collectives
         return self._member.engine_spec
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
@@ -127,7 +126,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     receiver, collectives = meeting.follow(settings, spec, rendezvous)
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
-    mine.clock.communicating = communication_of(collectives)
+    mine.clock.collectives = collectives
     while (plan := _next_plan(receiver)) is not None:
         spans.before_step(plan.step)
         mine.begin(plan.step)
@@ -215,14 +214,6 @@ class RingMember:
             kv_block_bytes=shape.bytes_per_spilled_block,
         )
         return cls(runner, collectives, engine_spec)
-
-
-def communication_of(collectives: Collectives) -> Callable[[], float] | None:
-    """Says how many seconds this rank has spent on `collectives` so far; None where that is not measured: a GPU's
-    are begun by the CPU, and done later."""
-    if isinstance(collectives, SharedMemory):
-        return lambda: collectives.busy_seconds
-    return (lambda: 0.0) if collectives.world_size == 1 else None
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

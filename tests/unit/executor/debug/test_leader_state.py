@@ -26,11 +26,12 @@ def request(name: str, lane: str = "interactive") -> GenerationRequest:
 def test_queues_and_blocks_are_told_while_a_step_is_under_way() -> None:
     ring = batcher()
     for name in ("a", "b", "c"):
-        assert ring.add(request(name, "batch" if name == "c" else "interactive")) is None
+        at = 2.0 if name == "a" else 5.0
+        assert ring.add(request(name, "batch" if name == "c" else "interactive"), at) is None
     scheduled = ring.schedule(1.0)
     assert scheduled is not None
     assert [sequence.request.generation_id for sequence in ring.sequences_under_way()] == ["a", "b"]
-    told = describe(ring, {"a": 2.0}, 5.0, by_loop=True)
+    told = describe(ring, 5.0, by_loop=True)
     assert [(one.generation_id, one.state, one.in_step, one.age) for one in told.queues] == [
         ("a", "running", True, 3.0),
         ("b", "running", True, 0.0),
@@ -48,13 +49,13 @@ def test_every_block_is_counted_once() -> None:
     while ring.has_work:
         scheduled = ring.schedule(1.0)
         assert scheduled is not None
-        blocks = describe(ring, {}, 0.0, by_loop=True).allocator
+        blocks = describe(ring, 0.0, by_loop=True).allocator
         for pool, total in ((blocks.hot, 16), (blocks.cold, 24)):
             assert pool.empty + pool.cached + pool.pinned + pool.used == pool.total == total
         assert sum(one.blocks for one in blocks.holders if one.kind == "sequence") >= blocks.private
         assert (blocks.host_slots, blocks.disk_slots) == (8, 0)
         ring.update([SampledToken(5)] * len(scheduled[1]))
-    after = describe(ring, {}, 0.0, by_loop=True).allocator
+    after = describe(ring, 0.0, by_loop=True).allocator
     assert after.sessions == sum(1 for one in after.holders if one.kind == "session") > 0
     assert after.hot.used == after.cold.used == 0
 
@@ -64,4 +65,4 @@ def test_a_broken_invariant_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ring.add(request("a"))
     ring.schedule(1.0)
     ring.sequences_under_way()[0].table.append(3)
-    assert describe(ring, {}, 0.0, by_loop=False).allocator.invariants.startswith("broken: tables hold")
+    assert describe(ring, 0.0, by_loop=False).allocator.invariants.startswith("broken: tables hold")
