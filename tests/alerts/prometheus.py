@@ -5,7 +5,6 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.peers.servers import free_port
 from shared.process import die_with_parent
 from tests.alerts.rules import Document
 
@@ -40,11 +40,6 @@ def need(program: str) -> str:
     if found is None:
         pytest.skip(f"{program} is not installed here; Debian's package prometheus has it")
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 class Prometheus:

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.peers.servers import free_port
 from shared.process import die_with_parent
 
 SCRAPE = 1
@@ -80,7 +80,7 @@ def running(
         lines += [f"  - job_name: {job}", "    static_configs:", f"      - targets: [{', '.join(targets)}]"]
     configuration = directory / "prometheus.yml"
     configuration.write_text("\n".join(lines) + "\n")
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     log = directory / "prometheus.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -111,9 +111,3 @@ def until(condition: Any, seconds: float, pause: float = 0.1) -> None:
     while not condition():
         assert time.monotonic() < give_up, f"not within {seconds:g} s"
         time.sleep(pause)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -13,13 +13,14 @@ All numbers are little-endian. The checksum is CRC-32 over index and bytes, as s
 against damage, not against an enemy. Who could change bytes on the way is kept out by the network's own means.
 """
 
-import hmac
 import secrets
 import socket
 import struct
 import time
 import zlib
 from collections.abc import Callable
+
+from services.executor.proofs import is_proof, proof
 
 MAGIC = b"RZKV0001"
 WINDOW = 32
@@ -44,10 +45,6 @@ class HandoverBroken(Exception):
 
 def checksum(index: int, content: bytes | bytearray | memoryview) -> int:
     return zlib.crc32(content, zlib.crc32(_COUNT.pack(index)))
-
-
-def _proof(key: bytes, who: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(key, who + nonces, "sha256")
 
 
 # --- sender --------------------------------------------------------------------------------------
@@ -102,9 +99,9 @@ class BatchSender:
         connection.sendall(MAGIC + mine)
         answer = _read(connection, _NONCE + _PROOF)
         nonces = mine + answer[:_NONCE]
-        if not hmac.compare_digest(answer[_NONCE:], _proof(self._key, b"receiver", nonces)):
+        if not is_proof(answer[_NONCE:], self._key, "receiver", nonces):
             raise HandoverBroken("whoever listens there has not the batch's key")
-        connection.sendall(_proof(self._key, b"sender", nonces))
+        connection.sendall(proof(self._key, "sender", nonces))
 
     def _send_all(self, connection: socket.socket) -> None:
         at = self.done
@@ -178,8 +175,8 @@ class BatchReceiver:
             raise HandoverBroken("not a sender of blocks")
         mine = secrets.token_bytes(_NONCE)
         nonces = bytes(greeting[len(MAGIC) :]) + mine
-        connection.sendall(mine + _proof(self._key, b"receiver", nonces))
-        if not hmac.compare_digest(_read(connection, _PROOF, by=by), _proof(self._key, b"sender", nonces)):
+        connection.sendall(mine + proof(self._key, "receiver", nonces))
+        if not is_proof(_read(connection, _PROOF, by=by), self._key, "sender", nonces):
             raise HandoverBroken("the sender has not the batch's key")
 
     def _frame(self, connection: socket.socket) -> bool:

@@ -26,10 +26,9 @@ from services.executor.nodes.wire import (
     Rows,
     ToHead,
     Welcome,
-    is_proof,
-    proof,
     to_head,
 )
+from services.executor.proofs import is_proof, proof
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
 from shared.version import VERSION
@@ -128,7 +127,7 @@ class NodesHead:
 
     def __init__(self, settings: ExecutorSettings) -> None:
         self._settings = settings
-        self._secret = settings.ring_secret.get_secret_value()
+        self._secret = settings.ring_secret.get_secret_value().encode()
         self._nodes: dict[int, _Node] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None

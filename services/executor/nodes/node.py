@@ -29,10 +29,9 @@ from services.executor.nodes.wire import (
     Rows,
     ToNode,
     Welcome,
-    is_proof,
-    proof,
     to_node,
 )
+from services.executor.proofs import is_proof, proof
 from services.executor.rank_process import LocalRank
 from services.executor.ring import RankSpec, thread_count
 from services.executor.settings import ExecutorSettings
@@ -145,7 +144,7 @@ class RingNode(Service):
     def __init__(self, settings: ExecutorSettings) -> None:
         super().__init__(settings)
         self._executor_settings = settings
-        self._secret = settings.ring_secret.get_secret_value()
+        self._secret = settings.ring_secret.get_secret_value().encode()
         self._life: Life | None = None
         self._met = False
         self._reason = "host 0 has not been reached yet"

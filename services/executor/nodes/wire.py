@@ -9,7 +9,6 @@ then Begin, Input, Kill, Alive  ──▶
 
 import asyncio
 import contextlib
-import hmac
 import struct
 from typing import Generic, TypeVar
 
@@ -145,15 +144,6 @@ class Line(Generic[Said]):
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._writer.wait_closed()
-
-
-def proof(secret: str, side: str, nonce: bytes) -> bytes:
-    """That `side` ("head" or "node 2") knows `secret`, shown to whoever chose `nonce`."""
-    return hmac.digest(secret.encode(), side.encode() + b":" + nonce, "sha256")
-
-
-def is_proof(shown: bytes, secret: str, side: str, nonce: bytes) -> bool:
-    return hmac.compare_digest(shown, proof(secret, side, nonce))
 
 
 def to_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Line[ToHead]:

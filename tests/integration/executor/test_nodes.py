@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.peers.servers import free_port
 from services.executor.nodes import wire
+from services.executor.proofs import proof as proof_of
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import Heartbeat
@@ -200,7 +201,7 @@ async def test_a_host_without_the_secret_or_with_a_taken_place_is_refused(stubs:
             async with connected(stubs.port) as line:
                 challenge = await line.receive()
                 assert isinstance(challenge, wire.Challenge)
-                proof = wire.proof("one", "node 1", challenge.nonce)
+                proof = proof_of(b"one", "node 1", challenge.nonce)
                 line.send(wire.Hello(1, b"", proof, VERSION))
                 refused = await line.receive()
                 assert isinstance(refused, wire.Refused)
