@@ -26,6 +26,8 @@ MEMORY = 2 << 30
 ANSWER_WITHIN = 60.0
 """Seconds of waiting for a process that gets no processor."""
 TOO_COMPLEX = "it is too complex to compile; make it smaller or simpler"
+_GAVE_UP = ("Unable to determine if", "fuel exhausted")
+"""In llguidance's words for that: they name its own bounds, and a page of its own notation."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -121,7 +123,14 @@ def verdict_on(grammar: Grammar) -> Verdict:
         failed, words = LLMatcher.validate_grammar_with_warnings(source_of(grammar), limits=limits())
     except (ValueError, RecursionError) as error:  # msgspec's, llguidance's, and the converter's
         return Verdict(shortened(str(error)))
-    return Verdict(shortened(words[0])) if failed else Verdict(grammar=grammar)
+    return Verdict(_problem_of(words[0])) if failed else Verdict(grammar=grammar)
+
+
+def _problem_of(words: str) -> str:
+    """How fast a machine is decides whether llguidance or the limit on CPU time gives up: one answer for both."""
+    from shared.grammars import shortened
+
+    return TOO_COMPLEX if any(said in words for said in _GAVE_UP) else shortened(words)
 
 
 def _from_gbnf(text: str) -> str:

@@ -30,12 +30,16 @@ def intersection(count: int) -> Grammar:
     return Grammar("json_schema", json.dumps({"allOf": patterns}))
 
 
-@pytest.mark.parametrize("grammar", [chain(12_000), intersection(18)], ids=["stack", "time and memory"])
+@pytest.mark.parametrize("grammar", [chain(12_000), intersection(24)], ids=["stack", "time and memory"])
 def test_what_kills_the_compiler_is_refused_and_the_next_one_is_answered(
     check: GrammarCheck, grammar: Grammar
 ) -> None:
     assert check.check(grammar).problem == TOO_COMPLEX
     assert check.check(FINE).grammar == FINE
+
+
+def test_what_the_compiler_gives_up_by_itself_gets_the_same_answer() -> None:
+    assert verdict_on(intersection(8)).problem == TOO_COMPLEX
 
 
 def test_one_process_answers_one_after_the_other(check: GrammarCheck) -> None:
