@@ -15,6 +15,7 @@ from tests.alerts import rules
 from tests.alerts.prometheus import Prometheus, Target
 from tests.chaos.house import House
 from tests.chaos.load import PAUSE
+from tests.monitoring.dashboards import scrape_interval
 
 FACTOR = 12.0
 """Times by which windows and `for` are shorter than an operator's, so that 5 min are 25 s. Measured with the true
@@ -27,8 +28,7 @@ OWN_FACTORS = {
     "ryzanstein:requests_failed:rate30s": 3.0,
     "RyzansteinRequestsFailing": 3.0,
 }
-SCRAPE = 5.0
-"""Seconds between two scrapes, as in monitoring/prometheus.yml."""
+SCRAPE = scrape_interval()
 LIMIT = 90.0
 """Seconds after which an alert that has not come will not come."""
 

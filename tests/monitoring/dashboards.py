@@ -6,8 +6,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 ROOT = Path(__file__).parents[2]
 DIRECTORY = ROOT / "monitoring" / "dashboards"
+
+
+def scrape_interval() -> float:
+    """Seconds between two scrapes, as monitoring/prometheus.yml has it."""
+    settings = yaml.safe_load((ROOT / "monitoring" / "prometheus.yml").read_text(encoding="utf-8"))
+    return float(settings["global"]["scrape_interval"].removesuffix("s"))
 
 
 class Query(NamedTuple):

@@ -17,7 +17,7 @@ import httpx
 import matplotlib as mpl
 from PIL import Image
 
-from tests.monitoring.dashboards import ROOT, Dashboard, Panel, Query, dashboards, expanded
+from tests.monitoring.dashboards import ROOT, Dashboard, Panel, Query, dashboards, expanded, scrape_interval
 from tests.monitoring.observed import Observed, Traffic, observed, seconds_until_shown, submit_batch
 from tests.monitoring.prometheus import Prometheus, binary, until
 
@@ -27,8 +27,7 @@ from matplotlib import pyplot as plt  # after the choice of what it draws with
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-SCRAPE = 5.0
-"""Seconds, as monitoring/prometheus.yml has it."""
+SCRAPE = scrape_interval()
 STEP = 5.0
 COLUMN, ROW = 0.5, 0.3
 """Inches of Grafana's grid."""

@@ -6,7 +6,7 @@ _HEAD = """<!-- Printed by `python -m tests.monitoring > docs/metrics.md` -->
 # Metrics
 
 Every service answers `/metrics` in Prometheus' format: the gateway on its API port (`RYZANSTEIN_METRICS_NEED_KEY` asks for an API key), the others on `RYZANSTEIN_OPS_PORT`.
-Figures are those of the moment of the scrape, so with a scrape interval of 5 s a dashboard is 5 s behind at most. [Dashboards](dashboards.md).
+Figures are those of the moment of the scrape, so with a scrape and a refresh every 2 s a dashboard is 4 s behind at most. [Dashboards](dashboards.md).
 
 ```
  client ─▶ gateway ─▶ scheduler: queue, placement ─▶ ring: queue ─▶ prefill ─▶ decode ─▶ gateway: delivery ─▶ client

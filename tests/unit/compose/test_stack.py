@@ -248,8 +248,12 @@ def test_prometheus_reads_every_service_where_it_answers() -> None:
 
 
 def test_figures_come_within_five_seconds() -> None:
-    settings = read("monitoring/prometheus.yml")["global"]
-    assert settings["scrape_interval"] == settings["evaluation_interval"] == "5s"
+    """A scrape and a refresh come one after the other, with a second left for the way."""
+    scrape = read("monitoring/prometheus.yml")["global"]["scrape_interval"]
+    least = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_MIN_REFRESH_INTERVAL"]
+    sources = read("compose/grafana/provisioning/datasources/ryzanstein.yaml")["datasources"]
+    (source,) = (one for one in sources if one["uid"] == "prometheus")
+    assert scrape == least == source["jsonData"]["timeInterval"] == "2s"
 
 
 def test_traces_are_handed_from_service_to_collector_to_store() -> None:
