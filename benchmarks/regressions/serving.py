@@ -38,14 +38,15 @@ async def _served(model: Path, rounds: int, effort: int, scratch: Path) -> Round
     await ours.start()
     try:
         here = InProcess(model, scratch, threads)
+        source = random.Random(2)  # prompts are new each time, there as here: the cache would keep them
         found: Rounds = {}
         for name, workload in (("1 at a time", ONE), ("32 at once", MANY)):
             sized = workload.resized(requests=workload.requests * effort)
             rates = found[f"served, tokens/s against in-process, {name}"] = []
             for at in range(rounds + 1):
-                there = await _rate(ours.port, sized) if at % 2 else 0.0
+                there = await _rate(ours.port, sized, source) if at % 2 else 0.0
                 times = await asyncio.to_thread(here.run, sized)
-                there = there or await _rate(ours.port, sized)
+                there = there or await _rate(ours.port, sized, source)
                 if at:
                     rates.append(there * times.wall / times.tokens)
         return found
@@ -53,9 +54,8 @@ async def _served(model: Path, rounds: int, effort: int, scratch: Path) -> Round
         await ours.stop()
 
 
-async def _rate(port: int, workload: Workload) -> float:
+async def _rate(port: int, workload: Workload, source: random.Random) -> float:
     """Tokens/s of a closed loop that streams; prompts are token ids, so that both ways compute the same."""
-    source = random.Random(1)
     left = [
         _request(port, [source.randrange(100, 40_000) for _ in range(workload.prompt_tokens)], workload)
         for _ in range(workload.requests)

@@ -1,10 +1,9 @@
-"""A real Prometheus on loopback that scrapes what a test runs, and evaluates rules."""
+"""A Prometheus that scrapes what a test runs, whatever comes and goes, and evaluates rules."""
 
 import asyncio
 import contextlib
 import json
 import shutil
-import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,9 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.peers.servers import free_port
-from shared.process import die_with_parent
 from tests.alerts.rules import Document
+from tests.prometheus import serving
 
-START_TIMEOUT = 30.0
 POLL = 0.1
 """Seconds between two looks at what a condition waits for."""
 JOBS = ("ryzanstein-gateway", "ryzanstein-scheduler", "ryzanstein-health-monitor", "ryzanstein-executor")
@@ -42,6 +39,11 @@ def need(program: str) -> str:
     return found
 
 
+async def stop(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 class Prometheus:
     """Use as an asynchronous context manager. `targets` is asked again and again: services come and go."""
 
@@ -54,37 +56,28 @@ class Prometheus:
         interval: float = 5.0,
     ) -> None:
         """`interval`: seconds between two scrapes of a target."""
-        self._program = need("prometheus")
+        need("prometheus")
         self._directory = directory
         self._rules = rules
         self._targets = targets
         self._interval = f"{round(interval * 1000)}ms"
-        self.url = f"http://127.0.0.1:{free_port()}"
-        self._http = httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=10)
-        self._process: asyncio.subprocess.Process | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> "Prometheus":
         self._directory.mkdir(parents=True, exist_ok=True)
         (self._directory / "rules.yml").write_text(yaml.safe_dump(self._rules, sort_keys=False))
-        (self._directory / "prometheus.yml").write_text(yaml.safe_dump(self._configuration()))
         self._write(())
-        try:
-            await self._start()
-        except BaseException:
-            await self.__aexit__()
-            raise
-        self._following = asyncio.create_task(self._follow())
+        async with self._stack as stack:
+            server = serving(self._directory, self._configuration())
+            self.url = await asyncio.to_thread(stack.enter_context, server)
+            client = httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=10)
+            self._http = await stack.enter_async_context(client)
+            stack.push_async_callback(stop, asyncio.create_task(self._follow()))
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
-        await self._http.aclose()
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
-            await self._process.wait()
+        await self._stack.aclose()
 
     def _configuration(self) -> dict[str, Any]:
         return {
@@ -99,27 +92,6 @@ class Prometheus:
                 for job in JOBS
             ],
         }
-
-    async def _start(self) -> None:
-        with (self._directory / "prometheus.log").open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                self._program,
-                f"--config.file={self._directory / 'prometheus.yml'}",
-                f"--storage.tsdb.path={self._directory / 'data'}",
-                f"--web.listen-address={self.url.removeprefix('http://')}",
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=die_with_parent(),
-            )
-        await self.until(self._ready, START_TIMEOUT, "Prometheus is ready")
-
-    async def _ready(self) -> bool:
-        assert self._process is not None
-        assert self._process.returncode is None, (self._directory / "prometheus.log").read_text()
-        with contextlib.suppress(httpx.TransportError):
-            return (await self._http.get("/-/ready")).status_code == 200
-        return False
 
     async def _follow(self) -> None:
         told: tuple[Target, ...] = ()

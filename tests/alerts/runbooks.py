@@ -1,8 +1,7 @@
 """The runbooks as data: what they have a reader run, and what they ask Prometheus.
 
 The word after the fence's language says where a block belongs: none, `drains` (a group leaves) and `keys` (from
-then on a key is needed) are run by a test; `later` needs something that a local stack has not; `kubernetes` and
-`compose` need these.
+then on a key is needed) are run by a test; `kubernetes` and `compose` need these.
 """
 
 import re
@@ -14,7 +13,7 @@ from tests.alerts.rules import MONITORING
 RUNBOOKS = MONITORING.parent / "docs" / "runbooks"
 RUN = ("", "drains", "keys")
 """Kinds of blocks that are run, in this order."""
-NOT_RUN = ("kubernetes", "compose", "later")
+NOT_RUN = ("kubernetes", "compose")
 
 _FENCE = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

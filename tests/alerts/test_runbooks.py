@@ -82,10 +82,9 @@ def test_commands_that_runbooks_name_work_on_a_local_stack(stack: Stack, tmp_pat
     failed = []
     for kind in runbooks.RUN:
         for command, runbook in runbooks.commands(kind).items():
-            group = ready_group(stack) if kind == "drains" else ""
             result = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", command],
-                env={**environment, "GROUP": group},
+                env={**environment, "GROUP": ready_group(stack)},
                 capture_output=True,
                 text=True,
                 timeout=60,

@@ -19,7 +19,8 @@ from PIL import Image
 
 from tests.monitoring.dashboards import ROOT, Dashboard, Panel, Query, dashboards, expanded, scrape_interval
 from tests.monitoring.observed import Observed, Traffic, observed, seconds_until_shown, submit_batch
-from tests.monitoring.prometheus import Prometheus, binary, until
+from tests.monitoring.prometheus import Prometheus, until
+from tests.prometheus import PROMETHEUS
 
 mpl.use("agg")
 
@@ -40,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=150, help="how long the stack is watched")
     parser.add_argument("--into", type=Path, default=ROOT / "docs" / "images")
     given = parser.parse_args(arguments)
-    program = binary()
-    if program is None:
+    if PROMETHEUS is None:
         print(
             "error: there is no `prometheus` on the path; install it (Debian: apt install prometheus).",
             file=sys.stderr,
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     with (
         tempfile.TemporaryDirectory() as directory,
-        observed(Path(directory), program, "--replicas", "2", step_ms=10, scrape=SCRAPE) as house,
+        observed(Path(directory), "--replicas", "2", step_ms=10, scrape=SCRAPE) as house,
     ):
         began = time.time()
         delays = _live(house, given.seconds)

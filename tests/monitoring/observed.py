@@ -20,7 +20,8 @@ from shared.config import CommonSettings, load_settings
 from shared.messages import ServiceRecord
 from shared.stores import Bucket
 from tests.e2e.stack import Stack
-from tests.monitoring.prometheus import Prometheus, running, until
+from tests.monitoring.prometheus import Prometheus, until
+from tests.prometheus import PROMETHEUS, scraping, serving
 
 JOBS = ("ryzanstein-gateway", "ryzanstein-scheduler", "ryzanstein-health-monitor", "ryzanstein-executor")
 RULES = Path(__file__).parents[2] / "monitoring" / "rules"
@@ -42,19 +43,20 @@ class Observed(NamedTuple):
 
 
 @contextlib.contextmanager
-def observed(
-    directory: Path, program: str | None, *arguments: str, step_ms: float = 5, scrape: float = 1
-) -> Iterator[Observed]:
-    """`program`: of Prometheus; None: there is none. `arguments` for `ryzanstein up`."""
+def observed(directory: Path, *arguments: str, step_ms: float = 5, scrape: float = 1) -> Iterator[Observed]:
+    """`arguments` for `ryzanstein up`; scraped every `scrape` seconds, where there is a Prometheus."""
     given = ("--engine", "stub", "--no-proof", "--grpc-port", "0", *arguments)
     environment = {"RYZANSTEIN_STUB_STEP_MS": str(step_ms), "RYZANSTEIN_STUB_BLOCKS": "2048"}
     with Stack(directory / "stack", *given, **environment) as stack:
         targets = asyncio.run(targets_of(stack))
-        if program is None:
+        if PROMETHEUS is None:
             yield Observed(stack, targets, None)
             return
-        rules = sorted(RULES.glob("*.yml"))
-        with running(program, directory, targets, rules, scrape) as prometheus:
+        rules = {"rule_files": [str(path) for path in sorted(RULES.glob("*.yml"))]}
+        with (
+            serving(directory, {**scraping(targets, scrape), **rules}) as url,
+            contextlib.closing(Prometheus(url)) as prometheus,
+        ):
             until(lambda: _all_up(prometheus, targets), 60)
             yield Observed(stack, targets, prometheus)
 

@@ -1,6 +1,7 @@
 """A running stack, its /metrics, and every query of the dashboards in a real Prometheus."""
 
 import math
+import shutil
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.monitoring.catalogue import series
 from tests.monitoring.dashboards import Dashboard, Panel, dashboards, expanded
 from tests.monitoring.observed import JOBS, RULES, Observed, Traffic, observed, seconds_until_shown
-from tests.monitoring.prometheus import Prometheus, binary, until
+from tests.monitoring.prometheus import Prometheus, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -25,7 +26,7 @@ BOARDS = {board.name: board for board in dashboards()}
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    with observed(tmp_path_factory.mktemp("observed"), binary()) as found:
+    with observed(tmp_path_factory.mktemp("observed")) as found:
         yield found
 
 
@@ -57,7 +58,7 @@ def test_every_metric_of_a_running_service_is_in_the_catalogue(busy: Observed, j
 
 @pytest.mark.parametrize("job", JOBS)
 def test_promtool_finds_nothing_to_say(busy: Observed, job: str) -> None:
-    promtool = binary("promtool")
+    promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("There is no `promtool` on the path: ONLY OUR OWN RULES FOR NAMES WERE CHECKED.")
     for text in busy.metrics(job):

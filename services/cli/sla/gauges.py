@@ -14,7 +14,7 @@ from typing import NamedTuple
 from services.cli.sla.failing import FailingRuns
 from services.cli.sla.intervals import Interval, clipped, common, merged
 from services.cli.sla.latencies import Percentiles, bucket_percentiles
-from services.cli.sla.report import Reason, Requests, Scope, Tokens, downtime_of
+from services.cli.sla.report import Reason, Requests, Scope, Tokens, scope_of
 from services.cli.sla.series import Samples, Series, growth, increases, spans, total
 
 CLIENT_GONE = "499"
@@ -88,17 +88,12 @@ class Evidence:
 
     def _scope(self, model: str, causes: Causes, only: str | None) -> Scope:
         """`only`: the model whose series count; None: all."""
-        counters, down = self._counters, downtime_of(causes, self.covered)
-        requests = self._requests(only)
-        return Scope(
-            model=model,
-            requests=requests,
-            error_rate=requests.error_rate,
-            availability=down.availability,
-            downtime=down.seconds,
-            outages=down.outages,
-            repaired=down.repaired,
-            mttr=down.mttr,
+        counters = self._counters
+        return scope_of(
+            model,
+            self._requests(only),
+            causes,
+            self.covered,
             first_token=self._percentiles(counters.first_token, only),
             between_tokens=self._percentiles(counters.between_tokens, only),
             end_to_end=self._percentiles(counters.end_to_end, only),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from services.cli.sla.failing import FailingRuns
 from services.cli.sla.intervals import Interval
 from services.cli.sla.latencies import Latencies
-from services.cli.sla.report import Failovers, Reason, Requests, Scope, Tokens, downtime_of
+from services.cli.sla.report import Failovers, Reason, Requests, Scope, Tokens, scope_of
 from services.cli.sla.requests import End, Request
 from shared.messages import TokenFrame
 from shared.records import GenerationRecord
@@ -97,17 +97,11 @@ class Account:
     def scope(
         self, model: str, causes: Sequence[tuple[Reason, Interval]], covered: Sequence[Interval]
     ) -> Scope:
-        requests = Requests(**self.ends, batch_lines=self.batch_lines)
-        down = downtime_of(causes, covered)
-        return Scope(
-            model=model,
-            requests=requests,
-            error_rate=requests.error_rate,
-            availability=down.availability,
-            downtime=down.seconds,
-            outages=down.outages,
-            repaired=down.repaired,
-            mttr=down.mttr,
+        return scope_of(
+            model,
+            Requests(**self.ends, batch_lines=self.batch_lines),
+            causes,
+            covered,
             first_token=self.first_token.percentiles(),
             between_tokens=self.between_tokens.percentiles(),
             end_to_end=self.end_to_end.percentiles(),

@@ -121,6 +121,37 @@ class Downtime(msgspec.Struct, frozen=True):
     mttr: float | None
 
 
+def scope_of(
+    model: str,
+    requests: Requests,
+    causes: Iterable[tuple[Reason, Interval]],
+    covered: Sequence[Interval],
+    *,
+    first_token: Percentiles,
+    between_tokens: Percentiles,
+    end_to_end: Percentiles,
+    tokens: Tokens,
+    failovers: Failovers = Failovers(),  # noqa: B008  # frozen
+) -> Scope:
+    """With what follows from `requests` and from `causes` of downtime."""
+    down = downtime_of(causes, covered)
+    return Scope(
+        model=model,
+        requests=requests,
+        error_rate=requests.error_rate,
+        availability=down.availability,
+        downtime=down.seconds,
+        outages=down.outages,
+        repaired=down.repaired,
+        mttr=down.mttr,
+        first_token=first_token,
+        between_tokens=between_tokens,
+        end_to_end=end_to_end,
+        tokens=tokens,
+        failovers=failovers,
+    )
+
+
 def downtime_of(causes: Iterable[tuple[Reason, Interval]], covered: Sequence[Interval]) -> Downtime:
     """Outages of one scope: causes that overlap are one outage. What is not covered is neither up nor down."""
     causes = [

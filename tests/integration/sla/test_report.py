@@ -11,13 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.peers.servers import free_port
 from shared.bus import Bus
 from shared.config import CommonSettings
 from tests.e2e.stack import run_cli
 from tests.integration.gateway.fake_ring import until
 from tests.integration.rollout.house import House, until_answered
-from tests.integration.sla.prometheus import PROMETHEUS, prometheus, value
+from tests.prometheus import PROMETHEUS, scraping, serving
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -172,7 +171,9 @@ async def test_the_journal_and_prometheus_report_the_same_faults(
         async with AsyncExitStack() as stack:
             address = ""
             if PROMETHEUS:
-                address = await stack.enter_async_context(prometheus(tmp_path, jobs, free_port()))
+                server = serving(tmp_path, scraping(jobs, SCRAPE))
+                address = await asyncio.to_thread(stack.enter_context, server)
+                await until_up(address, sum(map(len, jobs.values())))
             http = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=house.url("gateway-0"), trust_env=False, timeout=60)
             )
@@ -190,6 +191,25 @@ async def test_the_journal_and_prometheus_report_the_same_faults(
                 )
             step = "--step", "1s", "--prometheus", address
             check_agreement(journal, await asyncio.to_thread(report, nats_settings, *period, *step))
+
+
+async def until_up(address: str, targets: int) -> None:
+    """Prometheus has scraped each of so many targets."""
+    async with httpx.AsyncClient(base_url=address, trust_env=False, timeout=10) as http:
+
+        async def all_up() -> bool:
+            return await value(http, "sum(up)") == targets
+
+        await until(all_up, 60)
+
+
+async def value(http: httpx.AsyncClient, query: str) -> float | None:
+    """What an expression is now; None: nothing."""
+    answer = await http.get("/api/v1/query", params={"query": query})
+    if answer.status_code != 200:
+        return None
+    found = answer.json()["data"]["result"]
+    return float(found[0]["value"][1]) if found else None
 
 
 async def until_scraped(address: str) -> None:
