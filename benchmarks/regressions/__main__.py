@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,9 @@ FAMILIES: dict[str, Callable[[Path, int, int], Rounds]] = {
 }
 REGRESSION = 2
 """Exit code."""
+RECORDED_RUNS = 3
+"""Times that all is measured for a record: one process differs from the next by more than its rounds do among
+themselves (where its memory lies, which cores it got), and that is noise as well."""
 TIME_LIMIT = 300.0
 """Seconds for a family, on a machine that is slow: only so that nothing hangs for ever."""
 
@@ -68,6 +72,15 @@ def measure_all(families: Sequence[str], model: Path, rounds: int, effort: int, 
         with screen.status(f"measuring: {family}"):
             found |= measure(family, model, rounds, effort)
         screen.print(f"{family}: {time.monotonic() - began:.0f} s", style="dim")
+    return found
+
+
+def pooled(measure_once: Callable[[], Rounds], runs: int) -> Rounds:
+    """All rounds of `runs` measurements together."""
+    found: Rounds = {}
+    for _ in range(runs):
+        for name, rounds in measure_once().items():
+            found[name] = found.get(name, []) + rounds
     return found
 
 
@@ -158,16 +171,12 @@ def main(
                 f"There is no model in {model}; fetch it with `ryzanstein models pull`, or name one with --model."
             )
         recorded = None if record else read(against)
-        found = measure_all(families, model, rounds, effort, screen)
+        again = partial(measure_all, families, model, rounds, effort, screen)
+        found = pooled(again, RECORDED_RUNS if record else 1)
         if record:
             write(found, against)
             screen.print(f"{len(found)} ratios are in {against}.")
-        findings = once_more(
-            judge(found, recorded),
-            found,
-            lambda: measure_all(families, model, rounds, effort, screen),
-            recorded,
-        )
+        findings = once_more(judge(found, recorded), found, again, recorded)
     show(findings, screen)
     if not record:
         raise typer.Exit(_verdict(findings, recorded, families, screen, strict=other_machines))
