@@ -63,7 +63,7 @@ async def families(stack: Stack) -> set[str]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_commands_that_runbooks_name_work_on_a_local_stack(stack: Stack, tmp_path: Path) -> None:
     program = tmp_path / "ryzanstein"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m services.cli "$@"\n')

@@ -148,9 +148,9 @@ def check_agreement(journal: dict[str, Any], other: dict[str, Any]) -> None:
         assert abs(our_outage[edge] - their_outage[edge]) < DETECTION + 2 * SCRAPE, edge
     assert abs(ours["mttr"] - theirs["mttr"]) < DETECTION + 2 * SCRAPE
     for name in ("first_token", "between_tokens"):
-        for percent in ("p50", "p95"):
+        # From the body to the record, and from the broker to the event; of some in twenty it takes a busy machine long.
+        for percent, slack in (("p50", 0.1), ("p95", 0.5)):
             exact, bucket = ours[name][percent]["value"], theirs[name][percent]
-            slack = 0.1  # from the body to the record, and from the broker to the event, on a busy machine
             assert bucket["at_least"] - slack <= exact, (name, percent)
             assert exact <= (bucket["at_most"] or float("inf")) + slack, (name, percent)
     assert ours["first_token"]["count"] == theirs["first_token"]["count"]
