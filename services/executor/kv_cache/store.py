@@ -72,6 +72,14 @@ class KvStore:
         """Model dtype [num_hot, 2, kv_heads, block_size, head_dim], contiguous, at one address for ever."""
         return self._hot[layer]
 
+    def hot_layers(self) -> Tensor:
+        """`hot` of all layers: [num_layers, num_hot, 2, kv_heads, block_size, head_dim]."""
+        return self._hot
+
+    def cold_layers(self) -> list[ColdBlocks]:
+        """The cold blocks, of the layers that share a codec each."""
+        return self._cold
+
     def codec(self, layer: int) -> Codec | None:
         """How `layer` compresses its cold blocks; None: it keeps them as they are."""
         return self.shape.codec(layer)

@@ -56,7 +56,7 @@ def paged_attention(
     """
     _refuse_unsupported(attention_mask, value.shape[-1] == key.shape[-1], others)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    step.store.write(layer, step.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    _write(step, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     kv_heads = key.shape[1]
     rows = query[0].transpose(0, 1)
     tokens, heads, width = rows.shape
@@ -65,6 +65,10 @@ def paged_attention(
     sinks = None if s_aux is None else s_aux.view(kv_heads, heads // kv_heads)
     rule = ScoreRule(width**-0.5 if scaling is None else scaling, softcap, sinks, key_bias)
     window = module.__dict__.get(WINDOW_ATTRIBUTE) if sliding_window is None else sliding_window
+    if step.kernels is not None and step.tensors is not None:
+        step.kernels.attend(step.tensors, layer, grouped, rule, window, out)
+        step.on_layer()
+        return out.flatten(1, 2).unsqueeze(0), None
     if step.num_decodes:
         decodes = step.decodes(window)
         _attend_decodes(step, layer, decodes, grouped[: step.num_decodes], rule, out)
@@ -72,6 +76,13 @@ def paged_attention(
         _attend_prefill(step, layer, chunk, grouped, (key[0], value[0]), rule, out)
     step.on_layer()
     return out.flatten(1, 2).unsqueeze(0), None
+
+
+def _write(step: StepContext, layer: int, key: Tensor, value: Tensor) -> None:
+    if step.kernels is None:
+        step.store.write(layer, step.slots, key, value)
+    else:
+        step.kernels.write(layer, step.slots, key, value)
 
 
 def _attend_decodes(

@@ -1,7 +1,7 @@
 """Decides what computes a rank's steps: the native kernels where they can, else PyTorch."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -16,6 +16,9 @@ from services.executor.model.sharding import ShardLayout
 from services.executor.native.decoder import NativeDecoder, NativeRing
 from services.executor.native.library import load_library, why_not
 from services.executor.native.lowering import CannotLower, Lowered, lower
+
+if TYPE_CHECKING:  # it imports Triton, which not every host has
+    from services.executor.triton_kernels.backend import GpuKernels
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +40,21 @@ def make_runner(
         pack_linears(model)
     else:
         store.compressor = decoder.compress
-    return ModelRunner(model, store, collectives, device, spill, decoder)
+    return ModelRunner(model, store, collectives, device, spill, decoder, gpu_kernels(store))
+
+
+def gpu_kernels(store: KvStore) -> "GpuKernels | None":
+    """The Triton kernels where the store is on a GPU and Triton is there; it comes with PyTorch for CUDA."""
+    if store.device.type != "cuda":
+        return None
+    try:
+        from services.executor.triton_kernels.backend import GpuKernels
+    except ImportError as error:
+        log.warning(
+            "attending_with_pytorch", reason=f"Triton cannot be imported ({error}); install it with torch"
+        )
+        return None
+    return GpuKernels(store)
 
 
 def computes_natively(

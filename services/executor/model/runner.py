@@ -1,6 +1,6 @@
 """One rank's forward pass over a step plan."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from services.executor.model.step_context import StepContext
 from services.executor.native.decoder import NativeDecoder
 from services.executor.progress import Progress
 from shared.errors import ModelLoadError
+
+if TYPE_CHECKING:  # it imports Triton, which not every host has
+    from services.executor.triton_kernels.backend import GpuKernels
 
 
 def _widths(model: Any) -> list[int]:
@@ -79,10 +82,13 @@ class ModelRunner:
         device: torch.device,
         spill: SpillStore | None = None,
         decoder: NativeDecoder | None = None,
+        kernels: "GpuKernels | None" = None,
     ):
-        """`decoder` computes in place of `model` where there is one (see `services.executor.native`)."""
+        """`decoder` computes in place of `model` where there is one (see `services.executor.native`); `kernels`
+        are what the model's attention uses (see `services.executor.triton_kernels`)."""
         self._model: Any = model
         self._decoder = decoder
+        self._kernels = kernels
         self._search = largest_of if decoder is None else decoder.largest
         self._store = store
         self._copier = BlockCopier(store, spill, collectives)
@@ -159,7 +165,7 @@ class ModelRunner:
             position_ids=self._int64(plan.positions).unsqueeze(0),
             use_cache=False,
             logits_to_keep=self._int64(plan.sample_rows),
-            step=StepContext(plan, self._store, progress.tick),
+            step=StepContext(plan, self._store, progress.tick, self._kernels),
         ).logits[0]
         return local
 

@@ -10,6 +10,7 @@ Layers differ at most in their sliding window, so what depends on it is made onc
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ _PADDING = 0.75
 """A sequence joins a bucket when it is at least this share of the bucket's longest."""
 
 Int64Array = NDArray[np.int64]
+
+if TYPE_CHECKING:  # it imports Triton, which not every host has
+    from services.executor.triton_kernels.backend import GpuKernels
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,17 @@ class PrefillChunk:
 class StepContext:
     """What attention needs to know of a step. Reaches it as the keyword argument `step`."""
 
-    def __init__(self, plan: StepPlan, store: KvStore, on_layer: Callable[[], None]):
+    def __init__(
+        self,
+        plan: StepPlan,
+        store: KvStore,
+        on_layer: Callable[[], None],
+        kernels: "GpuKernels | None" = None,
+    ):
+        """`kernels` attend in place of PyTorch where there are some."""
         self.store = store
+        self.kernels = kernels
+        self.tensors = None if kernels is None else kernels.begin(plan)
         self.on_layer = on_layer
         """Called once per layer, as a sign of progress."""
         self.num_decodes = plan.num_decodes

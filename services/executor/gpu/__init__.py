@@ -1,0 +1,1 @@
+"""What computes a rank's steps on a GPU (docs/adr/0020-gpu-decoder.md)."""
