@@ -56,6 +56,9 @@ class ExecutorSettings(CommonSettings):
     """Layers that differ from `kv_dtype`, such as "0=bf16,-1=bf16"; negative ones count from the last."""
     kv_memory: int = Field(default=0, ge=0)
     """Bytes for the KV cache of each rank; 0: from the free memory."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that may be in use once the KV cache stands, where `kv_memory` is not set. What steps
+    are estimated to need is left free in any case."""
     kv_host_memory: int = Field(default=0, ge=0)
     """Bytes of host memory per rank for evicted KV blocks of sessions; 0: none. For GPUs: on a CPU the same
     bytes are worth more as `kv_memory`."""
