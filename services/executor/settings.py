@@ -76,8 +76,9 @@ class ExecutorSettings(CommonSettings):
     pin_threads: bool = True
     """Keeps each of these threads on a core of its own, where the ring has as many as there are cores."""
     collectives: Literal["auto", "shm", "gloo", "nccl"] = "auto"
-    """How the ranks of a ring add up tensors; `auto`: NCCL on GPUs, shared memory on CPUs. `gloo` uses
-    sockets: slower, for hosts where processes may not share memory or where there is no C compiler."""
+    """How the ranks of a ring add up tensors; `auto`: on GPUs NCCL, and symmetric memory for small ones, shared memory
+    on CPUs. `nccl`: NCCL alone, with one rank too. `gloo` uses sockets: slower, for hosts where processes may not share
+    memory or where there is no C compiler."""
     ring_host: str = "127.0.0.1"
     """Address on which the ranks of the ring meet, and at which other rings' ranks reach them for a hand-over;
     `auto`: the one that this host's name stands for, as in a container."""

@@ -125,7 +125,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     mine = board.rank(spec.rank)
     device = choose_device(settings, spec.rank)
     torch.set_num_threads(thread_count(settings))
-    receiver, collectives = meeting.follow(settings, spec, rendezvous)
+    receiver, collectives = meeting.follow(settings, spec, rendezvous, device)
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
     mine.clock.collectives = collectives
