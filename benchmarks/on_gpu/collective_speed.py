@@ -34,6 +34,8 @@ TINY_SIZES = (8192, 65536)
 IN_GRAPH = 64
 """Sums of one graph: as many as a step of an 8B model makes."""
 REPLAYS = 20
+NOTHING = 1e-8
+"""Seconds below which a sum has launched nothing, as NCCL's over one rank in place."""
 LIMIT = 30.0
 """Seconds for one ring, its start included."""
 
@@ -113,8 +115,8 @@ def _member(rank: int, ranks: int, sizes: tuple[int, ...], on_gpu: bool, directo
     plain.close()
 
 
-def _shared_sums(plain: TorchDistributed, device: torch.device, ranks: int) -> SharedSums | None:
-    """Symmetric memory where it is offered; for a ring of one too, which leaves it out otherwise."""
+def _shared_sums(plain: TorchDistributed, device: torch.device, ranks: int) -> tuple[SharedSums | None, str]:
+    """Symmetric memory, or why there is none; for a ring of one too, which leaves it out otherwise."""
     made: list[SharedSums] = []
 
     def make(group: dist.ProcessGroup, device: torch.device) -> SharedSums:
@@ -122,9 +124,12 @@ def _shared_sums(plain: TorchDistributed, device: torch.device, ranks: int) -> S
         return made[0]
 
     if ranks == 1 and device.type == "cuda":
-        return make(plain.group, device)
+        try:
+            return make(plain.group, device), ""
+        except RuntimeError as error:
+            return None, str(error).partition("\n")[0]
     with_symmetric_memory(plain, device, one_host=device.type == "cuda", make=make)
-    return made[0] if made else None
+    return (made[0], "") if made else (None, "not offered here; the log says why")
 
 
 def _symmetric(
@@ -134,10 +139,9 @@ def _symmetric(
     sizes: tuple[int, ...],
     tell: Callable[[Row], None],
 ) -> None:
-    sums = _shared_sums(plain, device, ranks)
+    sums, why_not = _shared_sums(plain, device, ranks)
     if sums is None:
-        key = f"collectives/{ranks}/symmetric"
-        tell(Row(key, "sums in symmetric memory", None, note="not offered here; the log says why"))
+        tell(Row(f"collectives/{ranks}/symmetric", "sums in symmetric memory", None, note=why_not))
         return
     ways = [Way.ONE_SHOT, Way.TWO_SHOT] + [Way.MULTIMEM] * (sums.multicast and ranks > 1)
     note = "world size 1: a ring of one leaves this out" if ranks == 1 else ""
@@ -150,7 +154,8 @@ def _symmetric(
 
 
 def _row(ranks: int, way: str, size: int, took: float, chosen: bool, note: str) -> Row:
-    rate = f"{size / took / 1e9:.1f} GB/s" + ", what the rule takes" * chosen
+    rate = f"{size / took / 1e9:.1f} GB/s" if took > NOTHING else "nothing is launched"
+    rate += ", what the rule takes" * chosen
     return Row(
         f"collectives/{ranks}/{way.replace(' ', '-')}/{size}",
         f"sum of {size >> 10} KiB over {ranks}, {way}",
@@ -205,7 +210,7 @@ def _in_graph(sum_: Callable[[torch.Tensor], object], work: torch.Tensor) -> flo
         graph.replay()
     end.record()
     end.synchronize()
-    return max(begin.elapsed_time(end), 1e-6) / 1e3 / (IN_GRAPH * REPLAYS)
+    return begin.elapsed_time(end) / 1e3 / (IN_GRAPH * REPLAYS)
 
 
 def _on_cpu(sum_: Callable[[torch.Tensor], object], work: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from services.executor.engine import meeting
 from services.executor.engine.meeting import lead
 from services.executor.model import collectives_symmetric
 from services.executor.model.collectives import SingleRank
@@ -26,6 +27,7 @@ from services.executor.model.collectives_symmetric import (
     with_symmetric_memory,
 )
 from services.executor.model.collectives_torch import TorchDistributed
+from services.executor.rank_process import NCCL_IS_LOUD, environment
 from services.executor.ring import RankSpec
 from services.executor.settings import ExecutorSettings
 from shared.config import load_settings
@@ -296,6 +298,35 @@ def test_one_rank_meets_nobody_unless_nccl_is_asked_for(
     assert (backend, rank, world_size, device) == ("nccl", 0, 1, gpu)
     with pytest.raises(ConfigurationError, match="works on cuda only"):
         lead(asked, spec, CPU, tmp_path, never)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("collectives", "backend", "expected"),
+    [("auto", "nccl", "symmetric"), ("nccl", "nccl", "plain"), ("auto", "gloo", "plain")],
+)
+def test_symmetric_memory_is_tried_where_nothing_else_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, collectives: str, backend: str, expected: str
+) -> None:
+    monkeypatch.setattr(TorchDistributed, "join", lambda *arguments: "plain")
+    monkeypatch.setattr(
+        collectives_symmetric, "with_symmetric_memory", lambda plain, device, one_host: "symmetric"
+    )
+    settings = load_settings(ExecutorSettings, collectives=collectives, tp=2)
+    spec = RankSpec(1, 2, "g", "i", 1, "", {})
+    assert meeting._join(settings, spec, backend, HashStore(), CPU) == expected  # type: ignore[comparison-overlap]
+
+
+def test_failures_of_nccl_are_loud_unless_the_operator_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    found = environment(2, load_settings(ExecutorSettings))
+    assert found["NCCL_DEBUG"] == "INFO"
+    assert {name: found[name] for name in NCCL_IS_LOUD if name != "NCCL_DEBUG"} == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "TORCH_NCCL_BLOCKING_WAIT": "0",
+    }
 
 
 def test_nccl_is_left_without_waiting_for_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
