@@ -105,11 +105,17 @@ class RankBoard:
         self.recorder.begin_step(step)
 
     def end(self, step: int) -> None:
-        """On a GPU: all of it has been launched. It is finished once the device has done it."""
+        """It is over: its results are known, or it has failed."""
         self.recorder.end_step()
+        self._finished(step)
+
+    def launched(self, step: int) -> None:
+        """This rank has done its part of a step whose results another one reads. On a GPU that was to launch it, and it
+        is over once the device has done it."""
         if self._device is None:
-            self._finished(step)
+            self.end(step)
         else:
+            self.recorder.end_step()
             self._device.end(step)
 
     def follow_device(self, marks: Marks) -> DeviceProgress:

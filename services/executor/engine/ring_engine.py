@@ -133,7 +133,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
         spans.before_step(plan.step)
         mine.begin(plan.step)
         mine.clock.run(plan, partial(member.runner.forward, plan, mine.progress))
-        mine.end(plan.step)
+        mine.launched(plan.step)
 
 
 def _next_plan(receiver: PlanReceiver) -> StepPlan | None:

@@ -11,7 +11,8 @@ So marks are queued between the kernels, and the board is told of those that the
     this thread   reads 1 ─▶ board: progress = 1, the step in flight: after `hung_after` seconds the ring is hung
 
 The reading thread calls nothing of CUDA, so it can neither wait for the device nor disturb the capture of a graph.
-A graph is one launch, and has no marks inside; the end of its step is marked behind it.
+A graph is one launch, and has no marks inside; the end of its step is marked behind it. The leader marks no ends: it
+waits for the tokens, and knows (`RankBoard.end`, `RankBoard.launched`).
 """
 
 import threading

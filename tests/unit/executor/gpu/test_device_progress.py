@@ -28,7 +28,7 @@ class Rank:
         self.board.begin(step)
         for _ in range(LAYERS):
             self.board.progress.tick()
-        self.board.end(step)
+        self.board.launched(step)
 
 
 @pytest.fixture
@@ -59,6 +59,17 @@ def test_a_step_that_was_launched_is_in_flight_until_the_device_has_done_it(boar
     rank.device.pass_marks(9)
     assert rank.progress.look()
     assert [(beat.step, beat.progress, beat.in_flight) for beat in board.beats()] == [(1, 3, False)]
+
+
+def test_a_step_whose_results_are_known_is_over_at_once(board: RingBoard) -> None:
+    """The leader has read its tokens, so the device has done it, whatever was launched behind it."""
+    rank = Rank(board, 0)
+    rank.board.begin(1)
+    rank.board.begin(2)
+    rank.board.end(1)
+    assert [(beat.step, beat.in_flight) for beat in board.beats()] == [(1, True)]
+    rank.board.end(2)
+    assert [(beat.step, beat.in_flight) for beat in board.beats()] == [(2, False)]
 
 
 def test_a_device_that_hangs_makes_its_rank_hung_though_the_launches_went_on(board: RingBoard) -> None:
@@ -161,5 +172,5 @@ def test_a_device_that_is_lost_is_told_where_the_step_ends(board: RingBoard) -> 
     rank.follow_device(Lost())
     rank.begin(1)
     with pytest.raises(RuntimeError, match="launch failure"):
-        rank.end(1)
+        rank.launched(1)
     assert [beat.in_flight for beat in board.beats()] == [True]

@@ -43,7 +43,7 @@ def test_a_rank_on_a_gpu_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     watched.watch_device(rank, CPU)
     assert excused == [rank.recorder.excuse]
     rank.begin(1)
-    rank.end(1)
+    rank.launched(1)
     assert [beat.in_flight for beat in board.beats()] == [True], "somebody must look first"
     looked[0].look()
     assert [beat.in_flight for beat in board.beats()] == [False]
