@@ -20,6 +20,7 @@ import msgspec
 
 from services.executor.debug.recorder import RankRecorder
 from services.executor.figures import GpuRow, Kind, RingFigures, words_of
+from services.executor.gpu.device_progress import DeviceProgress, Marks
 from services.executor.progress import Progress
 from services.executor.rank_times import WORDS, RankClock, RankTime
 from shared.logs import Change
@@ -93,8 +94,9 @@ class RankBoard:
         """Says which GPU the rank computes on."""
         self._offset = offset
         self.recorder = recorder
-        self.progress = Progress(words, offset + _Rank.PROGRESS)
-        """Counts the layers computed."""
+        self.progress: Progress = Progress(words, offset + _Rank.PROGRESS)
+        """Counts the layers computed; on a GPU, the marks that it has passed."""
+        self._device: DeviceProgress | None = None
         self.clock = RankClock(words, offset + _Rank.TRACED)
         words[offset + _Rank.PID] = os.getpid()
 
@@ -103,7 +105,26 @@ class RankBoard:
         self.recorder.begin_step(step)
 
     def end(self, step: int) -> None:
+        """It is over: its results are known, or it has failed."""
         self.recorder.end_step()
+        self._finished(step)
+
+    def launched(self, step: int) -> None:
+        """This rank has done its part of a step whose results another one reads. On a GPU that was to launch it, and it
+        is over once the device has done it."""
+        if self._device is None:
+            self.end(step)
+        else:
+            self.recorder.end_step()
+            self._device.end(step)
+
+    def follow_device(self, marks: Marks) -> DeviceProgress:
+        """From now on progress is what the device has done. Somebody must look (`DeviceProgress.start`)."""
+        index = self._offset + _Rank.PROGRESS
+        self.progress = self._device = DeviceProgress(self._words, index, marks, self._finished)
+        return self._device
+
+    def _finished(self, step: int) -> None:
         self._words[self._offset + _Rank.FINISHED] = step
 
     def loaded(self, done: int, total: int) -> None:

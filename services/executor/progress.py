@@ -1,7 +1,8 @@
 """A counter that grows with each layer that a rank computes: its sign of life within a step.
 
 It lies in memory that another process may read, and native code counts in it by its address: a call back
-into Python would wait for whatever else the interpreter does, once per layer.
+into Python would wait for whatever else the interpreter does, once per layer. GPUs have a counter of their own:
+`gpu/device_progress.py`.
 """
 
 import ctypes

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 import uvloop
 
+from services.executor import gpu_errors
 from services.executor.board import RingBoard
 from services.executor.debug.rank_side import PREFIX, RankDesk
 from services.executor.ring import Failed, RankEvent, RankSpec, Rendezvous
@@ -100,12 +101,19 @@ def main() -> int:
         return 1
     except Exception as error:
         log.exception("rank_failed")
-        message = f"Rank {spec.rank} of group {spec.group} failed: {type(error).__name__}: {error}."
-        orchestrator.send(Failed(InternalError.code, message))
+        orchestrator.send(_failed(error, f"Rank {spec.rank} of group {spec.group}"))
         return 1
     finally:
         tracing.close()  # last: a collector that is away must not keep anybody waiting for what was said before
     return 0
+
+
+def _failed(error: Exception, who: str) -> Failed:
+    """What the rank `who` says of an error that is not one of ours."""
+    fault = gpu_errors.told(error, who)
+    if fault is not None:
+        return Failed(fault.code, str(fault))
+    return Failed(InternalError.code, f"{who} failed: {type(error).__name__}: {error}.")
 
 
 def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestrator: Orchestrator) -> None:

@@ -11,8 +11,22 @@ from typing import Protocol
 from services.executor.settings import ExecutorSettings
 from shared.process import die_with_parent
 
+RANK_MODULE = "services.executor.rank"
 SPIN_COUNT = "10000"
 """Turns that an OpenMP thread waits before it sleeps: the time between two operations."""
+
+NCCL_IS_LOUD = {
+    # An error that NCCL reports on its own (a peer's socket closed, a link down) ends the process, which the
+    # orchestrator sees at once; PyTorch's thread that watches must not try to clean up first, where it can hang.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    # A thread that is stuck in the driver ends its process too, after PyTorch's 8 minutes; a hang with a step in
+    # flight has been seen by the orchestrator long before.
+    "TORCH_NCCL_ENABLE_MONITORING": "1",
+    # Waiting on the host would be a synchronisation per sum, which a CUDA graph cannot hold.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "NCCL_DEBUG": "WARN",
+}
+"""torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp names them. What the operator has set goes first."""
 
 
 class RankProcess(Protocol):
@@ -50,7 +64,7 @@ class LocalRank:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "services.executor.rank",
+                RANK_MODULE,
                 str(write_end),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(write_end,),
@@ -99,7 +113,7 @@ def environment(threads: int, settings: ExecutorSettings) -> dict[str, str]:
     """OpenMP reads these when torch is imported. A thread that waits spins for a moment only, which
     bridges the gap between two operations: one that spins for long takes the core from the other
     ranks and services of the machine, and one that sleeps at once is woken too late."""
-    own = {"GOMP_SPINCOUNT": SPIN_COUNT, "OMP_NUM_THREADS": str(threads)}
+    own = {"GOMP_SPINCOUNT": SPIN_COUNT, "OMP_NUM_THREADS": str(threads), **NCCL_IS_LOUD}
     if ipaddress.ip_address(socket.gethostbyname(settings.meeting_host)).is_loopback:
         own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {**own, **os.environ}

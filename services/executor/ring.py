@@ -25,6 +25,8 @@ from services.executor.settings import ExecutorSettings
 log = structlog.get_logger(__name__)
 
 LEAVE_TIMEOUT = 5.0
+KILL_PATIENCE = 10.0
+"""Seconds after which a process that has been killed and does not end is worth a word."""
 
 
 def thread_count(settings: ExecutorSettings) -> int:
@@ -175,8 +177,8 @@ class Ring:
             await asyncio.wait(leaving, timeout=LEAVE_TIMEOUT)
         for process in self._processes:
             process.kill()
-        for process in self._processes:
-            await process.wait()
+        for rank, process in enumerate(self._processes):
+            await _gone(rank, process)
         followers = [*self._events.values(), *self._exits]
         for follower in followers:
             follower.cancel()
@@ -252,3 +254,13 @@ class Ring:
     def _finish(self, end: RingEnd) -> None:
         if not self._end.done():
             self._end.set_result(end)
+
+
+async def _gone(rank: int, process: LocalRank | RemoteRank) -> None:
+    """Waits for the end of a process that has been killed: until then it holds its GPU's memory."""
+    ending = asyncio.ensure_future(process.wait())
+    await asyncio.wait({ending}, timeout=KILL_PATIENCE)
+    if not ending.done():
+        reason = "it is stuck in the kernel, usually in a driver: look at dmesg; its GPU may need a reset"
+        log.warning("rank_does_not_end", rank=rank, reason=reason)
+    await ending

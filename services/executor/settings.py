@@ -56,6 +56,9 @@ class ExecutorSettings(CommonSettings):
     """Layers that differ from `kv_dtype`, such as "0=bf16,-1=bf16"; negative ones count from the last."""
     kv_memory: int = Field(default=0, ge=0)
     """Bytes for the KV cache of each rank; 0: from the free memory."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that may be in use once the KV cache stands, where `kv_memory` is not set. What steps
+    are estimated to need is left free in any case."""
     kv_host_memory: int = Field(default=0, ge=0)
     """Bytes of host memory per rank for evicted KV blocks of sessions; 0: none. For GPUs: on a CPU the same
     bytes are worth more as `kv_memory`."""
@@ -73,8 +76,9 @@ class ExecutorSettings(CommonSettings):
     pin_threads: bool = True
     """Keeps each of these threads on a core of its own, where the ring has as many as there are cores."""
     collectives: Literal["auto", "shm", "gloo", "nccl"] = "auto"
-    """How the ranks of a ring add up tensors; `auto`: NCCL on GPUs, shared memory on CPUs. `gloo` uses
-    sockets: slower, for hosts where processes may not share memory or where there is no C compiler."""
+    """How the ranks of a ring add up tensors; `auto`: on GPUs NCCL, and symmetric memory for small ones, shared memory
+    on CPUs. `nccl`: NCCL alone, with one rank too. `gloo` uses sockets: slower, for hosts where processes may not share
+    memory or where there is no C compiler."""
     ring_host: str = "127.0.0.1"
     """Address on which the ranks of the ring meet, and at which other rings' ranks reach them for a hand-over;
     `auto`: the one that this host's name stands for, as in a container."""

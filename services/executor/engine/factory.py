@@ -70,4 +70,4 @@ def follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, rendezv
     while (plan := receiver.receive()) is not None:
         mine.begin(plan.step)
         mine.clock.run(plan, lambda: None)
-        mine.end(plan.step)
+        mine.launched(plan.step)

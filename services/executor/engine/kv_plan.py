@@ -4,6 +4,7 @@ import torch
 
 from services.executor.kv_cache.codecs import codecs_of
 from services.executor.kv_cache.dtypes import BlockDType, layer_dtypes, parse_layers
+from services.executor.kv_cache.gpu_budget import StepWidths, step_bytes
 from services.executor.kv_cache.sizes import (
     DEFAULT_SEQUENCES,
     BlockCounts,
@@ -29,8 +30,9 @@ def plan_store(
     context: int,
     device: torch.device,
     collectives: Collectives,
+    widths: StepWidths | None = None,
 ) -> tuple[StoreShape, BlockCounts]:
-    """What one rank stores, and the numbers of blocks of all.
+    """What one rank stores, and the numbers of blocks of all. `widths`: of the model, for what steps need on a GPU.
 
     `--kv-dtype auto` is int8 where the native kernels compute, which read it as fast as bf16 or faster, unless
     some rank's budget is too small for the blocks that compression needs besides. Raises `ConfigurationError`
@@ -38,12 +40,12 @@ def plan_store(
     """
     if settings.kv_dtype == "auto" and native:
         shape = _store_shape(settings, "int8", num_layers, layout, dtype)
-        blocks = _agreed(shape, context, settings, device, collectives)
+        blocks = _agreed(shape, context, settings, device, collectives, widths)
         if blocks.hot:
             return shape, blocks
     kind = "bf16" if settings.kv_dtype == "auto" else settings.kv_dtype
     shape = _store_shape(settings, kind, num_layers, layout, dtype)
-    mine = _my_blocks(shape, context, settings, device, collectives)
+    mine = _my_blocks(shape, context, settings, device, widths)
     return shape, BlockCounts(*smallest(mine, device, collectives))
 
 
@@ -53,10 +55,11 @@ def _agreed(
     settings: ExecutorSettings,
     device: torch.device,
     collectives: Collectives,
+    widths: StepWidths | None,
 ) -> BlockCounts:
     """The smallest numbers of blocks that any rank can hold; none where that is too few on some rank."""
     try:
-        mine = _my_blocks(shape, context, settings, device, collectives)
+        mine = _my_blocks(shape, context, settings, device, widths)
     except ConfigurationError:
         mine = BlockCounts(0, 0)
     return BlockCounts(*smallest(mine, device, collectives))
@@ -92,7 +95,7 @@ def _my_blocks(
     context: int,
     settings: ExecutorSettings,
     device: torch.device,
-    collectives: Collectives,
+    widths: StepWidths | None,
 ) -> BlockCounts:
     """What this rank can hold."""
     if settings.kv_memory:
@@ -101,7 +104,15 @@ def _my_blocks(
         # Ranks and groups of one host share its memory; each GPU has its own.
         on_host = settings.ranks_here * settings.replicas_on_host
         ranks_sharing = on_host if device.type == "cpu" else 1
-        budget = default_budget(device) // ranks_sharing
+        needs = _step_needs(settings, widths, shape.dtype) if widths is not None else 0
+        budget = default_budget(device, needs, settings.gpu_memory_utilization) // ranks_sharing
         cap = DEFAULT_SEQUENCES if device.type == "cpu" else None
     reserve = hot_reserve(settings.max_sequences, settings.max_batch_tokens, shape.block_size)
     return plan_blocks(shape, context, budget, reserve, cap)
+
+
+def _step_needs(settings: ExecutorSettings, widths: StepWidths, dtype: torch.dtype) -> int:
+    """Bytes beside weights and cache; each token of a step is sampled where drafts are checked."""
+    tokens = settings.max_batch_tokens
+    rows = min(tokens, settings.max_sequences * (1 + settings.max_drafts))
+    return step_bytes(widths, tokens, rows, dtype)

@@ -5,11 +5,13 @@
 
 The leader chooses the collectives; its announcement tells the others. On CPU the ranks share memory and
 torch's process group is not started at all, where they are on one host; on several (`nodes/`) they use gloo.
+GPUs use NCCL, and for small sums between those of one host symmetric memory.
 """
 
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +22,9 @@ from services.executor.plan_channel import PlanListener, PlanReceiver, PlanSende
 from services.executor.ring import RankSpec, Rendezvous, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 JOIN_TIMEOUT = 120.0
 Announce = Callable[[Rendezvous], None]
@@ -47,9 +52,9 @@ def lead(
 
     Raises `RingLost` when they do not come.
     """
-    if spec.world_size == 1:
-        return PlanSender([]), SingleRank()
     one_host = settings.nnodes == 1
+    if spec.world_size == 1:
+        return PlanSender([]), _alone(settings, device)
     backend = choose_backend(settings.collectives, device.type, lambda: one_host and can_share_memory())
     if backend == "shm" and not one_host:
         raise ConfigurationError(
@@ -66,8 +71,6 @@ def lead(
         return sender, _share(area, spec, lanes)
     from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it without saying so
 
-    from services.executor.model.collectives_torch import TorchDistributed
-
     # Our own socket, since the store would listen on every address of the host.
     own = socket.create_server((settings.meeting_host, 0))
     store = TCPStore(
@@ -80,11 +83,11 @@ def lead(
     )
     announce(Rendezvous(*place, store_port=store.port, model_directory=str(directory), backend=backend))
     sender = listener.accept(others, JOIN_TIMEOUT)
-    return sender, TorchDistributed.join(backend, store, spec.rank, spec.world_size)
+    return sender, _join(settings, spec, backend, store, device)
 
 
 def follow(
-    settings: ExecutorSettings, spec: RankSpec, rendezvous: Rendezvous
+    settings: ExecutorSettings, spec: RankSpec, rendezvous: Rendezvous, device: torch.device
 ) -> tuple[PlanReceiver, Collectives]:
     """Every other rank: goes where the leader said. Raises `RingLost`."""
     receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, rendezvous.secret, JOIN_TIMEOUT)
@@ -92,10 +95,34 @@ def follow(
         return receiver, _share(SharedArea.open(rendezvous.shared_memory), spec, thread_count(settings))
     from torch._C._distributed_c10d import TCPStore
 
+    store = TCPStore(rendezvous.host, rendezvous.store_port, spec.world_size, is_master=False)
+    return receiver, _join(settings, spec, rendezvous.backend, store, device)
+
+
+def _alone(settings: ExecutorSettings, device: torch.device) -> Collectives:
+    """A ring of one has nothing to say, unless NCCL is asked for by name: then it says it, as a larger one would."""
+    if settings.collectives != "nccl":
+        return SingleRank()
+    from torch._C._distributed_c10d import HashStore
+
     from services.executor.model.collectives_torch import TorchDistributed
 
-    store = TCPStore(rendezvous.host, rendezvous.store_port, spec.world_size, is_master=False)
-    return receiver, TorchDistributed.join(rendezvous.backend, store, spec.rank, spec.world_size)
+    backend = choose_backend("nccl", device.type, lambda: False)
+    return TorchDistributed.join(backend, HashStore(), 0, 1, device)
+
+
+def _join(
+    settings: ExecutorSettings, spec: RankSpec, backend: str, store: "Store", device: torch.device
+) -> Collectives:
+    """Torch's process group; with `--collectives auto` on GPUs small sums go through symmetric memory."""
+    from services.executor.model.collectives_torch import TorchDistributed
+
+    collectives = TorchDistributed.join(backend, store, spec.rank, spec.world_size, device)
+    if backend != "nccl" or settings.collectives != "auto":
+        return collectives
+    from services.executor.model.collectives_symmetric import with_symmetric_memory
+
+    return with_symmetric_memory(collectives, device, settings.nnodes == 1)
 
 
 def _share(area: SharedArea, spec: RankSpec, lanes: int) -> SharedMemory:

@@ -8,7 +8,6 @@ leader   plan ──▶ plan channel ──▶ followers
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from uuid import UUID
 
 import torch
 from msgspec import structs
@@ -23,8 +22,11 @@ from services.executor.engine.protocol import EngineSpec, ProgressCallback, Samp
 from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.vectors import Floats
+from services.executor.gpu.placement import choose_device, stay_near
+from services.executor.gpu.watched import watch_device
 from services.executor.handover.board import HandoverBoard
 from services.executor.handover.endpoint import RankEndpoint
+from services.executor.kv_cache.gpu_budget import widths_of
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import computes_natively, make_runner
@@ -123,7 +125,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     mine = board.rank(spec.rank)
     device = choose_device(settings, spec.rank)
     torch.set_num_threads(thread_count(settings))
-    receiver, collectives = meeting.follow(settings, spec, rendezvous)
+    receiver, collectives = meeting.follow(settings, spec, rendezvous, device)
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
     mine.clock.collectives = collectives
@@ -131,7 +133,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
         spans.before_step(plan.step)
         mine.begin(plan.step)
         mine.clock.run(plan, partial(member.runner.forward, plan, mine.progress))
-        mine.end(plan.step)
+        mine.launched(plan.step)
 
 
 def _next_plan(receiver: PlanReceiver) -> StepPlan | None:
@@ -162,7 +164,9 @@ class RingMember:
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
         adopt_loggers()  # of torch and transformers, which are loaded by now
         if device.type == "cuda":
-            board.gpu.write(UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes)
+            watch_device(board, device)
+            if settings.pin_threads:
+                stay_near(device)
         collectives = recorded(collectives, board.recorder)
         config = load_config(directory)
         layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
@@ -182,8 +186,9 @@ class RingMember:
         context = settings.context_length or longest
         threads = thread_count(settings)
         native = computes_natively(model, dtype, collectives, device, threads)
+        widths = widths_of(config, spec.world_size)
         shape, blocks = plan_store(
-            settings, config.num_hidden_layers, layout, dtype, native, context, device, collectives
+            settings, config.num_hidden_layers, layout, dtype, native, context, device, collectives, widths
         )
         slots = agree_on_slots(shape, settings, device, collectives)
         spill = SpillStore(slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
@@ -219,24 +224,6 @@ class RingMember:
 def model_directory(settings: ExecutorSettings) -> Path:
     """The directory of the model that the settings name. Raises `ModelLoadError`."""
     return resolve_model(settings.model, settings.model_cache, lambda stage, done, total: None)
-
-
-def choose_device(settings: ExecutorSettings, rank: int) -> torch.device:
-    """Each rank takes the GPU of its place on its host; CPU where there is none or it was asked for."""
-    use_cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-    if not use_cuda:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigurationError("--device cuda was asked for and torch sees no GPU; use --device cpu.")
-    needed = settings.ranks_here
-    if needed > torch.cuda.device_count():
-        raise ConfigurationError(
-            f"--tp {settings.tp} needs {needed} GPUs on each host and this one has {torch.cuda.device_count()}; "
-            "use a smaller --tp, or more hosts (--nnodes)."
-        )
-    device = torch.device("cuda", rank % needed)
-    torch.cuda.set_device(device)
-    return device
 
 
 def choose_dtype(settings: ExecutorSettings, device: torch.device, config: object) -> torch.dtype:

@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import torch
 
+from services.executor.kv_cache import gpu_budget
 from services.executor.kv_cache.codecs import Codec
 from shared.errors import ConfigurationError
 
 DEFAULT_CPU_SHARE = 0.25
 """Share of the host's free memory that one rank's cache takes unless a budget is set."""
-DEFAULT_GPU_UTILISATION = 0.9
-"""Share of a GPU's memory that may be in use once the cache stands."""
 DEFAULT_SEQUENCES = 64
 """Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
 FORMAT_VERSION = 1
@@ -138,11 +137,14 @@ def plan_num_blocks(
     return blocks if cap is None else min(blocks, cap * per_sequence)
 
 
-def default_budget(device: torch.device) -> int:
-    """Bytes that one rank's cache may take on `device` when no budget is set. Call it once weights are loaded."""
+def default_budget(
+    device: torch.device, step_needs: int = 0, utilization: float = gpu_budget.DEFAULT_UTILIZATION
+) -> int:
+    """Bytes that one rank's cache may take on `device` when no budget is set. Call it once weights are loaded.
+    On a GPU: less `step_needs` bytes, and within `utilization` of its memory."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1 - DEFAULT_GPU_UTILISATION) * total))
+        free, total = gpu_budget.free_memory(device)
+        return gpu_budget.gpu_budget(free, total, step_needs, utilization)
     return int(free_host_memory() * DEFAULT_CPU_SHARE)
 
 

@@ -1,6 +1,12 @@
-"""Collectives over `torch.distributed`: NCCL between GPUs; gloo between CPUs, over sockets."""
+"""Collectives over `torch.distributed`: NCCL between GPUs; gloo between CPUs, over sockets.
 
-from collections.abc import Sequence
+On a GPU an operation is queued and the call returns: one that another rank does not come to is a kernel that does not
+end. It is seen as any kernel that hangs is (`gpu/device_progress.py`), and ended as any process is that hangs.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
@@ -8,43 +14,56 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it without saying so
 
+from services.executor.gpu_errors import is_gpu_error
 from services.executor.model.communication_time import CommunicationTime
 from shared.errors import RingLost
 
 
 class TorchDistributed:
-    """`torch.distributed` over the process group it is given."""
+    """`torch.distributed` over the process group it is given. With NCCL nothing here waits for the device but
+    `barrier`, and sums can be captured in CUDA graphs."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group: dist.ProcessGroup | None = group
+        self._aborts = dist.get_backend(group) == "nccl"
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._leader = dist.get_global_rank(group, 0)
         self._time = CommunicationTime()
 
     @classmethod
-    def join(cls, backend: str, store: Store, rank: int, world_size: int) -> "TorchDistributed":
-        """Joins the process group that meets at `store`. `backend`: "gloo" or "nccl"."""
+    def join(
+        cls, backend: str, store: Store, rank: int, world_size: int, device: torch.device | None = None
+    ) -> "TorchDistributed":
+        """Joins the process group that meets at `store`. `backend`: "gloo", or "nccl" with the `device` that this
+        rank computes on, to which the group is bound: it connects at once, and not in the first step."""
         dist.init_process_group(
             backend,
             store=store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(days=1),  # a hang is seen by the orchestrator, and idle is no hang
+            device_id=device if backend == "nccl" else None,
         )
         assert dist.group.WORLD is not None
         return cls(dist.group.WORLD)
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        assert self._group is not None, "the ring has been left"
+        return self._group
+
+    @property
     def busy_seconds(self) -> float:
         return self._time.seconds
 
+    def measured(self, device: torch.device) -> AbstractContextManager[None]:
+        """Counts an operation within it, on `device`, as communication."""
+        return self._time.measured(device)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        try:
-            with self._time.measured(tensor.device):
-                dist.all_reduce(tensor, group=self._group)
-        except RuntimeError as error:
-            raise _lost(error) from error
+        with _telling(), self._time.measured(tensor.device):
+            dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
@@ -52,27 +71,36 @@ class TorchDistributed:
         widest = max(widths)
         padded = torch.nn.functional.pad(tensor, (0, widest - tensor.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
-        try:
-            with self._time.measured(tensor.device):
-                dist.gather(padded, parts, dst=self._leader, group=self._group)
-        except RuntimeError as error:
-            raise _lost(error) from error
+        with _telling(), self._time.measured(tensor.device):
+            dist.gather(padded, parts, dst=self._leader, group=self._group)
         if parts is None:
             return None
         return [part[..., :width] for part, width in zip(parts, widths, strict=True)]
 
     def barrier(self) -> None:
-        try:
+        with _telling():
             dist.barrier(group=self._group)
-        except RuntimeError as error:
-            raise _lost(error) from error
 
     def close(self) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
+        """Leaves the ring. NCCL is aborted: its orderly end waits for ranks that may be gone, and for CUDA graphs."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        if self._aborts:
+            group.abort()
+        else:
             dist.destroy_process_group(group)
 
 
-def _lost(error: RuntimeError) -> RingLost:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return RingLost(f"A rank of the ring is gone ({reason}); the ring is restarted and the request goes on.")
+@contextlib.contextmanager
+def _telling() -> Iterator[None]:
+    """Errors of the group as `RingLost`; those of the GPU go on to where the rank ends."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_gpu_error(error):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RingLost(
+            f"A rank of the ring is gone ({reason}); the ring is restarted and the request goes on."
+        ) from error

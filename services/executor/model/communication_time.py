@@ -3,6 +3,8 @@
 On a CPU an operation ends when it returns: two looks at the clock. On a GPU it has only been queued then, so a pair
 of CUDA events is queued around it, and read when both have happened; that for one operation of `SAMPLE`, which then
 stands for all of them. `SAMPLE` is a prime, so that every place in a model is measured in turn.
+
+Operations within a CUDA graph are not counted: what is told of steps that are replayed lacks their communication.
 """
 
 import contextlib
@@ -38,7 +40,8 @@ class CommunicationTime:
             self._seconds += time.perf_counter() - began
             return
         self._operations += 1
-        if self._operations % SAMPLE:
+        # What a graph records happens at each of its replays, and an event recorded in one cannot be asked.
+        if self._operations % SAMPLE or torch.cuda.is_current_stream_capturing():
             yield
             return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -1,0 +1,17 @@
+"""What makes a rank on a GPU watchable: everything that the board needs to know of its device."""
+
+from uuid import UUID
+
+import torch
+
+from services.executor.board import RankBoard
+from services.executor.gpu.compiling import excuse_compiling
+from services.executor.gpu.marks import CudaMarks
+
+
+def watch_device(board: RankBoard, device: torch.device) -> None:
+    """From now on `board` says which GPU the rank computes on, and counts what that has done. To be called once,
+    before the first step, by the rank whose board it is."""
+    board.gpu.write(UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes)
+    board.follow_device(CudaMarks(device)).start()
+    excuse_compiling(board.recorder.excuse)
