@@ -85,7 +85,7 @@ async def test_everything_dies_in_the_middle_of_a_batch(tmp_path: Path) -> None:
         }  # fmt: skip
         batch = (await ask(house, "POST", "/v1/batches", json=body)).json()["id"]
         for step, victim in enumerate(("gateway", "executor-0", "nats", "gateway"), 1):
-            await until_done(house, batch, LINES * step // 6)
+            await until_done(house, batch, LINES * step // 8)
             await kill(house, batch, victim)
         done = await until_done(house, batch, LINES)
         while done["status"] not in OVER:
