@@ -1,4 +1,4 @@
-"""What the kernels for CPUs ask of a model beyond its shape (`model/lowering.py`), and its linears as they pack them."""
+"""What the kernels for CPUs ask of a model beyond its shape (`model/lowering.py`), and how they pack its linears."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter cuts float32 off to bf16; GPUs round to the nearest, ties to even, and so must a test of bits."""
+"""Triton's interpreter cuts float32 off to bf16; GPUs round to the nearest, ties to even, as tests of bits must."""
 
 from typing import Any
 
