@@ -1,5 +1,6 @@
 """The GPU's decoder, interpreted on the CPU, against transformers and against PyTorch's way through the same store."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from services.executor.model.lowering import FAMILIES
 from services.executor.model.runner import ModelRunner
 from services.executor.progress import Progress
 from tests.unit.executor.gpu.gpu_runners import (
+    RING_STEPS,
     STEPS,
     on_gpu_ring,
     runner_of,
@@ -31,11 +33,11 @@ from tests.unit.executor.model.test_compressed import seal
 from tests.unit.executor.model.tiny import reference_logits
 
 
-def worst_error(runner: ModelRunner, expected: list[Tensor]) -> float:
-    """Of the logits of `STEPS`; 0 but on the leader."""
+def worst_error(runner: ModelRunner, expected: list[Tensor], steps: Sequence[dict[int, int]]) -> float:
+    """Of the logits of `steps`; 0 but on the leader."""
     script = small_script()
     worst = 0.0
-    for step in STEPS:
+    for step in steps:
         plan, sampled = script.step(dict(step), every_token=True)
         logits = runner.forward(plan)
         if logits is None:
@@ -57,7 +59,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world
     def error(collectives: Collectives) -> float:
         runner = runner_of(directory, collectives)
         assert isinstance(runner._decoder, GpuDecoder)
-        return worst_error(runner, expected)
+        return worst_error(runner, expected, STEPS if world_size == 1 else RING_STEPS)
 
     assert max(on_gpu_ring(world_size, error)) < 1e-4
 
