@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
+from services.executor.gpu.products import use_products
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.collectives import Collectives
@@ -38,6 +39,7 @@ def make_runner(
     decoder = _native_decoder(model, store, layout, collectives, device, threads, cpus)
     if decoder is None:
         pack_linears(model)
+        use_products(model)
     else:
         store.compressor = decoder.compress
     return ModelRunner(model, store, collectives, device, spill, decoder, gpu_kernels(store))
