@@ -76,8 +76,8 @@ def multiply_few(
         if cut.splits > 1:
             parts = torch.empty((cut.splits, rows, outputs), dtype=torch.float32, device=x.device)
         products.few_rows[(cut.groups, cut.tiles, cut.splits)](
-            x, _bits(codes), scales, addend, out, parts, arrivals, rows, outputs, inputs, x.stride(0),
-            BLOCK_T=cut.block_t, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, SPLITS=cut.splits, num_stages=STAGES, **shared,
+            x, _bits(codes), scales, addend, out, parts, arrivals, rows, outputs, inputs, x.stride(0), cut.splits,
+            BLOCK_T=cut.block_t, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, SPLIT=cut.splits > 1, num_stages=STAGES, **shared,
         )  # fmt: skip
     return out
 

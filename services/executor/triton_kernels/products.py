@@ -40,21 +40,21 @@ def _widened(raw, CODE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def few_rows(
-    x, codes, scales, bias, out, parts, arrivals, rows, outputs, inputs, x_stride,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    x, codes, scales, bias, out, parts, arrivals, rows, outputs, inputs, x_stride, splits,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     CODE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(rows, BLOCK_T), cdiv(outputs, BLOCK_N), SPLITS): tiles of the same weights run side by side.
+    """Grid (cdiv(rows, BLOCK_T), cdiv(outputs, BLOCK_N), splits): tiles of the same weights run side by side.
 
     `x` bf16 [rows, inputs], rows `x_stride` apart; `codes` int8 (of e4m3 the bits) [outputs, inputs]; `scales` float32
-    [outputs]; `bias` [outputs]; `out` bf16 [rows, outputs]. Where SPLITS > 1: `parts` float32 [SPLITS, rows, outputs];
+    [outputs]; `bias` [outputs]; `out` bf16 [rows, outputs]. Where SPLIT: `parts` float32 [splits, rows, outputs];
     `arrivals` int32, a zero for each tile of `out`, and zeros again afterwards: one launch at a time may use them.
     WIDE: products in float32, for the interpreter, which knows no bf16.
     """
     group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     t = group * BLOCK_T + tl.arange(0, BLOCK_T)
-    share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLITS) * BLOCK_K
+    share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), splits) * BLOCK_K
     begin = split * share
     end = tl.minimum(begin + share, inputs)
     of_codes = codes + n.to(tl.int64)[:, None] * inputs
@@ -70,7 +70,7 @@ def few_rows(
 
     inside = (n < outputs)[:, None] & (t < rows)[None, :]
     place = t.to(tl.int64)[None, :] * outputs + n[:, None]
-    if SPLITS == 1:
+    if not SPLIT:
         _finish(sums, scales, bias, out, n, outputs, place, inside, BIAS)
     else:
         stride = rows.to(tl.int64) * outputs
@@ -78,10 +78,10 @@ def few_rows(
         # All of this program's stores come before its arrival, and all arrivals before what the last one reads.
         tl.debug_barrier()
         mine = arrivals + tile * tl.num_programs(0) + group
-        if tl.atomic_add(mine, 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(mine, 1, sem="acq_rel") == splits - 1:
             tl.debug_barrier()
             total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-            for other in range(SPLITS):
+            for other in range(splits):
                 total += tl.load(parts + other * stride + place, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(mine, 0)
             _finish(total, scales, bias, out, n, outputs, place, inside, BIAS)
