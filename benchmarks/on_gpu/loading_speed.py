@@ -7,6 +7,7 @@ fp8           the same, with weights quantised as they come
 """
 
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.on_gpu.random_checkpoint import SHAPES, write_checkpoint
+from benchmarks.on_gpu.random_checkpoint import SHAPES, bytes_of, write_checkpoint
+from benchmarks.random_model import LlamaShape
 from services.executor.kv_cache.codecs import FP8, Codec
 from services.executor.model.collectives import SingleRank
 from services.executor.model.loader import load_config, load_model
@@ -36,10 +38,21 @@ def loading_speed(device: torch.device, directory: Path | None = None, tiny: boo
     model, or of one that is tiny."""
     if directory is not None:
         return _measured(device, directory)
-    room = SHARED_MEMORY if SHARED_MEMORY.is_dir() and not tiny else None
-    with tempfile.TemporaryDirectory(prefix="ryzanstein-loading-", dir=room) as scratch:
-        write_checkpoint(Path(scratch), SHAPES["tiny" if tiny else "13b"])
+    shape = SHAPES["tiny" if tiny else "13b"]
+    with tempfile.TemporaryDirectory(prefix="ryzanstein-loading-", dir=_room_for(shape)) as scratch:
+        write_checkpoint(Path(scratch), shape)
         return _measured(device, Path(scratch))
+
+
+def _room_for(shape: LlamaShape) -> Path:
+    """Shared memory, or where files for a while go, whose pages stay in memory too. Raises `OSError`."""
+    needed = bytes_of(shape)
+    rooms = [path for path in (SHARED_MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]
+    for room in rooms:
+        if shutil.disk_usage(room).free > 1.05 * needed:
+            return room
+    names = " and ".join(str(room) for room in rooms)
+    raise OSError(f"{names} have no room for {needed / 1e9:.1f} GB; set TMPDIR to a directory that has.")
 
 
 def _measured(device: torch.device, directory: Path) -> list[Row]:

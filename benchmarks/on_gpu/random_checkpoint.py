@@ -31,6 +31,12 @@ Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by name."""
 
 
+def bytes_of(shape: LlamaShape) -> int:
+    """Of its weights."""
+    sizes = [size for _, tensors in _files(shape) for size in tensors.values()]
+    return sum(2 * torch.Size(size).numel() for size in sizes)
+
+
 def write_checkpoint(directory: Path, shape: LlamaShape, threads: int | None = None) -> int:
     """A bf16 Llama of `shape` in `directory`, which is made; the bytes of its weights."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -51,12 +57,12 @@ def write_checkpoint(directory: Path, shape: LlamaShape, threads: int | None = N
     numbers = min(NUMBERS, max(shape.inner, shape.vocabulary) * shape.hidden)
     pool = torch.empty(numbers, dtype=torch.bfloat16).normal_(0, DEVIATION, generator=random)
     ones = torch.ones(shape.hidden, dtype=torch.bfloat16)
-    bytes_of = (_bytes(pool), _bytes(ones))
+    contents = (_bytes(pool), _bytes(ones))
     names = sorted(name for tensors in files.values() for name in tensors)
     starts = {name: index * STRIDE % numbers * 2 for index, name in enumerate(names)}
     with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as workers:
         jobs = [
-            workers.submit(_write, directory / file, tensors, starts, *bytes_of)
+            workers.submit(_write, directory / file, tensors, starts, *contents)
             for file, tensors in files.items()
         ]
         total = sum(job.result() for job in jobs)

@@ -49,7 +49,7 @@ def read_all(
     """The tensors that `reads` describe, on `device`, in that order; those with a codec quantised."""
     if device.type == "cpu" and not any(read.codec for read in reads):
         return [*_read_to_host(reads, files, device, progress)]
-    if device.type == "cuda" and device.index is None:
+    if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())  # of this thread, not of those that copy
     make = streaming.HostCarrier if device.type == "cpu" else partial(streaming.CudaCarrier, device)
     return stream_all(reads, files, device, progress, make, streaming.lanes_here())

@@ -25,11 +25,11 @@ from services.executor.model.weights import WeightFiles
 
 PIECE = 8 << 20
 """Bytes of a buffer. The device takes it in 0.15 ms at 55 GB/s, a thread fills it in 1 ms, and the interpreter's work
-for it is less than a tenth of that; pinning the buffers of all lanes takes some 40 ms."""
+for it is less than a tenth of that; pinning the buffers of all lanes takes some 60 ms."""
 BUFFERS = 2
 """Of a lane."""
-LANES = 8
-"""One thread copies 5 to 10 GB/s out of the page cache."""
+LANES = 12
+"""One thread copies 5 to 10 GB/s out of the page cache, a bus of PCIe 5 takes 55."""
 
 Fence = Callable[[], None]
 """Waits until a device has done what it was given."""

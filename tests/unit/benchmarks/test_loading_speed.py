@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.on_gpu.loading_speed import loading_speed
-from benchmarks.on_gpu.random_checkpoint import SHAPES, write_checkpoint
+from benchmarks.on_gpu.random_checkpoint import SHAPES, bytes_of, write_checkpoint
 from services.executor.model.collectives import SingleRank
 from services.executor.model.loader import load_config, load_model
 from services.executor.model.sharding import ShardLayout
@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 def test_a_random_checkpoint_loads(tmp_path: Path) -> None:
     shape = SHAPES["tiny"]
     total = write_checkpoint(tmp_path / "model", shape, threads=2)
+    assert total == bytes_of(shape)
     layout = ShardLayout.from_config(load_config(tmp_path / "model"), 1, 0)
     model = load_model(tmp_path / "model", torch.bfloat16, layout, SingleRank(), CPU, lambda *_: None)
     weights = dict(model.named_parameters())

@@ -1,7 +1,8 @@
 """Every byte at its place, whatever the pieces, however late the device is."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from services.executor.model.loader import load_config, load_model
 from services.executor.model.quantized import Quantized, quantize
 from services.executor.model.reading import Read, stream_all
 from services.executor.model.sharding import ShardLayout, Span
-from services.executor.model.streaming import Carrier, Fence, HostCarrier, Target, boxes
+from services.executor.model.streaming import Carrier, CudaCarrier, Fence, HostCarrier, Target, boxes
 from services.executor.model.weights import WeightFiles
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.tiny import make_model
@@ -149,6 +150,56 @@ def test_weights_are_quantised_as_they_come(
         assert isinstance(found, Quantized)
         assert torch.equal(found.codes.view(torch.int8), right.codes.view(torch.int8))
         assert torch.equal(found.scales, right.scales)
+
+
+def test_a_gpu_is_given_pieces_by_a_stream_of_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[object, ...]] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            done.append(("stream", device))
+
+        def wait_stream(self, other: object) -> None:
+            done.append(("after", other))
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: Stream) -> None:
+            done.append(("recorded", type(stream)))
+
+        def synchronize(self) -> None:
+            done.append(("waited",))
+
+    @contextmanager
+    def current(stream: Stream) -> Iterator[None]:
+        done.append(("on", type(stream)))
+        yield
+        done.append(("off",))
+
+    class Noted:
+        def take(self, staged: Tensor) -> None:
+            done.append(("taken", staged))
+
+    device = torch.device("cuda", 3)
+    for name, double in {"Stream": Stream, "Event": Event, "stream": current}.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("device", device)))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
+    fence = CudaCarrier(device).send(Noted(), torch.empty(0))
+    fence()
+    assert [step[0] for step in done] == [
+        "device",
+        "stream",
+        "after",
+        "on",
+        "taken",
+        "recorded",
+        "off",
+        "waited",
+    ]
+    assert done[:3] == [("device", device), ("stream", device), ("after", "default")]
 
 
 def test_an_error_in_one_lane_ends_all_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
