@@ -62,13 +62,16 @@ def _ways(
 ) -> dict[str, tuple[int, list[Callable[[Tensor], Tensor]]]]:
     """name -> (bytes of a weight, the product with each of several weights)"""
     from services.executor.gpu import coded
-    from services.executor.triton_kernels.product_launch import MOST_ROWS
+    from services.executor.triton_kernels.product_launch import MOST_ROWS, multiply_one
 
     copies = max(1, min(COLD // (2 * outputs * inputs), 8)) if device.type == "cuda" else 1
     plain = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device) for _ in range(copies)]
     ways: dict[str, tuple[int, list[Callable[[Tensor], Tensor]]]] = {
         "bf16": (2, [lambda x, weight=weight: functional.linear(x, weight) for weight in plain])
     }
+    if rows == 1:
+        ours = [lambda x, weight=weight: multiply_one(x, weight, None, None) for weight in plain]
+        ways["bf16, our own"] = (2, ours)
     for codec in (FP8, INT8):
         weights = [quantize(weight, codec) for weight in plain]
         if rows <= MOST_ROWS:

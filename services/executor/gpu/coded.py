@@ -1,7 +1,7 @@
 """Products with quantised weights, by how many rows `x` has.
 
                 rows          e4m3                                     int8
-    few         to 16, 128    weights widened in registers, activations in bf16 (`triton_kernels/products.py`)
+    few         to 32, 128    weights widened in registers, activations in bf16 (`triton_kernels/products.py`)
     many        more          activations to e4m3, a scale for each    weights widened into a scratch, a part at
                               row, torch._scaled_mm                    a time, torch.addmm in bf16
 
@@ -9,8 +9,8 @@ Few rows take as long as the weights take to be read: one byte each, not two. On
 TFLOP/s of bf16 and fp8, which a kernel of Triton's may reach half of) a weight is read in 0.21 ps and multiplied by one
 row in 2.5 fs of bf16 tensor cores, 5 fs of Triton's: up to some 40 rows the reading is longer.
 
-    e4m3   `_scaled_mm` reads as few bytes and is fast at any size, but rounds activations and needs a launch for
-           it: it takes over as soon as the activations' launch is small beside the product.
+    e4m3   `_scaled_mm` reads as few bytes and is fast at any size, but rounds activations, which costs quality, and
+           needs a launch for it, some 2 us: it takes over where multiplying begins to take longer than reading.
     int8   Activations in 255 even steps lose the small values of a row to its largest, and models of billions of
            weights have rows whose largest is a hundred times the rest (Dettmers et al., "LLM.int8()",
            https://arxiv.org/abs/2208.07339). So `torch._int_mm` is not used: weights are widened, which takes
@@ -38,7 +38,7 @@ from services.executor.triton_kernels.product_launch import (
     multiply_few,
 )
 
-FEW = {torch.float8_e4m3fn: 16, torch.int8: MOST_ROWS}
+FEW = {torch.float8_e4m3fn: 32, torch.int8: MOST_ROWS}
 """Rows up to which weights are widened in registers."""
 MULTIPLE = 16
 """Of the sizes that `_scaled_mm` takes."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.executor.kv_cache.codecs import FP8, SMALLEST_SCALE, Codec
 from services.executor.triton_kernels import products
-from services.executor.triton_kernels.codes import E4M3, INT8
+from services.executor.triton_kernels.codes import E4M3, INT8, PLAIN
 
 MOST_ROWS = 128
 """Of `multiply_few`: beyond, its tiles would read the weights again and again."""
@@ -19,6 +19,7 @@ STAGES = 4
 """Tiles of weights on their way: 4 of 8 KB, and two programs on a processor, are twice what must be on its way to keep
 4.8 TB/s busy for 700 ns on 132 processors."""
 ONE_ROW_N, ONE_ROW_K = 16, 512
+"""Rows and bytes of a tile of `one_row`: 8 KB too."""
 LEAST_SHARE = 4
 """Tiles along the inputs that a split has at least: fewer, and adding the splits up costs more than it gains."""
 PROGRAMS = 2
@@ -62,15 +63,12 @@ def multiply_few(
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, inputs = x.shape
     outputs = len(codes)
+    if rows == 1:
+        return multiply_one(x, codes, scales, bias)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     shared = {"CODE": _code(codes), "BIAS": bias is not None, "WIDE": not x.is_cuda}
     addend = scales if bias is None else bias
-    if rows == 1:
-        products.one_row[(triton.cdiv(outputs, ONE_ROW_N),)](
-            x, _bits(codes), scales, addend, out, outputs, inputs,
-            BLOCK_N=ONE_ROW_N, BLOCK_K=ONE_ROW_K, STAGES=STAGES, **shared,
-        )  # fmt: skip
-    elif rows:
+    if rows:
         cut = tiles_of(rows, outputs, inputs, processors)
         parts = out
         if cut.splits > 1:
@@ -79,6 +77,19 @@ def multiply_few(
             x, _bits(codes), scales, addend, out, parts, arrivals, rows, outputs, inputs, x.stride(0), cut.splits,
             BLOCK_T=cut.block_t, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, SPLIT=cut.splits > 1, num_stages=STAGES, **shared,
         )  # fmt: skip
+    return out
+
+
+def multiply_one(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    """`multiply_few` of one row; without `scales` by `weight` [out, in] in `x`'s dtype."""
+    outputs, inputs = weight.shape
+    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    code, values = (PLAIN, weight) if scales is None else (_code(weight), _bits(weight))
+    products.one_row[(triton.cdiv(outputs, ONE_ROW_N),)](
+        x, values, out if scales is None else scales, out if bias is None else bias, out, outputs, inputs,
+        BLOCK_N=ONE_ROW_N, BLOCK_K=ONE_ROW_K // values.element_size(), STAGES=STAGES,
+        CODE=code, BIAS=bias is not None, WIDE=not x.is_cuda,
+    )  # fmt: skip
     return out
 
 

@@ -32,6 +32,8 @@ def _widened(raw, CODE: tl.constexpr, WIDE: tl.constexpr):
     """Numbers of the weights as they lie in memory, in bf16; WIDE: in float32, for the interpreter."""
     if WIDE:
         return code_to_float(raw, CODE)
+    if CODE == 3:
+        return raw
     if CODE == 2:
         # The processor's own conversion: integer arithmetic would take longer than the weights take to arrive.
         return raw.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
@@ -102,7 +104,8 @@ def one_row(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     CODE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(outputs, BLOCK_N),): `few_rows` of a single row, without its splits."""
+    """Grid (cdiv(outputs, BLOCK_N),): `few_rows` of a single row, without its splits. PLAIN codes are bf16 weights, which
+    have no scales."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     of_codes = codes + n.to(tl.int64)[:, None] * inputs
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -111,7 +114,9 @@ def one_row(
         raw = tl.load(of_codes + k[None, :], mask=(n < outputs)[:, None] & (k < inputs)[None, :], other=0)
         values = tl.load(x + k, mask=k < inputs, other=0.0).to(tl.float32)
         sums += _widened(raw, CODE, WIDE).to(tl.float32) * values[None, :]
-    total = tl.sum(sums, 1) * tl.load(scales + n, mask=n < outputs, other=0.0)
+    total = tl.sum(sums, 1)
+    if CODE != 3:
+        total *= tl.load(scales + n, mask=n < outputs, other=0.0)
     if BIAS:
         total += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
     tl.store(out + n, total.to(out.dtype.element_ty), mask=n < outputs)
