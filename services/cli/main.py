@@ -65,6 +65,14 @@ def up(
     ] = 1,
     replicas: Annotated[int, typer.Option(help="Executor groups.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.", metavar="auto|bf16|fp32")] = "auto",
+    weight_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="How weights are kept on GPUs; fp8 and int8: quantised as they are loaded.",
+            metavar="auto|bf16|fp8|int8",
+            show_default="auto",
+        ),
+    ] = None,
     kv_dtype: Annotated[
         str | None,
         typer.Option(
@@ -123,6 +131,8 @@ def up(
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
     _check_choice("--dtype", dtype, ("auto", "bf16", "fp32"))
     _check_choice("--engine", engine, ("torch", "stub"))
+    if weight_dtype is not None:
+        _check_choice("--weight-dtype", weight_dtype, ("auto", "bf16", "fp8", "int8"))
     if kv_dtype is not None:
         _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
     tls = {"tls_certificate": tls_certificate, "tls_key": tls_key, "tls_client_ca": tls_client_ca}
@@ -141,6 +151,7 @@ def up(
         tp=tp,
         replicas=replicas,
         dtype=dtype,
+        weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
         engine=engine,
         nats_url=nats_url,

@@ -47,6 +47,8 @@ class StackPlan(msgspec.Struct, frozen=True):
     tp: int
     replicas: int
     dtype: str
+    weight_dtype: str | None = None
+    """How weights are kept on GPUs; None: as the executors' own settings say."""
     kv_dtype: str | None = None
     """How full KV blocks are kept; None: as the executors' own settings say."""
     engine: str = "torch"
@@ -182,6 +184,8 @@ class LocalStack:
         plan, settings = self._plan, self._settings
         arguments = ["--group", f"group-{self._mark}{replica}", "--tp", str(plan.tp), "--dtype", plan.dtype]
         arguments += ["--engine", plan.engine, "--served-model-name", plan.served_model_name]
+        if plan.weight_dtype is not None:
+            arguments += ["--weight-dtype", plan.weight_dtype]
         if plan.kv_dtype is not None:
             arguments += ["--kv-dtype", plan.kv_dtype]
         if plan.tool_parser is not None:

@@ -47,6 +47,7 @@ class UpOptions(msgspec.Struct, frozen=True):
     tp: int
     replicas: int
     dtype: str
+    weight_dtype: str | None
     kv_dtype: str | None
     engine: str
     nats_url: str
@@ -97,6 +98,7 @@ class Up:
             tp=options.tp,
             replicas=options.replicas,
             dtype=options.dtype,
+            weight_dtype=options.weight_dtype,
             kv_dtype=options.kv_dtype,
             engine=options.engine,
             gpus=gpus,

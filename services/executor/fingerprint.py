@@ -9,7 +9,17 @@ from shared.messages import ModelCard
 _SAMPLE = 1 << 16
 """Bytes of the end of each weights file that are looked at, beside its name and size."""
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-_SETTINGS = ("engine", "dtype", "device", "tp", "kv_dtype", "kv_dtype_layers", "block_size", "collectives")
+_SETTINGS = (
+    "engine",
+    "dtype",
+    "weight_dtype",
+    "device",
+    "tp",
+    "kv_dtype",
+    "kv_dtype_layers",
+    "block_size",
+    "collectives",
+)
 
 
 def fingerprint(settings: ExecutorSettings, card: ModelCard) -> str:

@@ -14,6 +14,7 @@ from shared.config import CommonSettings
 from shared.parsers import ReasoningParser, ToolParser
 
 DType = Literal["auto", "bf16", "fp32"]
+WeightDType = Literal["auto", "bf16", "fp8", "int8"]
 
 
 class ExecutorSettings(CommonSettings):
@@ -29,6 +30,9 @@ class ExecutorSettings(CommonSettings):
     """Ranks of the ring (tensor parallelism)."""
     dtype: DType = "auto"
     """Of weights and computation; `auto`: bf16 where the hardware computes it fast, else fp32."""
+    weight_dtype: WeightDType = "auto"
+    """Of the linear layers' weights in memory: `auto` and `bf16` (as the model computes), or quantised to `fp8` or
+    `int8` as they are loaded, half the bytes. For GPUs. Embedding, head and norms stay as they are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: Literal["torch", "stub"] = "torch"
     """`stub` computes nothing at a set speed, for tests and benchmarks of the control plane; of a `model` it has

@@ -24,6 +24,7 @@ from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.vectors import Floats
 from services.executor.gpu.placement import choose_device, stay_near
 from services.executor.gpu.watched import watch_device
+from services.executor.gpu.weight_dtype import weight_codec
 from services.executor.handover.board import HandoverBoard
 from services.executor.handover.endpoint import RankEndpoint
 from services.executor.kv_cache.gpu_budget import widths_of
@@ -176,7 +177,8 @@ class RingMember:
             board.loaded(done, total)
             progress(done, total)
 
-        model = load_model(directory, dtype, layout, collectives, device, report)
+        codec = weight_codec(settings.weight_dtype, device, dtype)
+        model = load_model(directory, dtype, layout, collectives, device, report, codec)
         longest = context_length(config)
         if settings.context_length > longest:
             raise ConfigurationError(

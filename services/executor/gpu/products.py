@@ -1,15 +1,26 @@
-"""Matrix products of a decoder's layers."""
+"""Matrix products of a decoder's layers.
 
-from typing import Protocol
+What a product multiplies by says how: a plain weight by the library's product, a quantised one by one of `coded.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import functional
+
+from services.executor.model.layers import LinearShard
+from services.executor.model.quantized import Quantized, Weight
 
 
 class Product(Protocol):
     """`x` [T, in] in the model's dtype times a weight, plus its bias where there is one: [T, out], the same dtype."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+MakeProduct = Callable[[Weight, Tensor | None], Product]
+"""What `make_product` is: whoever builds layers may be given another."""
 
 
 class PlainProduct:
@@ -22,6 +33,17 @@ class PlainProduct:
         return functional.linear(x, self._weight, self._bias)
 
 
-def make_product(weight: Tensor, bias: Tensor | None) -> Product:
+def make_product(weight: Weight, bias: Tensor | None) -> Product:
     """`weight` [out, in] and `bias` [out], on the device they are used on."""
-    return PlainProduct(weight, bias)
+    if isinstance(weight, Tensor):
+        return PlainProduct(weight, bias)
+    from services.executor.gpu.coded import coded_product  # with Triton, which not every host has
+
+    return coded_product(weight, bias)
+
+
+def use_products(model: Any, make: MakeProduct = make_product) -> None:
+    """Has the quantised linear layers of `model`, which PyTorch runs, multiply by `make`'s products."""
+    for module in model.modules():
+        if isinstance(module, LinearShard) and isinstance(module.stored, Quantized):
+            module.multiply_by(make(module.stored, module.bias))

@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 import torch
 
+from services.executor.gpu.products import use_products
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model import lowering
@@ -44,6 +45,7 @@ def make_runner(
     decoder = _native_decoder(model, store, layout, collectives, device, threads, cpus)
     if decoder is None:
         pack_linears(model)
+        use_products(model)
     else:
         store.compressor = decoder.compress
     return ModelRunner(model, store, collectives, device, spill, decoder)

@@ -9,6 +9,7 @@ Each layer says which slice of the checkpoint's tensor it wants, so that the loa
 Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from services.executor.model.collectives import Collectives
 from services.executor.model.packing import packed_product
+from services.executor.model.quantized import Quantized, Weight
 from services.executor.model.sharding import Span, split_dimension
 
 
@@ -90,6 +92,22 @@ class LinearShard(ShardedLayer):
     def __init__(self) -> None:
         super().__init__()
         self._packed: Tensor | None = None
+        self._quantized: Quantized | None = None
+        self._product: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def stored(self) -> Weight:
+        """The weight [out, in] as it was loaded: plain or quantised."""
+        return self.weight if self._quantized is None else self._quantized
+
+    def keep_quantized(self, weight: Quantized | None) -> None:
+        """Holds `weight` in place of the plain one, which is empty from now on; None: lets go of it."""
+        self._quantized = weight
+        self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
+
+    def multiply_by(self, product: Callable[[Tensor], Tensor]) -> None:
+        """From now on multiplies by `product`, [T, in] -> [T, out], which holds weight and bias."""
+        self._product = product
 
     def pack(self, packed: Tensor, keep_plain: bool) -> None:
         """From now on multiplies with `packed` (see `packing.py`); the plain weight goes unless it is kept."""
@@ -99,6 +117,8 @@ class LinearShard(ShardedLayer):
 
     def multiply(self, x: Tensor) -> Tensor:
         """`x` [..., in] times the share, plus its bias: [..., out]."""
+        if self._product is not None:
+            return self._product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
         if self._packed is None:
             return functional.linear(x, self.weight, self.bias)
         return packed_product(x, self._packed, self.bias)

@@ -21,11 +21,19 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from services.executor.kv_cache.codecs import Codec
 from services.executor.model.attention import register_attention
 from services.executor.model.collectives import Collectives
-from services.executor.model.layers import LinearShard, TensorSlice, held_elsewhere, piece_of
+from services.executor.model.layers import (
+    LinearShard,
+    TensorSlice,
+    VocabParallelHead,
+    held_elsewhere,
+    piece_of,
+)
 from services.executor.model.packing import can_pack, packed_weight
 from services.executor.model.parallel import apply_plan
+from services.executor.model.quantized import Quantized, Weight
 from services.executor.model.reading import Progress, Read, read_all
 from services.executor.model.rewiring import attention_to_build_with
 from services.executor.model.sharding import ShardLayout
@@ -77,9 +85,11 @@ def load_model(
     collectives: Collectives,
     device: torch.device,
     progress: Progress,
+    codec: Codec | None = None,
 ) -> nn.Module:
     """This rank's share of the model in `directory`, ready for `ModelRunner`.
 
+    With a `codec` the weights of its linear layers, but not the head's, are quantised as they are read.
     Raises `ModelLoadError`: one sentence with the remedy.
     """
     config = load_config(directory)
@@ -89,7 +99,7 @@ def load_model(
         sources = find_sources(model, files.shapes)
         apply_plan(model, config, layout, collectives)
         parameters = _parameters(model, ties)
-        plan = _plan_reads(parameters, sources)
+        plan = _plan_reads(parameters, sources, codec)
         _check_leftovers(model, parameters, sources, directory)
         tensors = read_all([read for _, read in plan], files, device, progress)
         for parameter, _ in plan:
@@ -146,6 +156,13 @@ class _Parameter:
     names: list[str] = field(default_factory=list)
     """What the model calls it."""
 
+    @property
+    def quantizable(self) -> bool:
+        """Whether it is the weight of a linear layer, and of nothing else."""
+        [(module, leaf), *others] = self.targets
+        of_linear = isinstance(module, LinearShard) and not isinstance(module, VocabParallelHead)
+        return of_linear and leaf == "weight" and not others
+
 
 def _parameters(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
     """All that the checkpoint may hold: parameters and persistent buffers, tied ones once."""
@@ -164,8 +181,14 @@ def _parameters(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
     return list(wanted.values())
 
 
-def _plan_reads(parameters: list[_Parameter], sources: Sources) -> list[tuple[_Parameter, Read]]:
+def _plan_reads(
+    parameters: list[_Parameter], sources: Sources, codec: Codec | None
+) -> list[tuple[_Parameter, Read]]:
     """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with."""
+    if codec is not None and not any(parameter.quantizable for parameter in parameters):
+        raise ModelLoadError(
+            f"The model has no linear layers that can be quantised to {codec.name}; leave --weight-dtype at auto."
+        )
     plan = []
     for parameter in parameters:
         found = next((name for name in parameter.names if name in sources.parameters), None)
@@ -180,7 +203,7 @@ def _plan_reads(parameters: list[_Parameter], sources: Sources) -> list[tuple[_P
         _check_shape(found, parameter, content.shape)
         if piece is not None:
             content = content.selected(piece.dim, piece.spans)
-        plan.append((parameter, Read(content, parameter.dtype)))
+        plan.append((parameter, Read(content, parameter.dtype, codec if parameter.quantizable else None)))
     return plan
 
 
@@ -214,7 +237,12 @@ def _check_leftovers(
         )
 
 
-def _place(parameter: _Parameter, held: torch.Tensor) -> None:
+def _place(parameter: _Parameter, held: Weight) -> None:
+    if isinstance(held, Quantized):
+        for module, _ in parameter.targets:
+            assert isinstance(module, LinearShard), "only linear layers are quantised"
+            module.keep_quantized(held)
+        return
     value = held if parameter.buffer else nn.Parameter(held, requires_grad=False)
     for module, attribute in parameter.targets:
         setattr(module, attribute, value)

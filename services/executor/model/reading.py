@@ -2,17 +2,22 @@
 
 Each parameter is copied straight from the mapped files to its final place, cast on the way. Torch spreads
 a copy over the threads it was given. The pages of the files that have been read are let go as it goes, so
-a rank never holds more than its share and the one piece being copied.
+a rank never holds more than its share and the one piece being copied. To a GPU, and where weights are quantised, pieces
+go through the buffers of `streaming.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from services.executor.kv_cache.codecs import Codec
+from services.executor.model import streaming
 from services.executor.model.arena import allocate
 from services.executor.model.composition import Composition
+from services.executor.model.quantized import Quantized, Weight, empty, quantize
 from services.executor.model.weights import WeightFiles
 
 Progress = Callable[[int, int], None]
@@ -30,6 +35,8 @@ class Read:
 
     content: Composition
     dtype: torch.dtype
+    codec: Codec | None = None
+    """Of a weight [out, in] that is quantised from what it is in `dtype`."""
 
     @property
     def nbytes(self) -> int:
@@ -38,8 +45,61 @@ class Read:
 
 def read_all(
     reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
+) -> list[Weight]:
+    """The tensors that `reads` describe, on `device`, in that order; those with a codec quantised."""
+    if device.type == "cpu" and not any(read.codec for read in reads):
+        return [*_read_to_host(reads, files, device, progress)]
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())  # of this thread, not of those that copy
+    make = streaming.HostCarrier if device.type == "cpu" else partial(streaming.CudaCarrier, device)
+    return stream_all(reads, files, device, progress, make, streaming.lanes_here())
+
+
+def stream_all(
+    reads: Sequence[Read],
+    files: WeightFiles,
+    device: torch.device,
+    progress: Progress,
+    make_carrier: Callable[[], streaming.Carrier],
+    lanes: int,
+) -> list[Weight]:
+    """`read_all` by `lanes` threads, through what `make_carrier` makes for each."""
+    held = [_room(read, device) for read in reads]
+    meter = Meter(progress, sum(read.nbytes for read in reads))
+    pieces = (piece for read, into in zip(reads, held, strict=True) for piece in _streamed(read, into, files))
+    streaming.carry_all(pieces, files, make_carrier, meter.add, lanes)
+    if device.type == "cuda":
+        # torch keeps pinned memory for later, which nobody will ask for in such pieces.
+        getattr(torch._C, "_host_emptyCache", lambda: None)()  # noqa: SLF001  # no public name
+    for index, read in enumerate(reads):
+        into = held[index]
+        if read.codec is not None and isinstance(into, Tensor):
+            held[index] = quantize(into, read.codec)
+    meter.finish()
+    return held
+
+
+def _room(read: Read, device: torch.device) -> Weight:
+    """Where `read` goes; plain at first where its rows do not come whole."""
+    shape = read.content.shape
+    # No checkpoint has values of more than eight bytes.
+    if read.codec is not None and streaming.can_encode_by_rows(read.content.parts, shape, 8):
+        return empty(shape, read.codec, device)
+    return torch.empty(shape, dtype=read.dtype, device=device)
+
+
+def _streamed(read: Read, into: Weight, files: WeightFiles) -> Iterator[streaming.Piece]:
+    for part in read.content.parts:
+        if isinstance(into, Quantized):
+            assert read.codec is not None, "only a weight with a codec is quantised"
+            yield from streaming.coded_pieces_of(part, files, into, read.codec, read.dtype)
+        else:
+            yield from streaming.pieces_of(part, files, into, read.dtype.itemsize)
+
+
+def _read_to_host(
+    reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
 ) -> list[Tensor]:
-    """The tensors that `reads` describe, on `device`, in that order."""
     held = allocate([(read.content.shape, read.dtype) for read in reads], device)
     meter = Meter(progress, sum(read.nbytes for read in reads))
     with torch.no_grad():

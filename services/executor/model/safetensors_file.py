@@ -57,7 +57,7 @@ def map_safetensors(path: Path) -> MappedFile:
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
     tensors = {name: _tensor(mapped, begin, *entry) for name, entry in entries.items()}
-    return MappedFile(tensors, mapped)
+    return MappedFile(tensors, mapped, path)
 
 
 _Entry = tuple[torch.dtype, list[int], int]

@@ -71,12 +71,25 @@ class WeightFiles:
         """The tensor `name` over its mapped bytes, on the CPU, in the file's dtype. Do not write to it."""
         return self._files[name].tensors[name]
 
+    def copy(self, name: str, view: Tensor, into: Tensor) -> None:
+        """Copies `view`, part of the tensor `name`, to `into`, contiguous and of its shape and dtype: in the calling
+        thread alone, so that several threads can. Raises `ModelLoadError` where the file cannot be read any more."""
+        try:
+            self._files[name].copy(view, into)
+        except (OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ModelLoadError(
+                f"The weights of {name} cannot be read ({reason}); check the disk, and that nobody writes to the model."
+            ) from error
+
     def let_go(self, name: str, view: Tensor) -> None:
         """Says that `view`, part of the tensor `name`, has been read and need not stay in this process."""
         self._files[name].let_go(view)
 
     def close(self) -> None:
         """Lets the files go; tensors handed out keep theirs."""
+        for file in set(self._files.values()):
+            file.close()
         self._files.clear()
 
 

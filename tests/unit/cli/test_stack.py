@@ -131,6 +131,12 @@ def test_executors_are_told_how_to_keep_blocks_where_the_command_says_so(tmp_pat
         assert arguments[arguments.index("--kv-dtype") + 1] == "int8"
 
 
+def test_executors_are_told_how_to_keep_weights_where_the_command_says_so(tmp_path: Path) -> None:
+    assert not any("--weight-dtype" in arguments for arguments in executors_of(make_stack(tmp_path)))
+    for arguments in executors_of(make_stack(tmp_path, weight_dtype="fp8")):
+        assert arguments[arguments.index("--weight-dtype") + 1] == "fp8"
+
+
 def test_parsers_are_the_executors_own_unless_they_are_given(tmp_path: Path) -> None:
     assert not any("--tool-parser" in arguments for arguments in executors_of(make_stack(tmp_path)))
     arguments = executors_of(make_stack(tmp_path, tool_parser="mistral", reasoning_parser="none"))[0]

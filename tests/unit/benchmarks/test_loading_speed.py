@@ -1,0 +1,40 @@
+"""A random checkpoint is one that loads, and the measurement runs on a CPU."""
+
+from pathlib import Path
+
+import torch
+
+from benchmarks.on_gpu.loading_speed import loading_speed
+from benchmarks.on_gpu.random_checkpoint import SHAPES, bytes_of, write_checkpoint
+from services.executor.model.collectives import SingleRank
+from services.executor.model.loader import load_config, load_model
+from services.executor.model.sharding import ShardLayout
+
+CPU = torch.device("cpu")
+
+
+def test_a_random_checkpoint_loads(tmp_path: Path) -> None:
+    shape = SHAPES["tiny"]
+    total = write_checkpoint(tmp_path / "model", shape, threads=2)
+    assert total == bytes_of(shape)
+    layout = ShardLayout.from_config(load_config(tmp_path / "model"), 1, 0)
+    model = load_model(tmp_path / "model", torch.bfloat16, layout, SingleRank(), CPU, lambda *_: None)
+    weights = dict(model.named_parameters())
+    assert sum(weight.nbytes for weight in weights.values()) == total
+    assert len(weights) == 3 + shape.layers * len(shape.layer)
+    matrices = {name: weight for name, weight in weights.items() if weight.dim() == 2}
+    for weight in matrices.values():
+        assert 0.018 < float(weight.float().std()) < 0.022
+    assert len({tuple(weight.flatten()[:4].tolist()) for weight in matrices.values()}) == len(matrices)
+    assert all(bool((weight == 1).all()) for weight in weights.values() if weight.dim() == 1)
+
+
+def test_loading_is_measured() -> None:
+    rows = loading_speed(CPU, tiny=True)
+    assert [row["key"] for row in rows] == [
+        "loading/plain",
+        "loading/reading",
+        "loading/load",
+        "loading/load-fp8",
+    ]
+    assert all(row["figure"] > 0 and row["unit"] == "s" for row in rows)

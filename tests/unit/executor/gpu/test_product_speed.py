@@ -1,0 +1,19 @@
+"""The measurement of products runs, if without a GPU in the interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is (Linux on x86-64)")
+
+from benchmarks.on_gpu.product_speed import product_speed
+
+
+def test_each_way_is_measured() -> None:
+    rows = product_speed(torch.device("cuda" if torch.cuda.is_available() else "cpu"), tiny=True)
+    assert {row["key"] for row in rows} >= {
+        "products/tiny/1/bf16",
+        "products/tiny/1/bf16, our own",
+        "products/tiny/3/fp8, widened in registers",
+        "products/tiny/17/int8, widened in registers",
+    }
+    assert all(row["figure"] > 0 for row in rows)

@@ -1,0 +1,54 @@
+import re
+
+import pytest
+import torch
+
+from services.executor.fingerprint import fingerprint
+from services.executor.gpu.weight_dtype import weight_codec
+from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.settings import ExecutorSettings, WeightDType
+from shared.config import load_settings
+from shared.errors import ConfigurationError
+from shared.messages import ModelCard
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16 = torch.bfloat16
+CARD = ModelCard("m", 100, 256, [0], "", 0)
+
+
+@pytest.fixture(autouse=True)
+def ada(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+
+
+def refused(kind: WeightDType, device: torch.device, dtype: torch.dtype, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(reason)) as raised:
+        weight_codec(kind, device, dtype)
+    assert str(raised.value).endswith(".")
+
+
+def test_how_weights_are_kept() -> None:
+    assert weight_codec("auto", CPU, torch.float32) is None
+    assert weight_codec("bf16", CUDA, BF16) is None
+    assert weight_codec("fp8", CUDA, BF16) is FP8
+    assert weight_codec("int8", CUDA, BF16) is INT8
+
+
+def test_where_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused("fp8", CPU, BF16, "--weight-dtype fp8 is for GPUs")
+    refused("int8", CUDA, torch.float32, "give --dtype bf16")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused("int8", CUDA, BF16, "needs Triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    refused("fp8", CUDA, BF16, "this one has 8.0; use --weight-dtype int8")
+
+
+def test_settings_know_four_kinds_and_rings_of_another_continue_nothing() -> None:
+    with pytest.raises(ConfigurationError, match=r"RYZANSTEIN_WEIGHT_DTYPE \(or --weight-dtype\) is wrong"):
+        load_settings(ExecutorSettings, weight_dtype="int4")
+    prints = {
+        fingerprint(load_settings(ExecutorSettings, weight_dtype=kind), CARD)
+        for kind in ("auto", "bf16", "fp8", "int8")
+    }
+    assert len(prints) == 4
