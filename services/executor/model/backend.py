@@ -67,6 +67,7 @@ def gpu_runner(
         lowered = lowering.lower(model, store.shape.dtype)
     except CannotLower as reason:
         log.info("computing_with_pytorch", attending_with="Triton", reason=str(reason))
+        use_products(model)
         return ModelRunner(model, store, collectives, store.device, spill, kernels=GpuKernels(store))
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
     decoder = GpuDecoder(lowered, store, layout, collectives)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from services.executor.model.layers import LinearShard, VocabParallelEmbedding
+from services.executor.model.quantized import Weight, joined
 
 Activation = Literal["silu", "gelu_tanh"]
-Weights = tuple[Tensor, Tensor | None]
-"""A linear's weight [out, in], and its bias [out]."""
+Weights = tuple[Weight, Tensor | None]
+"""A linear's weight [out, in], plain or quantised, and its bias [out]."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -147,7 +148,7 @@ def joined_gate_up(feed_forward: Any) -> Weights:
 
 def weights_of(linear: Any) -> Weights:
     """Of a linear of the model."""
-    return linear.weight, linear.bias
+    return linear.stored, linear.bias
 
 
 def linears_of(layer: LoweredLayer) -> Iterator[LinearShard]:
@@ -158,6 +159,8 @@ def linears_of(layer: LoweredLayer) -> Iterator[LinearShard]:
 
 def let_go(module: nn.Module) -> None:
     """Empties the parameters of `module` itself, which a decoder has taken over."""
+    if isinstance(module, LinearShard):
+        module.keep_quantized(None)
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False))
 
@@ -201,7 +204,7 @@ def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], l
 def _joined(parts: list[Weights]) -> Weights:
     biases = [bias for _, bias in parts if bias is not None]
     assert len(biases) in (0, len(parts)), "of linears that are one, some have a bias and some have none"
-    return torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None
+    return joined([weight for weight, _ in parts]), torch.cat(biases) if biases else None
 
 
 def _norm_weight(norm: Any, family: Family) -> Tensor:
