@@ -164,7 +164,13 @@ class Leader:
         tame_collector()
         self._board.set_state(RingState.READY)
         self._orchestrator.send(Ready(self._model))
-        log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.total_blocks)
+        log.info(
+            "leader_ready",
+            group=group,
+            model=self._model,
+            blocks=engine_spec.total_blocks,
+            lookahead=self._steps.lookahead,
+        )
 
     # --- from NATS -------------------------------------------------------------------------------
 

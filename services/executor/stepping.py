@@ -67,8 +67,7 @@ class Stepping:
         lookahead: bool,
         meanwhile: Callable[[], Awaitable[None]],
     ) -> None:
-        """`thread`: the engine's. `lookahead`: whether steps may be launched ahead. `meanwhile`: what the event loop
-        does while a step is computed."""
+        """`thread`: the engine's. `meanwhile`: what the event loop does while a step is computed."""
         self._engine = engine
         self._thread = thread
         self._batcher = batcher
@@ -76,7 +75,8 @@ class Stepping:
         self._attempts = attempts
         self._board = board
         self._debug = debug
-        self._lookahead = lookahead
+        self.lookahead = lookahead
+        """Whether steps may be launched ahead."""
         self._meanwhile = meanwhile
         self._flights: deque[_Flight] = deque()
         self._over = 0
@@ -94,7 +94,7 @@ class Stepping:
         if scheduled is None:
             return False
         flight = self._begin(*scheduled)
-        if self._lookahead:
+        if self.lookahead:
             self._launch(flight)
         return True
 
@@ -102,7 +102,7 @@ class Stepping:
         """Has the oldest step under way computed to its end, with the next one launched behind it where there is
         one that may be and `ahead` allows it. Returns what is owed then."""
         flight = self._flights[0]
-        if self._lookahead and ahead and (scheduled := self._batcher.schedule_ahead(time.monotonic())):
+        if self.lookahead and ahead and (scheduled := self._batcher.schedule_ahead(time.monotonic())):
             self._launch(self._begin(*scheduled))
         entries = await self._compute(flight)
         now = time.perf_counter_ns()

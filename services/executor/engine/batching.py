@@ -190,7 +190,7 @@ class ContinuousBatcher:
         self.step += 1
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
         pools = embedding.pools_of(batch)
-        plan = self.exchange.extend(plan)
+        plan = self._tables.exchange.extend(plan)
         if pools:
             plan = msgspec.structs.replace(plan, pools=embedding.rows_of_pools(pools))
         rows = rows_of(sampled)
