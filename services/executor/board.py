@@ -106,7 +106,7 @@ class RankBoard:
 
     def end(self, step: int) -> None:
         """It is over: its results are known, or it has failed."""
-        self.recorder.end_step()
+        self.recorder.end_step(step)
         self._finished(step)
 
     def launched(self, step: int) -> None:
@@ -115,7 +115,7 @@ class RankBoard:
         if self._device is None:
             self.end(step)
         else:
-            self.recorder.end_step()
+            self.recorder.end_step(step)
             self._device.end(step)
 
     def follow_device(self, marks: Marks) -> DeviceProgress:

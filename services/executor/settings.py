@@ -51,6 +51,9 @@ class ExecutorSettings(CommonSettings):
     speculation: str = "auto"
     """Tokens that a step checks ahead per sequence where the text repeats itself: `auto` (as many as pay),
     `off`, or the most there may be. It changes the speed, never the text."""
+    lookahead: Literal["auto", "on", "off"] = "auto"
+    """Whether a step may be launched before the tokens of the one before it are known, so that planning and
+    publishing cost no time between steps; `auto`: where a GPU computes. It changes the speed, never the text."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV block."""
     kv_dtype: KvDType = "auto"
