@@ -235,7 +235,8 @@ def main() -> None:
     for one in compile_all("--some" not in sys.argv):
         counts = "  ".join(f"{one.counts[what]:>{len(what)}}" for what in INSTRUCTIONS)
         print(f"{one.name:48} {one.registers:9} {one.stack:6} {one.shared:7}  {counts}", flush=True)
-        bad += one.stack > MOST_STACK or one.shared > SHARED_LIMIT
+        # Models in float32 are for checks: their products take registers that no one has.
+        bad += (one.stack > MOST_STACK and "fp32" not in one.name) or one.shared > SHARED_LIMIT
     sys.exit(f"{bad} kernels spill registers or need more shared memory than there is" if bad else 0)
 
 

@@ -47,7 +47,9 @@ def tile_shape(rows: int, width: int, number_bytes: int, compressed: bool) -> Ti
     if rows <= 32:
         keys = _within(16384 // line, 16, 128)
         return TileShape(keys, 4, 3, 2 if compressed else 3)
-    keys = _within(16384 // line, 16, 64) if compressed else _within(32768 // line, 16, 128)
+    keys = _within(32768 // line, 16, 128)
+    if compressed:
+        keys = _within((16384 if rows > 64 else 8192) // line, 16, 64)
     return TileShape(keys, 8 if rows > 64 else 4, 2, 2)
 
 
