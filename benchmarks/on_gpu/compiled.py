@@ -32,8 +32,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 """An H100 or H200."""
 SHARED_LIMIT = 227 << 10
 """Bytes of shared memory that one program can have there."""
-MOST_STACK = 32
-"""Bytes of each thread: a few values that are kept around the loops. What a loop spills is more."""
+MOST_STACK = 128
+"""Bytes of each thread: some are kept around the loops where heads have 256 numbers; a loop that spills has more."""
 INSTRUCTIONS = {
     "wgmma": r"HGMMA",
     "mma": r"\bHMMA",
