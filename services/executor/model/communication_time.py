@@ -38,7 +38,8 @@ class CommunicationTime:
             self._seconds += time.perf_counter() - began
             return
         self._operations += 1
-        if self._operations % SAMPLE:
+        # What a graph records happens at each of its replays, and an event recorded in one cannot be asked.
+        if self._operations % SAMPLE or torch.cuda.is_current_stream_capturing():
             yield
             return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
