@@ -51,7 +51,7 @@ class ExecutorSettings(CommonSettings):
     """Tokens per KV block."""
     kv_dtype: KvDType = "auto"
     """Of full KV blocks: `bf16` (as the model computes them), or compressed to `fp8` or `int8`; `auto`: int8
-    where the native kernels compute, else bf16."""
+    where that is read as fast (by the native kernels, and on GPUs with Triton in bf16), else bf16."""
     kv_dtype_layers: str = ""
     """Layers that differ from `kv_dtype`, such as "0=bf16,-1=bf16"; negative ones count from the last."""
     kv_memory: int = Field(default=0, ge=0)

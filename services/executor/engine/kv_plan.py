@@ -25,18 +25,19 @@ def plan_store(
     num_layers: int,
     layout: ShardLayout,
     dtype: torch.dtype,
-    native: bool,
+    reads_compressed: bool,
     context: int,
     device: torch.device,
     collectives: Collectives,
 ) -> tuple[StoreShape, BlockCounts]:
     """What one rank stores, and the numbers of blocks of all.
 
-    `--kv-dtype auto` is int8 where the native kernels compute, which read it as fast as bf16 or faster, unless
-    some rank's budget is too small for the blocks that compression needs besides. Raises `ConfigurationError`
-    when one sequence of `context` tokens does not fit, or --kv-dtype-layers does not fit the model.
+    `--kv-dtype auto` is int8 where what computes `reads_compressed` blocks as fast as others or faster, unless
+    some rank's budget is too small for the blocks that compression needs besides; on GPUs too, where fp8 is read as
+    fast and takes as many bytes, but is coarser (ADR 0009). Raises `ConfigurationError` when one sequence of
+    `context` tokens does not fit, or --kv-dtype-layers does not fit the model.
     """
-    if settings.kv_dtype == "auto" and native:
+    if settings.kv_dtype == "auto" and reads_compressed:
         shape = _store_shape(settings, "int8", num_layers, layout, dtype)
         blocks = _agreed(shape, context, settings, device, collectives)
         if blocks.hot:

@@ -27,7 +27,7 @@ from services.executor.handover.board import HandoverBoard
 from services.executor.handover.endpoint import RankEndpoint
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.backend import computes_natively, make_runner
+from services.executor.model.backend import make_runner, reads_compressed
 from services.executor.model.checkpoints import resolve_model
 from services.executor.model.collectives import Collectives
 from services.executor.model.loader import context_length, load_config, load_model
@@ -181,9 +181,9 @@ class RingMember:
             )
         context = settings.context_length or longest
         threads = thread_count(settings)
-        native = computes_natively(model, dtype, collectives, device, threads)
+        compressed = reads_compressed(model, dtype, collectives, device, threads)
         shape, blocks = plan_store(
-            settings, config.num_hidden_layers, layout, dtype, native, context, device, collectives
+            settings, config.num_hidden_layers, layout, dtype, compressed, context, device, collectives
         )
         slots = agree_on_slots(shape, settings, device, collectives)
         spill = SpillStore(slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)

@@ -1,24 +1,28 @@
-"""Decides what computes a rank's steps: the native kernels where they can, else PyTorch."""
+"""Decides what computes a rank's steps, and says so in the log.
+
+CPU                native kernels where the model and the CPU suit them, else PyTorch
+GPU with Triton    our decoder where the model can be lowered, else transformers' modules, attending with Triton
+GPU without        PyTorch
+"""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 import torch
 
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
+from services.executor.model import lowering
 from services.executor.model.collectives import Collectives
 from services.executor.model.collectives_shm import SharedMemory
 from services.executor.model.loader import pack_linears
+from services.executor.model.lowering import CannotLower, Lowered
 from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.native.decoder import NativeDecoder, NativeRing
 from services.executor.native.library import load_library, why_not
-from services.executor.native.lowering import CannotLower, Lowered, lower
-
-if TYPE_CHECKING:  # it imports Triton, which not every host has
-    from services.executor.triton_kernels.backend import GpuKernels
+from services.executor.native.lowering import lower
 
 log = structlog.get_logger(__name__)
 
@@ -35,32 +39,67 @@ def make_runner(
 ) -> ModelRunner:
     """A runner for `model`, which is loaded and not packed. `threads`: of the kernels; `cpus`: the cores to keep
     them on, one each; none: any."""
+    if device.type == "cuda" and has_triton():
+        return gpu_runner(model, store, layout, collectives, spill)
     decoder = _native_decoder(model, store, layout, collectives, device, threads, cpus)
     if decoder is None:
         pack_linears(model)
     else:
         store.compressor = decoder.compress
-    return ModelRunner(model, store, collectives, device, spill, decoder, gpu_kernels(store))
+    return ModelRunner(model, store, collectives, device, spill, decoder)
 
 
-def gpu_kernels(store: KvStore) -> "GpuKernels | None":
-    """The Triton kernels where the store is on a GPU and Triton is there; it comes with PyTorch for CUDA."""
-    if store.device.type != "cuda":
-        return None
+def gpu_runner(
+    model: Any,
+    store: KvStore,
+    layout: ShardLayout,
+    collectives: Collectives,
+    spill: SpillStore | None = None,
+) -> ModelRunner:
+    """A runner for `model`, loaded, on the GPU of `store`, where there is Triton: its decoder where the model can be
+    lowered, else the model's own code with its attention."""
+    from services.executor.gpu.decoder import GpuDecoder
+    from services.executor.triton_kernels.backend import GpuKernels
+
     try:
-        from services.executor.triton_kernels.backend import GpuKernels
+        lowered = lowering.lower(model, store.shape.dtype)
+    except CannotLower as reason:
+        log.info("computing_with_pytorch", attending_with="Triton", reason=str(reason))
+        return ModelRunner(model, store, collectives, store.device, spill, kernels=GpuKernels(store))
+    log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
+    decoder = GpuDecoder(lowered, store, layout, collectives)
+    store.compressor = decoder.compress
+    return ModelRunner(model, store, collectives, store.device, spill, decoder)
+
+
+def has_triton() -> bool:
+    """Whether Triton is there, which comes with PyTorch for CUDA; says so in the log where it is not."""
+    try:
+        import triton  # noqa: F401
     except ImportError as error:
-        log.warning(
-            "attending_with_pytorch", reason=f"Triton cannot be imported ({error}); install it with torch"
-        )
-        return None
-    return GpuKernels(store)
+        reason = f"Triton cannot be imported ({error}); install it with torch"
+        log.warning("attending_with_pytorch", reason=reason)
+        return False
+    return True
+
+
+def reads_compressed(
+    model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
+) -> bool:
+    """Whether what `make_runner` will choose reads compressed KV blocks as fast as others; alike on every rank.
+
+    The native kernels do. So does attention by Triton, which multiplies codes as they are, whatever computes the rest
+    of the model; in fp32, which is asked for where rounding is not wanted, blocks are left as they are.
+    """
+    if device.type == "cuda":
+        return dtype is torch.bfloat16 and has_triton()
+    return computes_natively(model, dtype, collectives, device, threads)
 
 
 def computes_natively(
     model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
 ) -> bool:
-    """Whether `make_runner` will choose the native kernels; alike on every rank."""
+    """Whether `make_runner` will choose the native kernels for CPUs; alike on every rank."""
     try:
         _lower(model, dtype, collectives, device, threads)
     except CannotLower:

@@ -22,6 +22,7 @@ from services.executor.model.candidates import (
     only_largest,
 )
 from services.executor.model.collectives import Collectives
+from services.executor.model.decoder import Decoder, sums_of
 from services.executor.model.layers import VocabParallelHead
 from services.executor.model.step_context import StepContext
 from services.executor.native.decoder import NativeDecoder
@@ -38,7 +39,6 @@ def _widths(model: Any) -> list[int]:
     return head.widths
 
 
-NATIVE = "compute: native kernels, sums over the ranks included"
 NO_POOLS = np.zeros((0, 2), np.int32)
 
 
@@ -65,10 +65,7 @@ class _KeptStates:
         if not len(pools):
             return np.zeros((0, 0), np.float32)
         assert self._states is not None, "the model has no base model"
-        rows = self._states[0]
-        sums = [rows[first:end].float().sum(dim=0) for first, end in pools.tolist()]
-        found: Floats = torch.stack(sums).cpu().numpy()
-        return found
+        return sums_of(self._states[0], pools)
 
 
 class ModelRunner:
@@ -81,11 +78,11 @@ class ModelRunner:
         collectives: Collectives,
         device: torch.device,
         spill: SpillStore | None = None,
-        decoder: NativeDecoder | None = None,
+        decoder: Decoder | None = None,
         kernels: "GpuKernels | None" = None,
     ):
-        """`decoder` computes in place of `model` where there is one (see `services.executor.native`); `kernels`
-        are what the model's attention uses (see `services.executor.triton_kernels`)."""
+        """`decoder` computes in place of `model` where there is one; `kernels` are what the model's attention uses
+        (see `services.executor.triton_kernels`)."""
         self._model: Any = model
         self._decoder = decoder
         self._kernels = kernels
@@ -108,12 +105,12 @@ class ModelRunner:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native kernels compute, and not PyTorch."""
-        return self._decoder is not None
+        """Whether the native kernels for CPUs compute."""
+        return isinstance(self._decoder, NativeDecoder)
 
     def spent(self) -> dict[str, float]:
         """Seconds that the native kernels have spent on each part of the steps so far."""
-        assert self._decoder is not None, "PyTorch computes"
+        assert isinstance(self._decoder, NativeDecoder), "the native kernels do not compute"
         return self._decoder.spent()
 
     @torch.inference_mode()
@@ -150,7 +147,7 @@ class ModelRunner:
         """This rank's share of the logits [R, vocab share]."""
         pools = as_int32(plan.pools).reshape(-1, 2) if self._is_leader else NO_POOLS
         if self._decoder is not None:
-            with span(NATIVE):
+            with span(self._decoder.label):
                 logits, self.pooled = self._decoder.forward(plan, progress, pools)
             return logits
         with span("compute"), _KeptStates(self._model, wanted=len(pools) > 0) as kept:
@@ -172,7 +169,7 @@ class ModelRunner:
     def _compute_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
         """The largest of each row of `_compute`, and where they are: [R] both."""
         assert self._decoder is not None, "PyTorch computes"
-        with span(NATIVE):
+        with span(self._decoder.label):
             return self._decoder.forward_to_largest(plan, progress)
 
     def warm_up(self) -> None:

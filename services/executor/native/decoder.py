@@ -3,28 +3,21 @@
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from services.executor.engine.plan import Int32Array, StepPlan
 from services.executor.engine.vectors import Floats
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.layers import LinearShard
+from services.executor.model.lowering import Lowered, LoweredLayer, let_go, linears_of, vocabulary
 from services.executor.model.sharding import ShardLayout
 from services.executor.native.library import PARTS, Layer, Linear, Model, SharedHead, Step
-from services.executor.native.lowering import (
-    Lowered,
-    LoweredLayer,
-    gate_up_pieces,
-    linears_of,
-    qkv_pieces,
-    vocabulary,
-)
+from services.executor.native.lowering import ACTIVATIONS, gate_up_pieces, qkv_pieces
 from services.executor.native.packed import PackedLinear, one_after_another
 from services.executor.progress import Progress
 from shared.errors import ConfigurationError, RingLost
@@ -36,7 +29,10 @@ _NO_MEMORY, _RING_LOST, _BAD_PLAN = 1, 2, 3
 
 
 class NativeDecoder:
-    """Holds a lowered model's packed weights and runs step plans. Plain weights are let go as they are packed."""
+    """Holds a lowered model's packed weights and runs step plans; a `model.decoder.Decoder`. Plain weights are let
+    go as they are packed."""
+
+    label = "compute: native kernels, sums over the ranks included"
 
     def __init__(
         self,
@@ -157,7 +153,7 @@ class NativeDecoder:
             one_after_another([(feed_forward.down_proj.weight, feed_forward.down_proj.bias)])
         )
         for linear in linears_of(layer):
-            _let_go(linear)
+            let_go(linear)
         for name, weight in layer.norms.items():
             setattr(into, name, weight.data_ptr())
         self._kept.append(layer.norms)
@@ -175,8 +171,8 @@ class NativeDecoder:
         head = self._pack(one_after_another([(lowered.head.weight, lowered.head.bias)]))
         tied = rows is lowered.head.weight
         embedding = head if tied else self._pack(one_after_another([(rows, None)]))
-        _let_go(lowered.head)
-        _let_go(lowered.embedding)
+        let_go(lowered.head)
+        let_go(lowered.embedding)
         model = Model(
             layers=len(lowered.layers),
             hidden=head.inputs,
@@ -185,7 +181,7 @@ class NativeDecoder:
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             block_size=shape.block_size,
-            activation=lowered.activation,
+            activation=ACTIVATIONS[lowered.activation],
             rotary_dim=2 * lowered.frequencies[0][0].shape[0],
             num_hot=self._store.num_hot,
             num_cold=self._store.num_cold,
@@ -200,7 +196,7 @@ class NativeDecoder:
             final_norm=lowered.final_norm.data_ptr(),
             embedding=embedding.packed,
             head=head,
-            **lowered.scalars,
+            **asdict(lowered.scalars),
         )
         for index, (frequencies, scale) in enumerate(lowered.frequencies):
             model.frequencies[index] = frequencies.data_ptr()
@@ -231,8 +227,3 @@ class NativeRing:
 
 def _address(payload: bytes) -> int | None:
     return ctypes.cast(ctypes.c_char_p(payload), ctypes.c_void_p).value
-
-
-def _let_go(module: nn.Module | LinearShard) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        setattr(module, name, nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False))

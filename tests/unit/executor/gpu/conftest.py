@@ -2,7 +2,15 @@
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+from tests.unit.executor.triton_kernels.rounding import round_as_gpus_do
+
+
+@pytest.fixture(autouse=True)
+def bf16_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_as_gpus_do(monkeypatch)

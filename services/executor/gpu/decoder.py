@@ -1,0 +1,233 @@
+"""A rank's forward pass on a GPU: our kernels between PyTorch's matrix products (docs/adr/0020-gpu-decoder.md).
+
+`compute` and `logits` wait for nothing on the host, and no shape in them depends on what tensors hold: a CUDA graph
+can hold them. What a step reads is in `StepInputs`; what it writes are the KV store and the tensors it returns.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from services.executor.engine.plan import Int32Array, StepPlan
+from services.executor.engine.vectors import Floats
+from services.executor.gpu.inputs import StepInputs, inputs_of
+from services.executor.gpu.products import Product, make_product
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.candidates import largest_of
+from services.executor.model.collectives import Collectives
+from services.executor.model.decoder import sums_of
+from services.executor.model.lowering import (
+    Lowered,
+    LoweredLayer,
+    Weights,
+    joined_gate_up,
+    joined_qkv,
+    let_go,
+    linears_of,
+    vocabulary,
+)
+from services.executor.model.sharding import ShardLayout
+from services.executor.progress import Progress
+from services.executor.triton_kernels import fused, launch
+from services.executor.triton_kernels.backend import CPU_PROCESSORS, GpuKernels
+
+MakeProduct = Callable[[Tensor, Tensor | None], Product]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer on the device."""
+
+    norms: dict[str, Tensor]
+    """As `LoweredLayer.norms`."""
+    head_norms: tuple[Tensor, Tensor] | None
+    """Of queries and keys."""
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+    rotary: int
+    scores: launch.Scores
+    blocks: launch.Layer
+
+
+class GpuDecoder:
+    """Holds a lowered model's weights on the device of its store, and runs step plans; a `model.decoder.Decoder`."""
+
+    label = "compute: GPU decoder, sums over the ranks included"
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        store: KvStore,
+        layout: ShardLayout,
+        collectives: Collectives,
+        make: MakeProduct = make_product,
+    ) -> None:
+        """Takes the weights out of the model that was lowered, layer by layer; `make` makes them its products."""
+        self._scalars = lowered.scalars
+        self._norms = fused.Norms(lowered.scalars.eps, offset=lowered.family.norm_offset != 0.0)
+        self._gelu = lowered.activation == "gelu_tanh"
+        self._store = store
+        self._collectives = collectives
+        self._kernels = GpuKernels(store)
+        self._q_heads = layout.q_heads.size
+        self.group = layout.q_per_kv
+        """Query heads of each of its KV heads."""
+        first = layout.output_heads.start - layout.q_heads.start
+        width = store.shape.head_dim
+        self._output_columns = slice(first * width, (first + layout.output_heads.size) * width)
+        device = store.device
+        self._frequencies = [(radians.to(device), scale) for radians, scale in lowered.frequencies]
+        self._layers = [self._layer(index, layer, make) for index, layer in enumerate(lowered.layers)]
+        self._final_norm = lowered.final_norm
+        self._embedding, self._first_token, self._split = vocabulary(lowered)
+        self._head = make(lowered.head.weight, lowered.head.bias)
+        self.vocab_rows = len(lowered.head.weight)
+        let_go(lowered.head)
+        let_go(lowered.embedding)
+        self.processors = CPU_PROCESSORS
+        """What works at once on the device."""
+        if device.type == "cuda":
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    # --- what a graph can hold -------------------------------------------------------------------
+
+    def compute(self, inputs: StepInputs, on_layer: Callable[[], None] = lambda: None) -> Tensor:
+        """The normed hidden states [T, hidden] of `inputs`, whose token ids are tokens; writes their keys and values.
+
+        `on_layer` is called as each layer has been launched. Raises `RingLost`.
+        """
+        residual = self._embed(inputs.token_ids)
+        rotations = self._rotations(inputs.positions)
+        states = fused.norm(residual, self._layers[0].norms["attention_norm"], self._norms)
+        following = [layer.norms["attention_norm"] for layer in self._layers[1:]]
+        for layer, next_norm in zip(self._layers, [*following, self._final_norm], strict=True):
+            attended = self._attend(layer, states, inputs, rotations)
+            summed = self._collectives.all_reduce(layer.output(attended))
+            states = self._add_norm(
+                summed, residual, layer, "after_attention_norm", layer.norms["feed_forward_norm"]
+            )
+            gated = fused.gated(layer.gate_up(states), gelu=self._gelu)
+            summed = self._collectives.all_reduce(layer.down(gated))
+            states = self._add_norm(summed, residual, layer, "after_feed_forward_norm", next_norm)
+            on_layer()
+        return states
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """This rank's share of the logits [R, rows of the head] of `rows`, integers [R], of `hidden` [T, hidden]: in
+        the model's dtype, or in float32 where the model scales or caps them."""
+        logits = self._head(hidden.index_select(0, rows))
+        scale, cap = self._scalars.logit_scale, self._scalars.logit_cap
+        if scale == 1.0 and not cap:
+            return logits
+        scaled = logits.float() * scale
+        return scaled.div_(cap).tanh_().mul_(cap) if cap else scaled
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return largest_of(logits)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def inputs_of(self, plan: StepPlan) -> StepInputs:
+        """`plan`, which computes some tokens, in tensors of its own on the device."""
+        shape = self._store.shape
+        return inputs_of(
+            plan, shape.block_size, shape.kv_heads, self.group, self._store.device, self.processors
+        )
+
+    def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
+        inputs = self.inputs_of(plan)
+        hidden = self.compute(inputs, progress.tick)
+        return self.logits(hidden, inputs.sample_rows), sums_of(hidden, pools)
+
+    def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs_of(plan)
+        return self.largest(self.logits(self.compute(inputs, progress.tick), inputs.sample_rows))
+
+    def compress(self, pairs: NDArray[np.int32]) -> None:
+        self._kernels.compress(pairs)
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden], whole on every rank, in memory of its own."""
+        if self._split and self._collectives.world_size > 1:
+            local = token_ids - self._first_token
+            foreign = (local < 0) | (local >= len(self._embedding))
+            rows = functional.embedding(local.masked_fill(foreign, 0), self._embedding)
+            rows = self._collectives.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
+        else:
+            rows = functional.embedding(token_ids, self._embedding)
+        scale = self._scalars.embedding_scale
+        return rows if scale == 1.0 else rows.mul_(scale)
+
+    def _rotations(self, positions: Tensor) -> list[fused.Rotation]:
+        """One for each set of frequencies, shared by all layers."""
+        places = positions.float().unsqueeze(1)
+        rotations = []
+        for radians, scale in self._frequencies:
+            angles = places * radians
+            cosines, sines = angles.cos(), angles.sin()
+            if scale != 1.0:
+                cosines, sines = cosines.mul_(scale), sines.mul_(scale)
+            rotations.append(fused.Rotation(cosines, sines))
+        return rotations
+
+    def _attend(
+        self, layer: _Layer, states: Tensor, inputs: StepInputs, rotations: list[fused.Rotation]
+    ) -> Tensor:
+        """[T, q heads of the output * head dim] of the normed `states` [T, hidden]."""
+        query = fused.place(
+            layer.qkv(states),
+            self._q_heads,
+            None if layer.rotary < 0 else rotations[layer.rotary],
+            inputs.slots,
+            layer.blocks.hot,
+            layer.head_norms,
+            self._norms,
+        )
+        tokens, _, width = query.shape
+        grouped = query.view(tokens, -1, self.group, width)
+        out = torch.empty_like(grouped)
+        for batch in inputs.batches:
+            launch.attend(grouped, layer.blocks, batch, layer.scores, out)
+        return out.view(tokens, -1)[:, self._output_columns]
+
+    def _add_norm(self, x: Tensor, residual: Tensor, layer: _Layer, after: str, weight: Tensor) -> Tensor:
+        return fused.add_norm(
+            x, residual, weight, self._norms, layer.norms.get(after), self._scalars.residual_scale
+        )
+
+    def _layer(self, index: int, layer: LoweredLayer, make: MakeProduct) -> _Layer:
+        attention: Any = layer.attention
+        feed_forward: Any = layer.feed_forward
+        store, norms, scalars = self._store, layer.norms, self._scalars
+        made = _Layer(
+            norms=norms,
+            head_norms=(norms["query_norm"], norms["key_norm"]) if "query_norm" in norms else None,
+            qkv=make(*joined_qkv(attention)),
+            output=make(*_weights(attention.o_proj)),
+            gate_up=make(*joined_gate_up(feed_forward)),
+            down=make(*_weights(feed_forward.down_proj)),
+            rotary=layer.rotary,
+            scores=launch.Scores(
+                scalars.attention_scale, scalars.attention_cap or None, layer.window or None
+            ),
+            blocks=launch.Layer(
+                store.hot(index), store.codes(index), store.scales(index), store.codec(index)
+            ),
+        )
+        for linear in linears_of(layer):
+            let_go(linear)
+        return made
+
+
+def _weights(linear: Any) -> Weights:
+    return linear.weight, linear.bias

@@ -1,0 +1,276 @@
+"""Which models our own decoders can run, and what they need to know of them.
+
+A model is lowered when its layers have the shape that `native/decoder.h` and docs/adr/0020 draw. Its type must be
+listed here: structure alone does not tell what a forward pass does between its modules. Everything else is read
+from the modules, so that one function serves all of them. What only one decoder asks for, it checks itself.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from services.executor.model.layers import LinearShard, VocabParallelEmbedding
+
+Activation = Literal["silu", "gelu_tanh"]
+Weights = tuple[Tensor, Tensor | None]
+"""A linear's weight [out, in], and its bias [out]."""
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_BY_LENGTH = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a type of model apart, beyond what its modules show."""
+
+    norm_offset: float = 0.0
+    """Added to the weights of norms; where it is, values are multiplied by them before they are rounded."""
+    post_norms: bool = False
+    """Norms behind attention and feed-forward too, under Gemma's names."""
+    scaled: bool = False
+    """Granite's multipliers."""
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "ministral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "smollm3": Family(),
+    "seed_oss": Family(),
+    "phi3": Family(),
+    "granite": Family(scaled=True),
+    "gemma": Family(norm_offset=1.0),
+    "gemma2": Family(norm_offset=1.0, post_norms=True),
+    "gemma3_text": Family(norm_offset=1.0, post_norms=True),
+}
+
+
+class CannotLower(Exception):
+    """The model has another shape; says which."""
+
+
+@dataclass
+class LoweredLayer:
+    """One layer. Norm weights are float32, on the model's device; linears are still the modules'."""
+
+    norms: dict[str, Tensor]
+    """`attention_norm`, `feed_forward_norm`, and where there are: `after_attention_norm`,
+    `after_feed_forward_norm` [hidden], `query_norm`, `key_norm` [head dim]."""
+    attention: nn.Module
+    feed_forward: nn.Module
+    rotary: int
+    """Index of its set of frequencies; -1: it turns nothing."""
+    window: int
+    """Tokens that it sees back; 0: all."""
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The numbers of a model's forward pass; caps are 0 where there are none."""
+
+    eps: float
+    attention_scale: float
+    attention_cap: float
+    embedding_scale: float
+    residual_scale: float
+    """Of what attention and feed-forward add."""
+    logit_scale: float
+    logit_cap: float
+
+
+@dataclass
+class Lowered:
+    """All of a model but its linears' weights."""
+
+    family: Family
+    layers: list[LoweredLayer]
+    final_norm: Tensor
+    embedding: nn.Module
+    head: LinearShard
+    frequencies: list[tuple[Tensor, float]]
+    """(radians per position float32 [rotary dim / 2], scale of cosines and sines)"""
+    scalars: Scalars
+    activation: Activation
+
+
+def lower(model: Any, dtype: torch.dtype) -> Lowered:
+    """Describes one rank's share of `model`, loaded and not yet packed, that computes in `dtype`.
+
+    Raises `CannotLower` with the reason, on all ranks or on none.
+    """
+    config = model.config
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise CannotLower(f"models of type {config.model_type} run through PyTorch")
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    activation = _ACTIVATIONS.get(name)
+    if activation is None:
+        raise CannotLower(f"the activation {name} is not among those that are lowered")
+    base = model.model
+    frequencies = _Frequencies(base.rotary_emb)
+    layers = [_layer(layer, config, family, frequencies) for layer in base.layers]
+    return Lowered(
+        family=family,
+        layers=layers,
+        final_norm=_norm_weight(base.norm, family),
+        embedding=base.embed_tokens,
+        head=model.get_output_embeddings(),
+        frequencies=frequencies.sets,
+        scalars=_scalars(model, config, family, layers[0].attention, dtype),
+        activation=activation,
+    )
+
+
+def qkv_weights(attention: Any, q_rows: int, kv_rows: int) -> list[Weights]:
+    """Queries, keys and values of a layer; `q_rows` and `kv_rows` are this rank's."""
+    if hasattr(attention, "qkv_proj"):
+        weight, bias = _weights(attention.qkv_proj)
+        sizes = [q_rows, kv_rows, kv_rows]
+        biases = [None] * 3 if bias is None else torch.split(bias, sizes)
+        return list(zip(torch.split(weight, sizes), biases, strict=True))
+    return [_weights(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")]
+
+
+def gate_up_weights(feed_forward: Any) -> list[Weights]:
+    """Gate and up projections of a layer."""
+    if hasattr(feed_forward, "gate_up_proj"):
+        gate, up = feed_forward.gate_up_proj.weight.chunk(2)
+        return [(gate, None), (up, None)]
+    return [_weights(feed_forward.gate_proj), _weights(feed_forward.up_proj)]
+
+
+def joined_qkv(attention: Any) -> Weights:
+    """Queries, keys and values of a layer as one linear; a copy but where the model has it so."""
+    if hasattr(attention, "qkv_proj"):
+        return _weights(attention.qkv_proj)
+    return _joined([_weights(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")])
+
+
+def joined_gate_up(feed_forward: Any) -> Weights:
+    """Gate and up projections of a layer as one linear, gate first; a copy but where the model has it so."""
+    if hasattr(feed_forward, "gate_up_proj"):
+        return _weights(feed_forward.gate_up_proj)
+    return _joined([_weights(feed_forward.gate_proj), _weights(feed_forward.up_proj)])
+
+
+def linears_of(layer: LoweredLayer) -> Iterator[LinearShard]:
+    """The linears of a layer, whose plain weights go once a decoder has its own."""
+    for part in (layer.attention, layer.feed_forward):
+        yield from (module for module in part.modules() if isinstance(module, LinearShard))
+
+
+def let_go(module: nn.Module) -> None:
+    """Empties the parameters of `module` itself, which a decoder has taken over."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False))
+
+
+def vocabulary(lowered: Lowered) -> tuple[Tensor, int, bool]:
+    """(embedding weight [rows, hidden], token of its first row, whether the ranks hold different rows)"""
+    embedding: Any = lowered.embedding
+    if isinstance(embedding, VocabParallelEmbedding):
+        return embedding.weight, embedding.span.start, True
+    return embedding.weight, 0, False
+
+
+def _layer(layer: Any, config: Any, family: Family, frequencies: "_Frequencies") -> LoweredLayer:
+    attention, feed_forward = layer.self_attn, layer.mlp
+    _check_linears(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"), "o_proj")
+    _check_linears(feed_forward, ("gate_up_proj",), ("gate_proj", "up_proj"), "down_proj")
+    norms = {"attention_norm": layer.input_layernorm}
+    if family.post_norms:
+        norms["after_attention_norm"] = layer.post_attention_layernorm
+        norms["feed_forward_norm"] = layer.pre_feedforward_layernorm
+        norms["after_feed_forward_norm"] = layer.post_feedforward_layernorm
+    else:
+        norms["feed_forward_norm"] = layer.post_attention_layernorm
+    if hasattr(attention, "q_norm"):
+        norms |= {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
+    return LoweredLayer(
+        norms={name: _norm_weight(norm, family) for name, norm in norms.items()},
+        attention=attention,
+        feed_forward=feed_forward,
+        rotary=frequencies.of(attention, config),
+        window=_window(attention, config),
+    )
+
+
+def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], last: str) -> None:
+    names = (*(fused if hasattr(part, fused[0]) else single), last)
+    if not all(isinstance(getattr(part, name, None), LinearShard) for name in names):
+        raise CannotLower(f"a {type(part).__name__} is built of other layers")
+
+
+def _weights(linear: Any) -> Weights:
+    return linear.weight, linear.bias
+
+
+def _joined(parts: list[Weights]) -> Weights:
+    weight = torch.cat([weight for weight, _ in parts])
+    if all(bias is None for _, bias in parts):
+        return weight, None
+    return weight, torch.cat([own.new_zeros(len(own)) if bias is None else bias for own, bias in parts])
+
+
+def _norm_weight(norm: Any, family: Family) -> Tensor:
+    weight: Tensor = norm.weight.detach().float() + family.norm_offset
+    return weight.contiguous()
+
+
+def _window(attention: Any, config: Any) -> int:
+    """As the model hands it to attention: some keep it in the layer, some in the configuration."""
+    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+    return int(window or 0)
+
+
+class _Frequencies:
+    """The rotary frequencies of a model: one set, or one per type of layer."""
+
+    def __init__(self, rotary: Any) -> None:
+        names = [
+            name for name, _ in rotary.named_buffers() if name.endswith("inv_freq") and "original" not in name
+        ]
+        kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
+        for kind in kinds.values():
+            if kind in _BY_LENGTH:
+                raise CannotLower(f"rotary embeddings of type {kind} follow the length of the text")
+        if not 1 <= len(names) <= 2:
+            raise CannotLower(f"the model has {len(names)} sets of rotary frequencies")
+        self._names = names
+        self.sets = []
+        for name in names:
+            scaling = getattr(rotary, name.replace("inv_freq", "attention_scaling"), 1.0)
+            self.sets.append((getattr(rotary, name).detach().float().contiguous(), float(scaling)))
+
+    def of(self, attention: Any, config: Any) -> int:
+        """Index of the set that a layer turns by; -1 where it turns nothing."""
+        if not getattr(attention, "use_rope", True):
+            return -1
+        if len(self._names) == 1:
+            return 0
+        return self._names.index(f"{config.layer_types[attention.layer_idx]}_inv_freq")
+
+
+def _scalars(model: Any, config: Any, family: Family, attention: Any, dtype: torch.dtype) -> Scalars:
+    scale = getattr(model.model.embed_tokens, "embed_scale", None)
+    # Rounded as the model rounds it.
+    embedding_scale = 1.0 if scale is None else float(scale.to(dtype))
+    return Scalars(
+        eps=float(config.rms_norm_eps),
+        attention_scale=float(attention.scaling),
+        attention_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
+        embedding_scale=float(config.embedding_multiplier) if family.scaled else embedding_scale,
+        residual_scale=float(config.residual_multiplier) if family.scaled else 1.0,
+        logit_scale=1.0 / float(config.logits_scaling) if family.scaled else 1.0,
+        logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+    )

@@ -1,0 +1,120 @@
+"""Runners as a GPU has them, on the CPU through Triton's interpreter, one or several in a ring."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from services.executor.kv_cache.codecs import Codec
+from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.backend import gpu_runner
+from services.executor.model.collectives import Collectives
+from services.executor.model.loader import load_config, load_model
+from services.executor.model.runner import ModelRunner
+from services.executor.model.sharding import ShardLayout
+from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, on_ring
+from tests.unit.executor.model.tiny import make_model
+
+Result = TypeVar("Result")
+SMALL: dict[str, Any] = {
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+}
+"""Three KV heads: two ranks share one of them."""
+WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"sliding_window": 10},
+    "ministral": WINDOWS,
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3": {"attention_bias": True},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "seed_oss": {"attention_bias": True},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "granite": {
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 2.0,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "gemma": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "gemma2": {**WINDOWS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
+    "gemma3_text": WINDOWS,
+}
+"""What sets each family apart, as the native kernels' tests do."""
+STEPS = ({0: 11, 1: 5}, {1: 1, 0: 7}, {0: 1, 1: 1, 2: 4}, {2: 1, 0: 1, 1: 1})
+"""Chunked prefill, decodes, both at once."""
+
+
+def small_model(directory: Path, model_type: str, **changes: Any) -> Path:
+    return make_model(directory, model_type, **{**SMALL, **FAMILY_SETTINGS[model_type], **changes})
+
+
+def small_script() -> Script:
+    """Sequences for `STEPS`."""
+    return Script([21, 9, 6])
+
+
+def runner_of(
+    directory: Path,
+    collectives: Collectives,
+    dtype: torch.dtype = torch.float32,
+    codec: Codec | None = None,
+    gpu: bool = True,
+) -> ModelRunner:
+    """`gpu`: with the decoder, else with PyTorch alone."""
+    config = load_config(directory)
+    layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
+    model = load_model(directory, dtype, layout, collectives, CPU, lambda done, total: None)
+    layers = config.num_hidden_layers
+    shape = StoreShape(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
+    store = KvStore(shape, NUM_BLOCKS, CPU, NUM_BLOCKS if codec else 0)
+    if gpu:
+        return gpu_runner(model, store, layout, collectives)
+    return ModelRunner(model, store, collectives, CPU)
+
+
+class OneAtATime:
+    """`Collectives` of threads of which one computes at a time: Triton's interpreter is not made for several."""
+
+    def __init__(self, inner: Collectives, turn: threading.Lock) -> None:
+        self._inner, self._turn = inner, turn
+        self.rank, self.world_size = inner.rank, inner.world_size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self._while_others_compute(lambda: self._inner.all_reduce(tensor))
+
+    def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
+        return self._while_others_compute(lambda: self._inner.gather_to_leader(tensor, widths))
+
+    def barrier(self) -> None:
+        self._while_others_compute(self._inner.barrier)
+
+    def close(self) -> None:
+        return
+
+    def _while_others_compute(self, meet: Callable[[], Result]) -> Result:
+        self._turn.release()
+        try:
+            return meet()
+        finally:
+            self._turn.acquire()
+
+
+def on_gpu_ring(world_size: int, work: Callable[[Collectives], Result]) -> list[Result]:
+    """`on_ring`, for kernels that are interpreted."""
+    turn = threading.Lock()
+
+    def member(collectives: Collectives) -> Result:
+        with turn:
+            return work(OneAtATime(collectives, turn))
+
+    return on_ring(world_size, member)

@@ -1,0 +1,201 @@
+"""The GPU's decoder, interpreted on the CPU, against transformers and against PyTorch's way through the same store."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton is (Linux on x86-64)")
+
+from services.executor.engine.plan import to_bytes
+from services.executor.gpu.decoder import GpuDecoder
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.model.candidates import WANT, RowLogits
+from services.executor.model.collectives import Collectives, SingleRank
+from services.executor.model.lowering import FAMILIES
+from services.executor.model.runner import ModelRunner
+from services.executor.progress import Progress
+from tests.unit.executor.gpu.gpu_runners import (
+    STEPS,
+    on_gpu_ring,
+    runner_of,
+    small_model,
+    small_script,
+)
+from tests.unit.executor.model.test_compressed import seal
+from tests.unit.executor.model.tiny import reference_logits
+
+
+def worst_error(runner: ModelRunner, expected: list[Tensor]) -> float:
+    """Of the logits of `STEPS`; 0 but on the leader."""
+    script = small_script()
+    worst = 0.0
+    for step in STEPS:
+        plan, sampled = script.step(dict(step), every_token=True)
+        logits = runner.forward(plan)
+        if logits is None:
+            continue
+        assert isinstance(logits, Tensor)
+        assert len(logits) == len(sampled)
+        for row, (sequence, position) in zip(logits, sampled, strict=True):
+            worst = max(worst, float((row - expected[sequence][position]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world_size: int) -> None:
+    directory = small_model(tmp_path, model_type)
+    expected = reference_logits(directory, small_script().sequences)
+    assert expected[0].std() > 0.1, "logits too flat for the comparison to mean anything"
+
+    def error(collectives: Collectives) -> float:
+        runner = runner_of(directory, collectives)
+        assert isinstance(runner._decoder, GpuDecoder)
+        return worst_error(runner, expected)
+
+    assert max(on_gpu_ring(world_size, error)) < 1e-4
+
+
+@pytest.mark.parametrize("codec", [INT8, FP8], ids=["int8", "fp8"])
+def test_compressed_blocks_give_what_pytorch_gives(tmp_path: Path, codec: Codec) -> None:
+    directory = small_model(tmp_path, "llama")
+
+    def logits_of(*, gpu: bool, compressed: bool = True) -> Tensor:
+        runner = runner_of(directory, SingleRank(), codec=codec, gpu=gpu)
+        script = small_script()
+        for step in STEPS[:2]:
+            runner.forward(script.step(dict(step))[0])
+        if compressed:
+            seal(script, runner._store, dict(enumerate(script._done)))
+        logits = runner.forward(script.step(dict(STEPS[2]))[0])
+        assert isinstance(logits, Tensor)
+        return logits
+
+    ours, theirs = logits_of(gpu=True), logits_of(gpu=False)
+    assert (ours - theirs).abs().max() < 1e-4
+    assert (ours - logits_of(gpu=True, compressed=False)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_in_bf16_it_is_about_as_near_to_the_truth_as_pytorch(tmp_path: Path, model_type: str) -> None:
+    """Of the same rounded weights, which float32 holds as they are."""
+    directory = small_model(tmp_path, model_type)
+    plan, _ = small_script().step({0: 13, 1: 6}, every_token=True)
+    ours, theirs, truth = (
+        _rounded(runner_of(directory, SingleRank(), dtype, gpu=gpu)).forward(plan)
+        for dtype, gpu in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False))
+    )
+    assert isinstance(ours, Tensor)
+    assert isinstance(theirs, Tensor)
+    assert isinstance(truth, Tensor)
+    assert (ours - truth).abs().mean() < 1.2 * (theirs - truth).abs().mean()
+
+
+def _rounded(runner: ModelRunner) -> ModelRunner:
+    for parameter in runner._model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)
+    return runner
+
+
+def test_hidden_states_are_summed_as_pytorch_sums_them(tmp_path: Path) -> None:
+    directory = small_model(tmp_path, "gemma3_text")
+    plan, _ = small_script().step({0: 11, 1: 5}, sample=False)
+    plan = structs.replace(plan, pools=to_bytes([(0, 4), (5, 16)]))
+    sums = []
+    for gpu in (True, False):
+        runner = runner_of(directory, SingleRank(), gpu=gpu)
+        logits = runner.forward(plan)
+        assert isinstance(logits, Tensor)
+        assert logits.shape == (0, runner.vocab_size)
+        sums.append(runner.pooled)
+    np.testing.assert_allclose(sums[0], sums[1], atol=1e-4)
+
+
+def test_greedy_rows_are_searched_on_the_device(tmp_path: Path) -> None:
+    directory = small_model(tmp_path, "llama")
+    plan, _ = small_script().step({0: 5, 1: 3}, every_token=True)
+    runner = runner_of(directory, SingleRank())
+    logits = runner.forward(plan)
+    assert isinstance(logits, Tensor)
+    wants = np.zeros(len(logits), WANT)
+    wants["count"] = 1
+    found = runner.forward(structs.replace(plan, candidates=wants.tobytes()))
+    assert isinstance(found, RowLogits)
+    assert found.tokens.tolist() == logits.argmax(dim=-1).tolist()
+    assert found.largest.tolist() == logits.amax(dim=-1).tolist()
+
+
+def test_a_row_that_fills_up_a_batch_changes_nothing(tmp_path: Path) -> None:
+    """Its key and value go nowhere, and the other rows have the same bits."""
+    runner = runner_of(small_model(tmp_path, "llama"), SingleRank())
+    decoder = runner._decoder
+    assert isinstance(decoder, GpuDecoder)
+    inputs = decoder.inputs_of(small_script().step({0: 6})[0])
+    with torch.inference_mode():
+        expected = decoder.compute(inputs)
+        written = runner._store.hot_layers().clone()
+        filled = inputs._replace(
+            token_ids=torch.cat((inputs.token_ids, torch.zeros(2, dtype=torch.int32))),
+            positions=torch.cat((inputs.positions, torch.zeros(2, dtype=torch.int32))),
+            slots=torch.cat((inputs.slots, torch.full((2,), -1, dtype=torch.int32))),
+        )
+        assert torch.equal(decoder.compute(filled)[:6], expected)
+    assert torch.equal(runner._store.hot_layers(), written)
+
+
+class _NoAnswers(TorchDispatchMode):
+    """Fails where the host would wait for what a tensor holds."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(name in str(func) for name in self.WAITING), f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "granite"])
+def test_computing_waits_for_nothing(tmp_path: Path, model_type: str) -> None:
+    directory = small_model(tmp_path, model_type)
+
+    def compute(collectives: Collectives) -> bool:
+        decoder = runner_of(directory, collectives)._decoder
+        assert isinstance(decoder, GpuDecoder)
+        inputs = decoder.inputs_of(small_script().step({0: 3})[0])
+        with torch.inference_mode(), _NoAnswers():
+            logits = decoder.logits(decoder.compute(inputs), inputs.sample_rows)
+        return bool(logits.isfinite().all())
+
+    assert all(on_gpu_ring(2, compute))
+
+
+def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
+    runner = runner_of(small_model(tmp_path, "llama"), SingleRank())
+    progress = Progress.unread()
+    runner.forward(small_script().step({0: 3})[0], progress)
+    assert progress.count == 2
+    assert not runner.is_native
+
+
+def test_weights_are_not_kept_twice(tmp_path: Path) -> None:
+    runner = runner_of(small_model(tmp_path, "llama"), SingleRank())
+    kept = {name: parameter.numel() for name, parameter in runner._model.named_parameters()}
+    assert {name for name, size in kept.items() if size} == {name for name in kept if "norm" in name}
+
+
+def test_what_is_not_lowered_attends_with_triton(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    directory = small_model(tmp_path, "llama", rope_parameters=rope)
+    runner = runner_of(directory, SingleRank())
+    assert runner._decoder is None
+    assert runner._kernels is not None
+    plan, _ = small_script().step({0: 5})
+    ours, theirs = runner.forward(plan), runner_of(directory, SingleRank(), gpu=False).forward(plan)
+    assert isinstance(ours, Tensor)
+    assert isinstance(theirs, Tensor)
+    assert (ours - theirs).abs().max() < 1e-4
