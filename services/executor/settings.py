@@ -47,6 +47,11 @@ class ExecutorSettings(CommonSettings):
     speculation: str = "auto"
     """Tokens that a step checks ahead per sequence where the text repeats itself: `auto` (as many as pay),
     `off`, or the most there may be. It changes the speed, never the text."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """On GPUs, decode steps as CUDA graphs, captured at start-up for batches of up to `max_sequences`: `auto` (where
+    the model's decoder can), or `off`. They change the speed, never the tokens."""
+    cuda_graphs_memory: int = Field(default=1 << 30, ge=1)
+    """Most bytes of GPU memory that these graphs take; larger batches are captured first."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV block."""
     kv_dtype: KvDType = "auto"

@@ -8,6 +8,7 @@ leader   plan ──▶ plan channel ──▶ followers
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 import torch
@@ -27,7 +28,7 @@ from services.executor.handover.board import HandoverBoard
 from services.executor.handover.endpoint import RankEndpoint
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.backend import make_runner, reads_compressed
+from services.executor.model.backend import has_triton, make_runner, reads_compressed
 from services.executor.model.checkpoints import resolve_model
 from services.executor.model.collectives import Collectives
 from services.executor.model.loader import context_length, load_config, load_model
@@ -41,6 +42,9 @@ from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
 from shared.logs import adopt_loggers
 from shared.messages import ModelCard
+
+if TYPE_CHECKING:  # it imports Triton, which not every host has
+    from services.executor.gpu.steps import StepLimits
 
 IDLE_LOOK = 0.2
 """Seconds without a plan after which a profiler that is at work is told."""
@@ -189,7 +193,8 @@ class RingMember:
         spill = SpillStore(slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         store = KvStore(shape, blocks.hot, device, blocks.cold)
         cores = cores_of(settings, spec.rank)
-        runner = make_runner(model, store, layout, collectives, device, threads, spill, cores)
+        limits = step_limits(settings, context) if device.type == "cuda" else None
+        runner = make_runner(model, store, layout, collectives, device, threads, spill, cores, limits)
         if runner.is_native:
             spans.count_native(runner.spent)
         runner.warm_up()
@@ -214,6 +219,16 @@ class RingMember:
             kv_block_bytes=shape.bytes_per_spilled_block,
         )
         return cls(runner, collectives, engine_spec)
+
+
+def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None":
+    """Of a GPU's steps of sequences of up to `context` tokens; None where there is no Triton."""
+    if not has_triton():
+        return None
+    from services.executor.gpu.steps import StepLimits
+
+    memory = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
+    return StepLimits(settings.max_sequences, settings.max_batch_tokens, context, memory)
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

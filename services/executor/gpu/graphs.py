@@ -144,7 +144,7 @@ class StepGraphs:
         """Sizes that have a graph, ascending."""
         return sorted(self._graphs)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def capture(
         self, most_memory: int = MOST_MEMORY, agree: Callable[[bool], bool] = lambda fine: fine
     ) -> None:

@@ -104,8 +104,8 @@ class DeviceSampler:
         self, logits: Tensor, largest: Tensor, tokens: Tensor, states: Sequence[SamplingState]
     ) -> Pending:
         """Launches the sampling of `logits` [R, vocabulary], bf16 or float32, whose rows' `largest` [R] and their
-        `tokens` int64 [R] are known, for `states` [R] that do not need the host."""
-        count = len(states)
+        `tokens` int64 [R] are known, for `states` [R] that do not need the host; none: `tokens` are what was drawn."""
+        count = len(tokens)
         self._turn = 1 - self._turn
         turn = self._turns[self._turn]
         turn.copied.synchronize()  # of two steps ago: its results have been taken
@@ -113,7 +113,7 @@ class DeviceSampler:
         chosen.copy_(tokens)
         largest = largest.float()
         params = params_of(states, self._vocab_size)
-        if params[0].any():
+        if params.any():
             self._draw(logits, largest, params, chosen, turn)
         turn.tokens[:count].copy_(chosen, non_blocking=True)
         turn.largest[:count].copy_(largest, non_blocking=True)

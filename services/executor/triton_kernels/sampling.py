@@ -64,11 +64,11 @@ def _in_top_k(
     x, weights, inside, row, largest, temperature, params, prefixes, rows, most, FILL: tl.constexpr
 ):
     """What top-k leaves. Up to `most` it is the logits that count, beyond it their weights, as on the host."""
-    k = tl.load(params + rows + row)
+    k = tl.load(params + rows + row).to(tl.int32)
     threshold = tl.load(prefixes + row)
     least = _weights_of(_number_of(threshold, FILL), largest, temperature)
-    kept = tl.where(k > most, weights >= least, _key_of(x) >= (threshold ^ LOWEST))
-    return inside & ((k <= 0.0) | kept)
+    by_logit = (k <= most) & (_key_of(x) >= (threshold ^ LOWEST))
+    return inside & ((k <= 0) | by_logit | ((k > most) & (weights >= least)))
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "most", "shift"])
@@ -138,7 +138,8 @@ def _kept_weights(
     weights = _weights_of(x, highest, temperature)
     kept = _in_top_k(x, weights, inside, row, highest, temperature, params, prefixes, rows, most, FILL)
     nucleus = _weights_of(_number_of(tl.load(prefixes + rows + row), FILL), highest, temperature)
-    kept = kept & ((tl.load(params + 2 * rows + row) >= 1.0) | (weights >= nucleus))
+    whole = tl.where(tl.load(params + 2 * rows + row) >= 1.0, 1, 0)
+    kept = kept & ((whole == 1) | (weights >= nucleus))
     kept = kept & (weights >= tl.load(params + 3 * rows + row).to(tl.float32))
     return tl.where(kept, weights, 0.0).to(tl.float64), columns
 

@@ -1,5 +1,6 @@
 """A model that reads and writes all that a step says, in a few lines of PyTorch: each token's state is a sum over the
-blocks of its sequence, so a wrong id, position, slot, table or length changes the logits."""
+blocks of its sequence, so a wrong id, position, slot, table or length changes the logits. All numbers are whole and
+exact: no order of a sum changes them."""
 
 import torch
 from torch import Tensor
@@ -17,14 +18,14 @@ class FakeLayers:
     def __init__(self, num_blocks: int, block_size: int, group: int) -> None:
         random = torch.Generator().manual_seed(3)
         self._block_size, self._group = block_size, group
-        self._embedding = torch.randn((VOCABULARY, HIDDEN), generator=random, dtype=torch.float64)
-        self._head = torch.randn((HIDDEN, VOCABULARY), generator=random, dtype=torch.float64)
+        self._embedding = torch.randint(-9, 10, (VOCABULARY, HIDDEN), generator=random).double()
+        self._head = torch.randint(-9, 10, (HIDDEN, VOCABULARY), generator=random).double()
         self.store = torch.zeros((num_blocks * block_size, HIDDEN), dtype=torch.float64)
         self.label = "compute: fake"
 
     def compute(self, inputs: StepInputs, on_layer: object = None) -> Tensor:
-        ids, positions = inputs.token_ids.long(), inputs.positions.double()[:, None]
-        states = self._embedding[ids] * torch.cos(positions)
+        ids, positions = inputs.token_ids.long(), inputs.positions.double()[:, None] + 1
+        states = self._embedding[ids] * positions
         written = inputs.slots >= 0
         self.store[inputs.slots[written].long()] = states[written]
         hidden = torch.zeros_like(states)
@@ -47,5 +48,5 @@ class FakeLayers:
             for token in range(first, min(first + batch.rows_per_tile // self._group, end - start)):
                 keys = torch.arange(max(context - (end - start) + token + 1, 0))
                 slots = table[keys // self._block_size].long() * self._block_size + keys % self._block_size
-                weights = 1 / (1.0 + keys.double())
+                weights = (7.0 * keys) % 11 + 1
                 hidden[start + token] = (self.store[slots] * weights[:, None]).sum(dim=0)
