@@ -25,12 +25,12 @@ from services.executor.model.decoder import sums_of
 from services.executor.model.lowering import (
     Lowered,
     LoweredLayer,
-    Weights,
     joined_gate_up,
     joined_qkv,
     let_go,
     linears_of,
     vocabulary,
+    weights_of,
 )
 from services.executor.model.sharding import ShardLayout
 from services.executor.progress import Progress
@@ -88,7 +88,7 @@ class GpuDecoder:
         self._layers = [self._layer(index, layer, make) for index, layer in enumerate(lowered.layers)]
         self._final_norm = lowered.final_norm
         self._embedding, self._first_token, self._split = vocabulary(lowered)
-        self._head = make(lowered.head.weight, lowered.head.bias)
+        self._head = make(*weights_of(lowered.head))
         self.vocab_rows = len(lowered.head.weight)
         let_go(lowered.head)
         let_go(lowered.embedding)
@@ -213,9 +213,9 @@ class GpuDecoder:
             norms=norms,
             head_norms=(norms["query_norm"], norms["key_norm"]) if "query_norm" in norms else None,
             qkv=make(*joined_qkv(attention)),
-            output=make(*_weights(attention.o_proj)),
+            output=make(*weights_of(attention.o_proj)),
             gate_up=make(*joined_gate_up(feed_forward)),
-            down=make(*_weights(feed_forward.down_proj)),
+            down=make(*weights_of(feed_forward.down_proj)),
             rotary=layer.rotary,
             scores=launch.Scores(
                 scalars.attention_scale, scalars.attention_cap or None, layer.window or None
@@ -227,7 +227,3 @@ class GpuDecoder:
         for linear in linears_of(layer):
             let_go(linear)
         return made
-
-
-def _weights(linear: Any) -> Weights:
-    return linear.weight, linear.bias

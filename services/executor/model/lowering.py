@@ -131,36 +131,23 @@ def lower(model: Any, dtype: torch.dtype) -> Lowered:
     )
 
 
-def qkv_weights(attention: Any, q_rows: int, kv_rows: int) -> list[Weights]:
-    """Queries, keys and values of a layer; `q_rows` and `kv_rows` are this rank's."""
-    if hasattr(attention, "qkv_proj"):
-        weight, bias = _weights(attention.qkv_proj)
-        sizes = [q_rows, kv_rows, kv_rows]
-        biases = [None] * 3 if bias is None else torch.split(bias, sizes)
-        return list(zip(torch.split(weight, sizes), biases, strict=True))
-    return [_weights(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")]
-
-
-def gate_up_weights(feed_forward: Any) -> list[Weights]:
-    """Gate and up projections of a layer."""
-    if hasattr(feed_forward, "gate_up_proj"):
-        gate, up = feed_forward.gate_up_proj.weight.chunk(2)
-        return [(gate, None), (up, None)]
-    return [_weights(feed_forward.gate_proj), _weights(feed_forward.up_proj)]
-
-
 def joined_qkv(attention: Any) -> Weights:
     """Queries, keys and values of a layer as one linear; a copy but where the model has it so."""
     if hasattr(attention, "qkv_proj"):
-        return _weights(attention.qkv_proj)
-    return _joined([_weights(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")])
+        return weights_of(attention.qkv_proj)
+    return _joined([weights_of(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")])
 
 
 def joined_gate_up(feed_forward: Any) -> Weights:
     """Gate and up projections of a layer as one linear, gate first; a copy but where the model has it so."""
     if hasattr(feed_forward, "gate_up_proj"):
-        return _weights(feed_forward.gate_up_proj)
-    return _joined([_weights(feed_forward.gate_proj), _weights(feed_forward.up_proj)])
+        return weights_of(feed_forward.gate_up_proj)
+    return _joined([weights_of(feed_forward.gate_proj), weights_of(feed_forward.up_proj)])
+
+
+def weights_of(linear: Any) -> Weights:
+    """Of a linear of the model."""
+    return linear.weight, linear.bias
 
 
 def linears_of(layer: LoweredLayer) -> Iterator[LinearShard]:
@@ -209,10 +196,6 @@ def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], l
     names = (*(fused if hasattr(part, fused[0]) else single), last)
     if not all(isinstance(getattr(part, name, None), LinearShard) for name in names):
         raise CannotLower(f"a {type(part).__name__} is built of other layers")
-
-
-def _weights(linear: Any) -> Weights:
-    return linear.weight, linear.bias
 
 
 def _joined(parts: list[Weights]) -> Weights:

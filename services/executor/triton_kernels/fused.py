@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.executor.triton_kernels import activations, norms, rotary
 
-_VALUES = 1024
+VALUES = 1024
 """Of one program, where it can choose: 16 bytes of bf16 for each thread of four warps."""
 _WARP_VALUES = 256
 """Of a row that a program holds whole, per warp: as many bytes a thread."""
@@ -44,6 +44,11 @@ def add_norm(
     return _norm(x, residual, after, weight, scale, how)
 
 
+def norm_warps(block: int) -> int:
+    """Of the program that holds a row of `block` values."""
+    return min(max(block // _WARP_VALUES, 1), 32)
+
+
 def _norm(
     x: Tensor, residual: Tensor | None, after: Tensor | None, weight: Tensor, scale: float, how: Norms
 ) -> Tensor:
@@ -53,7 +58,7 @@ def _norm(
     norms.add_norm[(rows,)](
         x, x if residual is None else residual, weight if after is None else after, weight, out, scale, how.eps, width,
         BLOCK=block, ADD=residual is not None, AFTER=after is not None, SCALED=scale != 1.0, OFFSET=how.offset,
-        num_warps=min(max(block // _WARP_VALUES, 1), 32),
+        num_warps=norm_warps(block),
     )  # fmt: skip
     return out
 
@@ -74,7 +79,7 @@ def place(
     kv_heads, size, width = hot.shape[2:]
     query = torch.empty((tokens, q_heads, width), dtype=qkv.dtype, device=qkv.device)
     block_d = triton.next_power_of_2(width)
-    block_h = max(_VALUES // block_d, 1)
+    block_h = max(VALUES // block_d, 1)
     rotary.place[(tokens, triton.cdiv(q_heads + 2 * kv_heads, block_h))](
         qkv, qkv if rotation is None else rotation.cosines, qkv if rotation is None else rotation.sines, slots,
         qkv if head_norms is None else head_norms[0], qkv if head_norms is None else head_norms[1],
@@ -90,5 +95,5 @@ def gated(x: Tensor, *, gelu: bool) -> Tensor:
     """act(gate) * up [T, inner] of `x` [T, 2 * inner], gate first; SiLU, or GELU by tanh."""
     rows, width = len(x), x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    activations.gated[(rows, triton.cdiv(width, _VALUES))](x, out, width, BLOCK=_VALUES, GELU=gelu)
+    activations.gated[(rows, triton.cdiv(width, VALUES))](x, out, width, BLOCK=VALUES, GELU=gelu)
     return out

@@ -28,7 +28,7 @@ def _normed(scaled, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
     return (scaled * weight).to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # a view of a larger buffer
 def place(
     qkv, cosines, sines, slots, query_norm, key_norm, query, hot, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,

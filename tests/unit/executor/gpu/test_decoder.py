@@ -69,11 +69,10 @@ def test_compressed_blocks_give_what_pytorch_gives(tmp_path: Path, codec: Codec)
     def logits_of(*, gpu: bool, compressed: bool = True) -> Tensor:
         runner = runner_of(directory, SingleRank(), codec=codec, gpu=gpu)
         script = small_script()
-        for step in STEPS[:2]:
-            runner.forward(script.step(dict(step))[0])
+        runner.forward(script.step({0: 9, 1: 4})[0])
         if compressed:
             seal(script, runner._store, dict(enumerate(script._done)))
-        logits = runner.forward(script.step(dict(STEPS[2]))[0])
+        logits = runner.forward(script.step({1: 1, 0: 2})[0])
         assert isinstance(logits, Tensor)
         return logits
 
@@ -86,7 +85,7 @@ def test_compressed_blocks_give_what_pytorch_gives(tmp_path: Path, codec: Codec)
 def test_in_bf16_it_is_about_as_near_to_the_truth_as_pytorch(tmp_path: Path, model_type: str) -> None:
     """Of the same rounded weights, which float32 holds as they are."""
     directory = small_model(tmp_path, model_type)
-    plan, _ = small_script().step({0: 13, 1: 6}, every_token=True)
+    plan, _ = small_script().step({0: 8, 1: 3}, every_token=True)
     ours, theirs, truth = (
         _rounded(runner_of(directory, SingleRank(), dtype, gpu=gpu)).forward(plan)
         for dtype, gpu in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False))
@@ -105,8 +104,8 @@ def _rounded(runner: ModelRunner) -> ModelRunner:
 
 def test_hidden_states_are_summed_as_pytorch_sums_them(tmp_path: Path) -> None:
     directory = small_model(tmp_path, "gemma3_text")
-    plan, _ = small_script().step({0: 11, 1: 5}, sample=False)
-    plan = structs.replace(plan, pools=to_bytes([(0, 4), (5, 16)]))
+    plan, _ = small_script().step({0: 4, 1: 3}, sample=False)
+    plan = structs.replace(plan, pools=to_bytes([(0, 2), (3, 7)]))
     sums = []
     for gpu in (True, False):
         runner = runner_of(directory, SingleRank(), gpu=gpu)
@@ -136,17 +135,28 @@ def test_a_row_that_fills_up_a_batch_changes_nothing(tmp_path: Path) -> None:
     runner = runner_of(small_model(tmp_path, "llama"), SingleRank())
     decoder = runner._decoder
     assert isinstance(decoder, GpuDecoder)
-    inputs = decoder.inputs_of(small_script().step({0: 6})[0])
     with torch.inference_mode():
-        expected = decoder.compute(inputs)
+        expected = decoder.compute(decoder.inputs_of(small_script().step({0: 1, 1: 1})[0]))
         written = runner._store.hot_layers().clone()
-        filled = inputs._replace(
-            token_ids=torch.cat((inputs.token_ids, torch.zeros(2, dtype=torch.int32))),
-            positions=torch.cat((inputs.positions, torch.zeros(2, dtype=torch.int32))),
-            slots=torch.cat((inputs.slots, torch.full((2,), -1, dtype=torch.int32))),
-        )
-        assert torch.equal(decoder.compute(filled)[:6], expected)
+        filled = decoder.inputs_of(small_script().step({0: 1, 1: 1, 2: 1})[0])
+        slots = torch.tensor([*filled.slots[:2].tolist(), -1], dtype=torch.int32)
+        assert torch.equal(decoder.compute(filled._replace(slots=slots))[:2], expected)
     assert torch.equal(runner._store.hot_layers(), written)
+
+
+def test_decodes_follow_decodes(tmp_path: Path) -> None:
+    """Logits of a batch of decodes, whose keys the steps before have written."""
+    directory = small_model(tmp_path, "gemma3_text")
+    script = small_script()
+    expected = reference_logits(directory, script.sequences)
+    runner = runner_of(directory, SingleRank())
+    runner.forward(script.step({0: 9, 1: 3})[0])
+    for _ in range(2):
+        plan, sampled = script.step({0: 1, 1: 1})
+        logits = runner.forward(plan)
+        assert isinstance(logits, Tensor)
+        for row, (sequence, position) in zip(logits, sampled, strict=True):
+            assert (row - expected[sequence][position]).abs().max() < 1e-4
 
 
 class _NoAnswers(TorchDispatchMode):
