@@ -103,7 +103,7 @@ class RankBoard:
         self.recorder.begin_step(step)
 
     def end(self, step: int) -> None:
-        self.recorder.end_step()
+        self.recorder.end_step(step)
         self._words[self._offset + _Rank.FINISHED] = step
 
     def loaded(self, done: int, total: int) -> None:

@@ -1,7 +1,7 @@
 """The leader of a ring: takes requests from NATS, runs step after step, publishes the tokens.
 
     dispatch ──▶ batcher.add           event loop: answers NATS while a step is computed
-                 batcher.schedule ──▶ engine.execute   (engine thread)
+                 batcher.schedule ──▶ engine   (its thread; `stepping.py`)
     tokens  ◀── batcher.update    ◀──┘          published while the next step is computed
 
 All decisions are the batcher's; this shell only moves messages and time.
@@ -16,32 +16,23 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
-from services.executor.attempts import Attempts, ids_of
+from services.executor.attempts import Attempts
 from services.executor.board import RingBoard, RingState
 from services.executor.debug.leader_side import LeaderDebug
 from services.executor.engine.admission import BatchSettings
-from services.executor.engine.batching import ContinuousBatcher, Entries
-from services.executor.engine.plan import StepPlan
-from services.executor.engine.plan_builder import Row, prompt_tokens
-from services.executor.engine.protocol import (
-    BadLogits,
-    Engine,
-    EngineSpec,
-    GrammarFailed,
-    RestoreFailed,
-    SampledToken,
-)
+from services.executor.engine.batching import ContinuousBatcher
+from services.executor.engine.protocol import Engine, EngineSpec
 from services.executor.fingerprint import fingerprint
-from services.executor.gathering import Gathering, acknowledgements, output_tokens
+from services.executor.gathering import Gathering, acknowledgements
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
 from services.executor.handover.handover import Handover
 from services.executor.naming import check_name, served_name
-from services.executor.pace import Pace
 from services.executor.parsers import with_parsers
 from services.executor.recent_frames import RecentFrames
 from services.executor.ring import Drained, RankSpec, Ready
 from services.executor.settings import ExecutorSettings
+from services.executor.stepping import Stepping, looks_ahead
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
@@ -71,7 +62,7 @@ LOOP_BEAT_INTERVAL = 0.5
 
 
 class Leader:
-    """Rank 0's event loop. One step is in flight at most."""
+    """Rank 0's event loop."""
 
     def __init__(
         self,
@@ -95,13 +86,10 @@ class Leader:
         self._handed_back = False
         self._drain_by = 0.0
         self._load_version = 0
-        self._pace = Pace()
         self._recent = RecentFrames()
         self._gathering = Gathering()
         self._attempts = Attempts(spec.group, spec.epoch, board.times)
         self._grammars = GrammarWork()
-        self._masks = 0.0
-        """Seconds that the last step has spent on beginning masks."""
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.Task[None] | None = None
         self._republishing: asyncio.Task[None] | None = None
@@ -125,6 +113,17 @@ class Leader:
         )
         self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
         self._orchestrator.on_state(self._debug.tell)
+        self._steps = Stepping(
+            self._engine,
+            self._thread,
+            self._batcher,
+            self._grammars,
+            self._attempts,
+            self._board,
+            self._debug,
+            lookahead=looks_ahead(self._settings.lookahead, overlaps=engine_spec.overlaps),
+            meanwhile=self._tell_when_due,
+        )
         self._handover = Handover(
             self._settings, self._spec, engine_spec, self._batcher, self._model, self._wake.set
         )
@@ -165,7 +164,13 @@ class Leader:
         tame_collector()
         self._board.set_state(RingState.READY)
         self._orchestrator.send(Ready(self._model))
-        log.info("leader_ready", group=group, model=self._model, blocks=engine_spec.total_blocks)
+        log.info(
+            "leader_ready",
+            group=group,
+            model=self._model,
+            blocks=engine_spec.total_blocks,
+            lookahead=self._steps.lookahead,
+        )
 
     # --- from NATS -------------------------------------------------------------------------------
 
@@ -213,8 +218,8 @@ class Leader:
             self._batcher.load(),
             version=self._load_version,
             slots=self._settings.max_sequences,
-            step_seconds=self._pace.step_seconds,
-            prompt_tokens_per_second=self._pace.prompt_tokens_per_second,
+            step_seconds=self._steps.pace.step_seconds,
+            prompt_tokens_per_second=self._steps.pace.prompt_tokens_per_second,
         )
         self._board.set_load(load)
         self._board.set_cache_totals(self._batcher.cached_tokens, self._batcher.preemptions)
@@ -273,67 +278,25 @@ class Leader:
                     await self._hand_back()
                 if self._handover.over:
                     return
-            scheduled = self._batcher.schedule(time.monotonic())
-            if scheduled is None:
+            if not self._steps.plan():
                 await self._pause()
-            else:
-                await self._step(*scheduled)
+            while self._steps.under_way:
+                entries = await self._steps.finish(ahead=not (self._draining or self._replaced))
+                self._report_load()
+                self._gathering.add(entries)
 
     async def _pause(self) -> None:
         """Nothing can be computed: says what is owed, and waits for work where there is none."""
         self._gathering.add(self._batcher.take_entries())
         await self._tell()
         if not self._batcher.has_work:
-            self._pace.rest()
+            self._steps.pace.rest()
         self._report_load()
         if self._batcher.has_work:
             await asyncio.sleep(0.001)  # a hand-over holds the blocks that are waited for
         elif not self._draining or self._handed_back:
             self._wake.clear()
             await self._wake.wait()
-
-    async def _step(self, plan: StepPlan, rows: list[Row]) -> None:
-        """Computes it, and takes note of what it took."""
-        self._debug.planned(plan)
-        traces = self._attempts.traces or None
-        if traces is not None:
-            plan = traces.begin_step(plan, self._batcher.under_way)
-        began = time.perf_counter_ns()
-        entries = await self._execute(plan, rows)
-        taken = time.perf_counter_ns() - began
-        if traces is not None:
-            traces.end_step(taken / 1e9)
-        if plan.token_ids:  # else it has only copied blocks: no measure of anything
-            computed = prompt_tokens(plan, rows)
-            self._debug.took(plan, rows, taken / 1e9, computed, self._pace.expected(computed), self._masks)
-            self._pace.observe(taken / 1e9, computed)
-            self._board.add_step(taken, computed, output_tokens(entries), len(plan.query_lens) // 4)
-        self._report_load()
-        self._gathering.add(entries)
-
-    async def _execute(self, plan: StepPlan, rows: list[Row]) -> Entries:
-        """One step in the engine's thread, while the tokens of the last one go out. Rows that are no numbers end
-        their own sequences only; what cannot be restored is computed again."""
-        samples = [row.sampling for row in rows]
-        loop = asyncio.get_running_loop()
-        began = time.perf_counter()
-        self._grammars.begin_masks(samples)
-        self._masks = time.perf_counter() - began
-        computing = loop.run_in_executor(self._thread, self._engine.execute, plan, samples)
-        await self._tell_when_due()
-        try:
-            sampled: list[SampledToken] = await computing
-        except BadLogits as error:
-            log.error("bad_logits", error=str(error), generations=ids_of(rows, error.rows))
-            return self._batcher.fail_step(error, error.rows)
-        except GrammarFailed as error:
-            log.warning("grammar_failed", code=error.code, generations=ids_of(rows, error.rows))
-            return self._batcher.fail_step(error, error.rows)
-        except RestoreFailed as error:
-            log.warning("restore_failed", error=str(error), generations=ids_of(rows))
-            return self._batcher.fail_restores(error.slots)
-        pooled = self._engine.pooled() if plan.pools else None
-        return self._batcher.update(sampled, time.perf_counter() - began, pooled)
 
     async def _tell_when_due(self) -> None:
         """Publishes what is gathered: at once when the last frame is some time ago, else as soon as it is."""

@@ -52,6 +52,9 @@ class ExecutorSettings(CommonSettings):
     the model's decoder can), or `off`. They change the speed, never the tokens."""
     cuda_graphs_memory: int = Field(default=1 << 30, ge=1)
     """Most bytes of GPU memory that these graphs take; larger batches are captured first."""
+    lookahead: Literal["auto", "on", "off"] = "auto"
+    """Whether a step may be launched before the tokens of the one before it are known, so that planning and
+    publishing cost no time between steps; `auto`: where a GPU computes. It changes the speed, never the text."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV block."""
     kv_dtype: KvDType = "auto"

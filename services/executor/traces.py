@@ -10,7 +10,9 @@ While no attempt is traced, a step costs one look at an empty dict.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -136,6 +138,16 @@ class _Attempt:
         )
 
 
+class _TracedStep(NamedTuple):
+    """A step under way."""
+
+    chunks: list[tuple[Chunk, bool]]
+    """Of traced attempts, and whether they give a token."""
+    began: int
+    """When it was sent; unix nanoseconds."""
+    width: int
+
+
 class AttemptTraces:
     """Of one ring. `bool` says whether any is under way."""
 
@@ -145,8 +157,9 @@ class AttemptTraces:
         self._epoch = epoch
         self._times = times
         self._live: dict[str, _Attempt] = {}
-        self._step: list[tuple[Chunk, bool]] = []
-        self._began = self._width = 0
+        self._steps: deque[_TracedStep] = deque()
+        self._over = 0
+        """When the last step was over; unix nanoseconds."""
 
     def __bool__(self) -> bool:
         return bool(self._live)
@@ -186,19 +199,18 @@ class AttemptTraces:
     def begin_step(self, plan: StepPlan, batch: Sequence[Chunk]) -> StepPlan:
         """`plan` computes `batch`; the ranks take their times where some of it is traced."""
         live = self._live
-        self._step = [
-            (chunk, chunk.samples) for chunk in batch if chunk.sequence.request.generation_id in live
-        ]
-        self._began, self._width = time.time_ns(), len(batch)
-        return msgspec.structs.replace(plan, traced=True) if self._step else plan
+        traced = [(chunk, chunk.samples) for chunk in batch if chunk.sequence.request.generation_id in live]
+        self._steps.append(_TracedStep(traced, time.time_ns(), len(batch)))
+        return msgspec.structs.replace(plan, traced=True) if traced else plan
 
     def end_step(self, seconds: float) -> None:
-        """The step is over."""
-        for chunk, samples in self._step:
+        """The oldest step that was begun is over, `seconds` after it began or the one before it was over."""
+        step = self._steps.popleft()
+        began, self._over = max(step.began, self._over), time.time_ns()
+        for chunk, samples in step.chunks:
             attempt = self._live.get(chunk.sequence.request.generation_id)
             if attempt is not None and attempt.attempt == chunk.sequence.request.attempt:
-                attempt.step(chunk, samples, self._width, self._began, seconds)
-        self._step = []
+                attempt.step(chunk, samples, step.width, began, seconds)
 
     def end(self, entry: TokenEntry) -> None:
         """The last entry of a generation, traced or not."""

@@ -55,7 +55,7 @@ class LeaderDebug:
     ) -> None:
         """The step has taken `seconds` where such take `expected` (0: not known). `computed`: prompt tokens;
         `masks`: seconds spent on beginning grammars' masks."""
-        self._plans.took(seconds)
+        self._plans.took(plan.step, seconds)
         if not self._slow.is_slow(seconds, expected):
             return
         self._own.count_slow_step()

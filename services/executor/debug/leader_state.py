@@ -1,7 +1,8 @@
 """What a leader tells whoever looks into its ring: queues and KV blocks, never a prompt or a token."""
 
-from services.executor.engine.batching import BatcherView, ContinuousBatcher
+from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.sequence import Sequence
+from services.executor.engine.views import BatcherView
 from shared.debugging import AllocatorDump, HolderDump, LeaderDump, PoolDump, QueuedDump
 
 MOST_QUEUED = 256

@@ -100,9 +100,12 @@ class PlanLog:
         memory[start + _NAMES_AT : start + _NAMES_AT + len(names)] = names
         words[at] = plan.step
 
-    def took(self, seconds: float) -> None:
-        """The last plan's step is over."""
-        self._words[(self._made - 1) % PLANS * SLOT_BYTES // 8 + 2] = int(seconds * 1e9)
+    def took(self, step: int, seconds: float) -> None:
+        """`step`, of one of the last two plans, is over."""
+        at = (self._made - 1) % PLANS * SLOT_BYTES // 8
+        if self._words[at] != step:  # the next one was planned ahead
+            at = (self._made - 2) % PLANS * SLOT_BYTES // 8
+        self._words[at + 2] = int(seconds * 1e9)
 
     def read(self) -> list[PlanRecord]:
         """The plans that are kept, by step."""

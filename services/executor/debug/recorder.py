@@ -122,7 +122,7 @@ class RankRecorder:
     def __init__(self, memory: memoryview, offset: int) -> None:
         self._bytes = memory[offset : offset + _ROW_BYTES]
         self._words = self._bytes[:_LINES_AT].cast("q")
-        self._at = _STEPS_AT
+        self._at = self._over = _STEPS_AT
         self._busy = self._waited = 0
 
     @classmethod
@@ -153,15 +153,19 @@ class RankRecorder:
         """The logits are there."""
         self._words[self._at + _COMPUTED] = time.monotonic_ns()
 
-    def end_step(self) -> None:
-        words, at = self._words, self._at + _ENDED
+    def end_step(self, step: int) -> None:
+        """`step` is one of the last two that were begun."""
+        words, at = self._words, self._at
+        if words[at] != step:  # the next one was launched before it was over
+            at = _STEPS_AT + (words[_STEPS_BEGUN] - 2) % STEPS * _STEP_WORDS
+        self._over, at = at, at + _ENDED
         busy, waited = words[_BUSY] - self._busy, words[_WAITED] - self._waited
         _END.pack_into(self._bytes, at * _WORD, time.monotonic_ns(), busy, waited)
 
     @property
     def last_end(self) -> float:
         """When the last step was over; seconds, monotonic."""
-        return self._words[self._at + _ENDED] / 1e9
+        return self._words[self._over + _ENDED] / 1e9
 
     # --- collectives that are called from Python -------------------------------------------------
 

@@ -21,7 +21,6 @@ With none running, the first that waits is admitted, since it fits the whole cac
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +28,7 @@ from services.executor.engine import admission, embedding
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.drafting import Drafter
+from services.executor.engine.lookahead import Lookahead, plan_ahead, step_ahead, without_vain
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import NO_STEP, Chunk, Row, Step, build_plan, in_order, rows_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
@@ -36,10 +36,11 @@ from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState, StageTimes
 from services.executor.engine.stages import Figures, Stages
 from services.executor.engine.step_planning import StepPlanner
+from services.executor.engine.steps_under_way import StepsUnderWay
 from services.executor.engine.vectors import Floats
+from services.executor.engine.views import BatcherView, load_of, view_of
 from services.executor.grammar.state import GrammarState
 from services.executor.handover.exchange import Exchange
-from services.executor.kv_cache.allocator import Census
 from services.executor.kv_cache.prefix_index import root_digest
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
@@ -48,24 +49,13 @@ Entries = dict[str, list[TokenEntry]]
 """New tokens and endings by consumer."""
 
 
-class BatcherView(NamedTuple):
-    """A batcher, looked into."""
-
-    sequences: list[Sequence]
-    spec: EngineSpec
-    blocks: Census
-    promised: int
-    """Blocks that running sequences will still need."""
-    reserve: int
-    """Blocks that an admission leaves to them."""
-
-
 class ContinuousBatcher:
     """Decides every step of one ring, and owns its sequences and KV blocks. No clock, no I/O.
 
     Life of a step: `schedule()` → the engine executes the plan, in any thread → `update()` or
-    `fail_step()`. One step is under way at most. A sequence that is cancelled meanwhile keeps its
-    blocks until the step is over, since the ranks still write to them.
+    `fail_step()`. While it is under way `schedule_ahead()` may give the next one (`lookahead.py`); both are
+    executed in order, and the calls that end a step end the older one. A sequence that is cancelled
+    meanwhile keeps its blocks until its steps are over, since the ranks still write to them.
     """
 
     def __init__(
@@ -85,12 +75,13 @@ class ContinuousBatcher:
         self._tables = BlockTables(spec, settings, self._root)
         self.drafter = drafter or Drafter(spec, settings)
         self._planner = StepPlanner(spec, settings, self._tables)
+        self._lookahead = Lookahead(spec, self._tables, self._planner, self.drafter)
+        self._steps = StepsUnderWay(self._tables, self._planner)
         self._live: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
         """Of these, the ones whose grammar is being compiled."""
         self._ended = RecentlyEnded()
         self._owed: Entries = {}
-        self._under_way = NO_STEP
         self._arrivals = 0
         self._now = 0.0
         self._stages = Stages(figures)
@@ -186,7 +177,7 @@ class ContinuousBatcher:
         `now`: seconds of any steady clock. None when there is nothing to compute; entries may be owed
         then (`take_entries`).
         """
-        if self._under_way is not NO_STEP:
+        if self._steps.oldest is not NO_STEP:
             raise InternalError("A step was scheduled while another is under way.")
         self._now = now
         self._tables.begin(now)
@@ -195,28 +186,43 @@ class ContinuousBatcher:
             self._stages.admitted(self._planner.take_admitted(), now)
         if not batch and not self._tables.restoring and not self.exchange.ready:
             return None
-        for chunk in batch:
-            chunk.sequence.in_flight = True
         self.drafter.extend(batch, self._tables, self._planner.running)
         self.step += 1
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
         pools = embedding.pools_of(batch)
-        plan = self.exchange.extend(plan)
+        plan = self._tables.exchange.extend(plan)
         if pools:
             plan = msgspec.structs.replace(plan, pools=embedding.rows_of_pools(pools))
-        self._under_way = Step(batch, sampled, rows_of(sampled), pools)
-        return plan, list(self._under_way.rows)
+        rows = rows_of(sampled)
+        self._steps.begin(Step(batch, sampled, rows, pools))
+        return plan, list(rows)
+
+    def schedule_ahead(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
+        """The step behind the one under way, as `schedule` would plan it when that is over. Its token ids of -1 - k
+        stand for what row k of that one samples. None where it cannot be planned yet."""
+        successors = self._lookahead.after(self._steps.oldest) if self._steps.alone else None
+        if not successors:
+            return None
+        self._tables.begin(now)
+        self.step += 1
+        plan = plan_ahead(self.step, successors, self._tables.take_copies(), self._spec.block_size)
+        step = step_ahead(successors)
+        self._steps.begin(step)
+        return plan, list(step.rows)
 
     def update(
         self, sampled: Seq[SampledToken], seconds: float = 0.0, pooled: Floats | None = None
     ) -> Entries:
-        """Ends the step under way with the engine's answer, after `seconds` (0: unknown). `pooled`: what the
-        engine has summed up of `plan.pools`. Returns all entries owed."""
-        if len(sampled) != len(self._under_way.rows):
-            raise InternalError(f"The step gave {len(sampled)} tokens for {len(self._under_way.rows)} rows.")
+        """Ends the oldest step under way with the engine's answer, `seconds` after it began or the step before it
+        ended (0: unknown). `pooled`: what the engine has summed up of `plan.pools`. Returns all entries owed."""
+        step = self._steps.oldest
+        if len(sampled) != len(step.rows):
+            raise InternalError(f"The step gave {len(sampled)} tokens for {len(step.rows)} rows.")
         self._now += seconds
-        drawn = self.drafter.take(self._under_way, sampled, seconds)
-        step = self._close_step()
+        if step.ahead:
+            step, sampled = without_vain(step, sampled)
+        drawn = self.drafter.take(step, sampled, seconds)
+        self._steps.close()
         for chunk in step.batch:
             self._tables.seal(chunk.sequence)
         if pooled is not None:
@@ -229,16 +235,17 @@ class ContinuousBatcher:
         return self.take_entries()
 
     def fail_step(self, error: RyzansteinError, rows: Collection[int] | None = None) -> Entries:
-        """Ends the step under way without a result, and its sequences with `error`.
+        """Ends the oldest step under way without a result, and its sequences with `error`. A later one must have
+        been executed too, and is of no use.
 
         With `rows` (indices into `sample_rows`) only those sequences end; the others are computed again, and
         without drafts where only a row after a draft has failed.
         The ranks have executed the plan's copies: of what may not have been, only `fail_all` is right.
         """
-        for row in self._close_step().failed(rows):
+        for row in self._steps.drop().failed(rows):
             if row.ahead:  # without the draft nobody would have seen it
                 row.sequence.speculates = False
-            elif row.sequence.ending is Ending.NONE:
+            elif row.sequence.ending is Ending.NONE and row.sequence.state is not SequenceState.ENDED:
                 self._end(row.sequence, row.sequence.error_entry([], error))
         self._settle()
         return self.take_entries()
@@ -248,13 +255,13 @@ class ContinuousBatcher:
 
         All its sequences are computed again; those that the slots belong to, from what is left of them.
         """
-        self._close_step(slots)
+        self._steps.drop(slots)
         self._settle()
         return self.take_entries()
 
     def fail_all(self, error: RyzansteinError) -> Entries:
-        """Ends everything with `error`, the step under way included: the ring is lost, or leaves."""
-        self._close_step()
+        """Ends everything with `error`, the steps under way included: the ring is lost, or leaves."""
+        self._steps.drop()
         self._settle()
         for sequence in list(self._live.values()):
             self._end(sequence, sequence.error_entry([], error))
@@ -284,8 +291,8 @@ class ContinuousBatcher:
 
     @property
     def under_way(self) -> Seq[Chunk]:
-        """What the step under way computes of each sequence."""
-        return self._under_way.batch
+        """What the step that was scheduled last computes of each sequence."""
+        return self._steps.newest.batch
 
     @property
     def preemptions(self) -> int:
@@ -299,30 +306,19 @@ class ContinuousBatcher:
 
     def load(self) -> GroupLoad:
         """How full the ring is."""
-        unfinished = sum(s.remaining for s in self._planner.running if s.remaining > 1)
-        return GroupLoad(
-            running=len(self._planner.running),
-            waiting=len(self._planner.waiting) + len(self._held),
-            waiting_tokens=unfinished
-            + sum(s.remaining for s in (*self._planner.waiting, *self._held.values())),
-            free_blocks=self._tables.free_blocks(self._planner.running),
-            total_blocks=self._spec.total_blocks,
-        )
+        return load_of(self._planner, self._tables, self._held.values(), self._spec)
 
     def sequences_under_way(self) -> list[Sequence]:
-        """The sequences of the step under way, in the order of its plan."""
-        return [chunk.sequence for chunk in in_order(self._under_way.batch)]
+        """The sequences of the step that was scheduled last, in the order of its plan."""
+        return [chunk.sequence for chunk in in_order(self._steps.newest.batch)]
 
-    def look(self) -> "BatcherView":
+    def look(self) -> BatcherView:
         """All there is, as it stands. For whoever looks into a ring: nothing of it may be changed."""
-        sequences = [*self._planner.running, *self._planner.waiting, *self._held.values()]
-        missing = sum(self._tables.missing(s) for s in self._planner.running)
-        reserve = self._tables.reserve(len(self._planner.running))
-        return BatcherView(sequences, self._spec, self._tables.census(), missing, reserve)
+        return view_of(self._planner, self._tables, self._held.values(), self._spec)
 
     def check(self) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
-        self._tables.check(self._planner.running)
+        self._tables.check([*self._planner.running, *self._steps.ended])
         self._planner.check()
         queued = {
             id(s) for s in (*self._planner.waiting, *self._planner.running) if s.ending is not Ending.REPLACED
@@ -341,15 +337,6 @@ class ContinuousBatcher:
 
     # --- results ---------------------------------------------------------------------------------
 
-    def _close_step(self, failed_slots: Collection[int] = ()) -> Step:
-        step, self._under_way = self._under_way, NO_STEP
-        for chunk in step.batch:
-            chunk.sequence.in_flight = False
-            self._tables.trim(chunk.sequence)
-        for sequence in self._tables.close(failed_slots):
-            self._planner.preempt(sequence)
-        return step
-
     def _receive(self, sequence: Sequence, new: list[SampledToken]) -> None:
         """Tells the consumer of `new` tokens, which the sequence has already."""
         finish = sequence.finish_reason(self._spec.context_length)
@@ -363,9 +350,9 @@ class ContinuousBatcher:
             self._owe(sequence.request.consumer, sequence.news(new))
 
     def _settle(self) -> None:
-        """Ends the sequences that were cancelled or replaced while the step was under way."""
+        """Ends the sequences that were cancelled or replaced while steps computed them."""
         for sequences in (self._planner.running, self._planner.waiting):
-            for sequence in [s for s in sequences if s.ending is not Ending.NONE]:
+            for sequence in [s for s in sequences if s.ending is not Ending.NONE and not s.in_flight]:
                 self._end(sequence, sequence.ending_entry())
 
     # --- ends ------------------------------------------------------------------------------------
@@ -385,10 +372,12 @@ class ContinuousBatcher:
             self._end(sequence, None)
 
     def _end(self, sequence: Sequence, entry: TokenEntry | None) -> None:
-        """Takes the sequence out of everything; without `entry` nobody is told."""
+        """Takes the sequence out of everything; without `entry` nobody is told. Its blocks are its own until no
+        step writes to them."""
         if sequence.state is SequenceState.RUNNING:
             self._planner.running.remove(sequence)
-            self._tables.free(sequence)
+            if not sequence.in_flight:
+                self._tables.free(sequence)
         elif sequence.state is SequenceState.HELD:
             del self._held[sequence.request.generation_id]
         else:

@@ -148,6 +148,31 @@ class BlockTables:
             sequence.table.extend(self._allocator.allocate(1))
         return True
 
+    def cover_ahead(self, successors: Collection[tuple[Sequence, int]]) -> bool:
+        """Sees that the tables cover the tokens at these positions, each the one behind what the step under way
+        computes of its sequence, and that full blocks before them are read as they are kept. False where blocks
+        run out; then nothing has changed.
+        """
+        size = self._size
+        full = (
+            [] if not self._spec.num_cold else [(s, at) for s, at in successors if at // size > s.num_sealed]
+        )
+        moves = sum(at // size - sequence.num_sealed for sequence, at in full)
+        longer = [sequence for sequence, at in successors if at // size >= len(sequence.table)]
+        cold = self._allocator.available - self._allocator.available_hot
+        if moves > cold or len(longer) > self._allocator.available_hot + moves:
+            return False
+        for sequence, at in full:
+            for position in range(sequence.num_sealed, at // size):
+                sequence.table[position] = self._allocator.move(sequence.table[position])
+        for sequence in longer:
+            sequence.table.extend(self._allocator.allocate(1))
+        return True
+
+    def moved_ahead(self, sequence: Sequence) -> bool:
+        """Whether `cover_ahead` has moved a block that is not sealed."""
+        return any(block >= self._spec.num_blocks for block in sequence.table[sequence.num_sealed :])
+
     def cover_drafts(self, sequence: Sequence, drafts: int, running: Collection[Sequence]) -> int:
         """Makes room for up to `drafts` tokens behind the sequence's own, in blocks that nobody needs.
 

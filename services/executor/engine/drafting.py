@@ -20,6 +20,13 @@ from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.sequence import Ending, Sequence
 from services.executor.engine.speculation import Speculation
 
+_KEEP = 0.9
+_WORTH = 0.1
+"""Drafts put out per decode from which they are worth more than planning ahead: what that saves is some share of a
+step."""
+_RUN = 15
+"""Steps in a row that may go without a look for drafts: a text that begins to repeat itself is seen by then."""
+
 
 class Drafter:
     """Adds drafts to the decodes of a batch. No clock, no I/O."""
@@ -32,6 +39,10 @@ class Drafter:
         """Drafts that were computed."""
         self.accepted = 0
         """Drafts that were put out."""
+        self._gain = 1.0
+        """Drafts put out per decode, lately, in steps that could have some."""
+        self._skipped = 0
+        """Steps since the last one that could have drafts."""
 
     def extend(self, batch: list[Chunk], tables: BlockTables, running: Collection[Sequence]) -> None:
         """Gives chunks of `batch` drafts, where they are likely to pay."""
@@ -43,7 +54,9 @@ class Drafter:
         if not sequences or budget <= 0:
             return
         limits = [self._limit(sequence) for sequence in sequences]
-        for at, drafts in zip(places, self.propose(sequences, limits, budget), strict=True):
+        proposed = self.propose(sequences, limits, budget)
+        self._skipped = 0
+        for at, drafts in zip(places, proposed, strict=True):
             if drafts:
                 count = tables.cover_drafts(batch[at].sequence, len(drafts), running)
                 batch[at] = batch[at]._replace(drafts=tuple(drafts[:count]))
@@ -55,7 +68,16 @@ class Drafter:
             if sequence.guesser is None:
                 sequence.guesser = self._speculation.guesser(sequence.tokens, sequence.request.prediction)
             guessers.append(sequence.guesser)
-        return self._speculation.choose(guessers, limits, budget)
+        return self._speculation.choose(guessers, limits, budget, self._skipped)
+
+    def may_rest(self, sequences: Seq[Sequence]) -> bool:
+        """Whether the next step, one token of each of `sequences`, may be planned without asking for drafts. Then
+        it is, or the question is asked once more."""
+        if not self._settings.max_drafts:
+            return True
+        if self._gain >= _WORTH or self._skipped >= _RUN:
+            return False
+        return not any(sequence.request.prediction for sequence in sequences)
 
     def take(
         self, step: Step, results: Seq[SampledToken], seconds: float
@@ -69,13 +91,18 @@ class Drafter:
         for chunk in step.batch:
             if not chunk.samples:
                 chunk.sequence.num_computed += chunk.length
-        drawn, rest = [], iter(results)
+        drawn, rest, before = [], iter(results), self.accepted
         for chunk in step.sampled:
             of_chunk = list(islice(rest, 1 + len(chunk.drafts)))
             if chunk.sequence.ending is Ending.NONE:
                 drawn.append((chunk.sequence, self._accept(chunk, of_chunk)))
             else:
                 chunk.sequence.num_computed += chunk.length
+        if step.ahead:
+            self._skipped += 1
+        elif step.sampled:
+            share = (self.accepted - before) / len(step.sampled)
+            self._gain = _KEEP * self._gain + (1 - _KEEP) * share
         return drawn
 
     def _accept(self, chunk: Chunk, results: list[SampledToken]) -> list[SampledToken]:

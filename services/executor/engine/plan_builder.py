@@ -64,6 +64,8 @@ class Step(NamedTuple):
     rows: Seq[Row]
     pools: "Seq[Pool]" = ()
     """What it sums up."""
+    ahead: bool = False
+    """Whether it was planned before the tokens of the step before it were known (`lookahead.py`)."""
 
     def failed(self, rows: Collection[int] | None) -> list[Row]:
         """The rows with these indices, in order; None: one for each chunk."""

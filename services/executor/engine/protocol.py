@@ -1,7 +1,7 @@
 """What the leader asks of an engine, whichever engine it is.
 
-Life cycle: built with its settings → `load()` once → `execute()` any number of times, one at a time,
-always from the same thread → `close()` once. The real engine runs a tensor-parallel ring; the stub
+Life cycle: built with its settings → `load()` once → `execute()`, or `launch()` and `result()`, any number of
+times, always from the same thread → `close()` once. The real engine runs a tensor-parallel ring; the stub
 computes nothing at a set speed. The leader cannot tell them apart.
 """
 
@@ -46,6 +46,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """What a full block's bytes mean: rings of one format can give blocks to each other; empty: there are none."""
     kv_block_bytes: int = 0
     """Of one full block on this rank."""
+    overlaps: bool = False
+    """Whether it computes what was launched while its thread goes on, so that it pays to launch a step before the
+    one before it is over."""
 
     @property
     def total_blocks(self) -> int:
@@ -90,6 +93,15 @@ class RestoreFailed(InternalError):
         self.slots = slots
 
 
+class Launched(Protocol):
+    """A step that the engine has been given."""
+
+    def result(self) -> list[SampledToken]:
+        """Waits for it; what `Engine.execute` gives, and raises. To be called once for every step, in the order in
+        which they were launched."""
+        ...
+
+
 class Engine(Protocol):
     """Computes steps. Knows nothing of requests, queues or the network to the clients."""
 
@@ -111,8 +123,19 @@ class Engine(Protocol):
         """
         ...
 
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        """Begins a step, behind one at most whose result was not asked for yet. Steps are executed in the order of
+        their launches.
+
+        A token id of -1 - k stands for the token that row k (of `sample_rows`) of the step launched before samples.
+        Where that step fails, this one is executed all the same, with any valid tokens: its copies count, its
+        result does not, and may be any of `execute`'s errors.
+        """
+        ...
+
     def pooled(self) -> Floats:
-        """Of the last step: for each of `plan.pools` the sum of its rows' final hidden states, float32 [P, hidden]."""
+        """Of the last step whose result was asked for: for each of `plan.pools` the sum of its rows' final hidden
+        states, float32 [P, hidden]."""
         ...
 
     def close(self) -> None:

@@ -18,9 +18,10 @@ from services.executor.board import RankBoard, RingBoard
 from services.executor.debug import spans
 from services.executor.debug.recorded import recorded
 from services.executor.engine import meeting
+from services.executor.engine.host_launches import HostLaunches
 from services.executor.engine.kv_plan import agree_on_slots, plan_store
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
+from services.executor.engine.protocol import EngineSpec, Launched, ProgressCallback, SampledToken
 from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.vectors import Floats
@@ -69,6 +70,7 @@ class RingEngine:
         self._sender = PlanSender([])
         self._member: RingMember | None = None
         self._directory = Path()
+        self._launches = HostLaunches(self.execute)
         self._said_before = 0.0
         """Seconds of communication before the first step: ranks wait for each other while they load."""
 
@@ -110,6 +112,9 @@ class RingEngine:
                 return self._sampler.sample(logits, samples)
         finally:
             self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        return self._launches.launch(plan, samples)
 
     def pooled(self) -> Floats:
         assert self._member is not None, "the engine has not been loaded"

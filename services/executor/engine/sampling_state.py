@@ -138,6 +138,14 @@ class SamplingState:
         return self.bars is not None and (self.bars.allowed is not None or bool(len(self.bars.barred)))
 
     @property
+    def foreseeable(self) -> bool:
+        """Whether the token after the next one can be chosen without knowing the next one beforehand, and without
+        edits of logits: nothing but seed and position decides beside the logits."""
+        return (
+            self.counts is None and self.bars is None and self.grammar is None and not self.params.logit_bias
+        )
+
+    @property
     def candidates(self) -> int:
         """How many of the largest logits decide the token and its log probabilities, for sure; 0: all.
         Negative where the log-sum-exp of all is needed too.
@@ -193,6 +201,14 @@ class SamplingState:
             self.bars.advance(token)
         if self.grammar is not None:
             self.grammar.advance(token)
+
+    def later(self) -> "SamplingState":
+        """The state once one more token was put out, whatever it is; of one that is `foreseeable`. To sample with
+        and not to `advance`."""
+        state = object.__new__(SamplingState)
+        state.__dict__.update(self.__dict__)
+        state.position += 1
+        return state
 
     def ahead(self, tokens: Seq[int]) -> "SamplingState":
         """The state once `tokens` were put out too, to sample with and not to `advance`. Without a grammar."""

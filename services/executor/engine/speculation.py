@@ -92,10 +92,11 @@ class Guesser:
         self._in_vain = 0
         self._steps = 0
 
-    def rests(self) -> bool:
-        """Whether it does not look for guesses in this step, having found none for long."""
-        self._steps += 1
-        if self._in_vain < _PATIENCE or self._steps % _PAUSE == 0:
+    def rests(self, skipped: int = 0) -> bool:
+        """Whether it does not look for guesses in this step, having found none for long. `skipped`: steps before
+        this one in which nobody was asked."""
+        self._steps += 1 + skipped
+        if self._in_vain < _PATIENCE or self._steps % _PAUSE <= skipped:
             return False
         self.forget()
         return True
@@ -204,8 +205,11 @@ class Speculation:
             return 1.0
         return _MARGIN * self.cost.rise * (decodes + expected) / seconds
 
-    def choose(self, guessers: Sequence[Guesser], limits: Sequence[int], budget: int) -> list[list[int]]:
-        """The drafts of each sequence: `limits` of each at most, `budget` in all."""
+    def choose(
+        self, guessers: Sequence[Guesser], limits: Sequence[int], budget: int, skipped: int = 0
+    ) -> list[list[int]]:
+        """The drafts of each sequence: `limits` of each at most, `budget` in all. `skipped`: steps since the last
+        choice for which nobody was asked."""
         decodes, counts, expected = len(guessers), [0] * len(guessers), 0.0
         if not self.worth_looking(decodes):
             for guesser in guessers:
@@ -214,7 +218,7 @@ class Speculation:
         least = self.least_chance(decodes)
         chances = []
         for at, (guesser, limit) in enumerate(zip(guessers, limits, strict=True)):
-            if guesser.rests():
+            if guesser.rests(skipped):
                 continue
             most = min(limit, self._most)
             guesser.guess(most)

@@ -79,6 +79,14 @@ class StepPlanner:
             self._add_prefills(step, batch_lane)
         return step.chunks
 
+    def could_admit(self) -> bool:
+        """Whether the first that waits would get a place now, were a step planned."""
+        head = self.waiting[0]
+        lent = [] if head.is_batch else self._running_in(batch_lane=True)
+        if lent and self._tables.could_place(head, self.running, lent):
+            return True
+        return self._place(head) is not None
+
     def take_admitted(self) -> list[Sequence]:
         admitted, self.admitted = self.admitted, []
         return admitted

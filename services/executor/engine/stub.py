@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from services.executor.engine.barring import Bars
 from services.executor.engine.plan import StepPlan, as_int32
-from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
+from services.executor.engine.protocol import EngineSpec, Launched, ProgressCallback, SampledToken
 from services.executor.engine.sampling_masks import masks_of
 from services.executor.engine.sampling_state import SamplingState, random_bits
 from services.executor.engine.vectors import Floats
@@ -126,11 +126,18 @@ class StubSettings(msgspec.Struct, frozen=True):
 class StubEngine:
     """`services.executor.engine.protocol.Engine` without a model."""
 
-    def __init__(self, settings: StubSettings, sleep: Callable[[float], None] = time.sleep) -> None:
-        """`sleep` takes seconds; it runs in the thread that calls `execute`."""
+    def __init__(
+        self,
+        settings: StubSettings,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`sleep` takes seconds; it runs in the thread that calls `execute`. `clock`: of the same time."""
         settings.validate()
         self._settings = settings
         self._sleep = sleep
+        self._clock = clock
+        self._busy_until = 0.0
         self._loaded = False
         self._pooled = _sums(None)
 
@@ -150,15 +157,37 @@ class StubEngine:
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         """Waits as long as the settings say, then one token per row that is sampled."""
+        self._check(plan, samples)
+        self._pooled = _sums(plan)
+        self._sleep(self._seconds(plan))
+        return self._drawn(samples)
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        """As on a GPU: the step takes its time from now on, or from when the one before it is over. Its text does
+        not depend on the tokens that it computes."""
+        self._check(plan, samples)
+        self._busy_until = max(self._busy_until, self._clock()) + self._seconds(plan)
+        return _StubStep(self, plan, samples, self._busy_until)
+
+    def finish(self, plan: StepPlan, samples: Sequence[SamplingState], at: float) -> list[SampledToken]:
+        """Waits until `at`, when a step that was launched is over."""
+        self._pooled = _sums(plan)
+        self._sleep(max(0.0, at - self._clock()))
+        return self._drawn(samples)
+
+    def _check(self, plan: StepPlan, samples: Sequence[SamplingState]) -> None:
         if not self._loaded:
             raise InternalError("The stub engine was asked for a step while it is not loaded.")
         if len(plan.sample_rows) // 4 != len(samples):
             raise InternalError(
                 f"Step {plan.step} samples {len(plan.sample_rows) // 4} rows for {len(samples)} sequences."
             )
-        self._pooled = _sums(plan)
+
+    def _seconds(self, plan: StepPlan) -> float:
         tokens = len(plan.token_ids) // 4
-        self._sleep(self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6)
+        return self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6
+
+    def _drawn(self, samples: Sequence[SamplingState]) -> list[SampledToken]:
         masks = masks_of(samples)
         return [self._sample(state, masks.get(row)) for row, state in enumerate(samples)]
 
@@ -180,3 +209,15 @@ class StubEngine:
         # The stub is sure of its token: probability 1.
         logprobs = TokenLogprobs(0.0, [(token, 0.0)] if wanted else []) if wanted >= 0 else None
         return SampledToken(token, logprobs)
+
+
+class _StubStep:
+    """`Launched`."""
+
+    def __init__(
+        self, engine: StubEngine, plan: StepPlan, samples: Sequence[SamplingState], over: float
+    ) -> None:
+        self._engine, self._plan, self._samples, self._over = engine, plan, samples, over
+
+    def result(self) -> list[SampledToken]:
+        return self._engine.finish(self._plan, self._samples, self._over)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from services.executor.board import RingBoard
+from services.executor.board import RankBoard, RingBoard
 from services.executor.engine.plan import StepPlan
-from services.executor.engine.protocol import EngineSpec, ProgressCallback, SampledToken
+from services.executor.engine.protocol import EngineSpec, Launched, ProgressCallback, SampledToken
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.stub import STUB_EOS_TOKEN, StubEngine
 from services.executor.engine.vectors import Floats
@@ -18,6 +18,19 @@ from services.executor.ring import RankSpec, Rendezvous
 from shared.messages import ModelCard
 
 JOIN_TIMEOUT = 60.0
+
+
+class _RingStep:
+    """`Launched`, of the leader."""
+
+    def __init__(self, board: RankBoard, plan: StepPlan, launched: Launched) -> None:
+        self._board, self._plan, self._launched = board, plan, launched
+
+    def result(self) -> list[SampledToken]:
+        try:
+            return self._board.clock.run(self._plan, self._launched.result)
+        finally:
+            self._board.end(self._plan.step)
 
 
 class StubRing:
@@ -64,6 +77,11 @@ class StubRing:
             return self._board.clock.run(plan, partial(self._stub.execute, plan, samples))
         finally:
             self._board.end(plan.step)
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        self._board.begin(plan.step)
+        self._sender.send(plan)
+        return _RingStep(self._board, plan, self._stub.launch(plan, samples))
 
     def pooled(self) -> Floats:
         return self._stub.pooled()

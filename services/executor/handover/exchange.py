@@ -31,6 +31,11 @@ class Exchange:
         """Whether a plan should be sent, be there something to compute or not."""
         return bool(self._commands) or self.arrivals.ready
 
+    @property
+    def quiet(self) -> bool:
+        """Whether neither the plan under way nor the next one has to do with it."""
+        return not (self._commands or self.arrivals.adopting)
+
     def extend(self, plan: StepPlan) -> StepPlan:
         """`plan`, which is about to be sent, with what it must carry."""
         if not self.ready:

@@ -227,6 +227,14 @@ class BlockAllocator:
         self._drop(block)
         return cold
 
+    def move(self, block: int) -> int:
+        """As `compress`, for a private block that the plan under way fills: its cold id, under which it is sealed
+        once it is known to be good. There must be one to be had."""
+        cold = self._take(self._cold)
+        self._copies.compress(block, cold)
+        self._drop(block)
+        return cold
+
     def release(
         self, blocks: Sequence[int], session: str = "", now: float = 0.0, wanted: bool = False
     ) -> None:

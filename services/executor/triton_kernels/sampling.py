@@ -40,6 +40,12 @@ def _number_of(prefix, FILL: tl.constexpr):
 
 
 @triton.jit
+def _is_drawn(params, largest, row):
+    """Whether the row is not greedy, and all of it numbers: others are told of, and nothing is drawn from them."""
+    return (tl.load(params + row) > 0.0) & (tl.abs(tl.load(largest + row)) < float("inf"))
+
+
+@triton.jit
 def _is_off(params, row, rows, WEIGHTS: tl.constexpr):
     """Whether the row is greedy, or does without the filter that is sought: top-p (WEIGHTS), or top-k."""
     filtered = tl.load(params + 2 * rows + row) < 1.0 if WEIGHTS else tl.load(params + rows + row) > 0.0
@@ -83,7 +89,7 @@ def tally(
     min-p, uniform; `prefixes` int32 [2, rows], of top-k and top-p; `tallies` float64 [rows, chunks, 16].
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if _is_off(params, row, rows, WEIGHTS):
+    if _is_off(params, row, rows, WEIGHTS) | (_is_drawn(params, largest, row) == 0):
         return
     x, _, inside = _tile(logits, row, chunk, width, stride, BLOCK)
     prefix = tl.load(prefixes + row + (rows if WEIGHTS else 0))
@@ -151,7 +157,7 @@ def weigh(
 ):  # fmt: skip
     """Grid (rows, chunks): what a chunk's kept tokens weigh together: `sums` float64 [rows, chunks]."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if tl.load(params + row) <= 0.0:
+    if _is_drawn(params, largest, row) == 0:
         return
     weights, _ = _kept_weights(
         logits, largest, params, prefixes, row, chunk, width, stride, rows, most, FILL, BLOCK
@@ -164,9 +170,9 @@ def draw(
     logits, largest, params, prefixes, sums, tokens, width, stride, rows, chunks, most,
     FILL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): the drawn token into `tokens` int64 [rows]; rows with temperature 0 keep what is there."""
+    """Grid (rows,): the drawn token into `tokens` int64 [rows]; rows that are not drawn keep what is there."""
     row = tl.program_id(0)
-    if tl.load(params + row) <= 0.0:
+    if _is_drawn(params, largest, row) == 0:
         return
     chunk = tl.arange(0, CHUNKS)
     running = tl.cumsum(tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=0.0), 0)

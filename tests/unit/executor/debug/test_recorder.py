@@ -51,7 +51,7 @@ def test_the_last_steps_are_there_for_another_process(tmp_path: Path) -> None:
         writer.begin_step(step)
         writer.sent()
         writer.computed()
-        writer.end_step()
+        writer.end_step(step)
     writer.begin_step(STEPS + 6)
     assert [times.step for times in reader.steps()] == list(range(7, STEPS + 7))
     assert [times.step for times in reader.steps(3)] == [STEPS + 4, STEPS + 5, STEPS + 6]
@@ -150,7 +150,7 @@ def read(plans: list[StepPlan], ids: list[str]) -> list[PlanRecord]:
     log = FlightRecorder(Path("/nowhere/recorder"), 1).plans
     for plan in plans:
         log.add(plan, ids, BLOCK)
-        log.took(0.25)
+        log.took(plan.step, 0.25)
     return log.read()
 
 

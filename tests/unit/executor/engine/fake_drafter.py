@@ -20,6 +20,9 @@ class FakeDrafter(Drafter):
         self._rng = rng
         self._right = right
 
+    def may_rest(self, sequences: Seq[Sequence]) -> bool:
+        return self._rng.random() < 0.5
+
     def propose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int) -> list[list[int]]:
         found = []
         for sequence, limit in zip(sequences, limits, strict=True):

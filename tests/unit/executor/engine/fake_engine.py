@@ -10,7 +10,7 @@ stale cache hit, or a copy that was made too late or to a wrong place changes th
 from hashlib import blake2b
 
 from services.executor.engine.plan import StepPlan, as_int32
-from services.executor.engine.protocol import EngineSpec, RestoreFailed, SampledToken
+from services.executor.engine.protocol import BadLogits, EngineSpec, RestoreFailed, SampledToken
 from services.executor.engine.sampling_state import SamplingState
 from shared.messages import GenerationRequest
 
@@ -50,6 +50,8 @@ class FakeEngine:
         """What another ring has given."""
         self.unreadable: set[int] = set()
         """Spill slots whose bytes have been lost since they were written."""
+        self.bad_rows: set[int] = set()
+        """Rows of the next step that are no numbers."""
         self.largest = 0
         self.saves = self.compressions = self.restores = 0
         """Copies in all."""
@@ -66,7 +68,11 @@ class FakeEngine:
         assert lengths == sorted(lengths, key=lambda length: length > 1), "single tokens do not come first"
         assert plan.num_decodes == lengths.count(1)
         self.largest = max(self.largest, len(tokens))
-        return self._compute(plan, lengths, states)
+        found = self._compute(plan, lengths, states)
+        if bad := sorted(self.bad_rows):
+            self.bad_rows = set()
+            raise BadLogits(bad)
+        return found
 
     # --- copies ----------------------------------------------------------------------------------
 

@@ -2,11 +2,15 @@
 
 import random
 
+import pytest
+
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
+from services.executor.engine.host_launches import HostLaunches
 from services.executor.engine.plan import StepPlan, as_int32
 from services.executor.engine.plan_builder import Row
-from services.executor.engine.protocol import EngineSpec, RestoreFailed
+from services.executor.engine.protocol import BadLogits, EngineSpec, RestoreFailed, SampledToken
+from shared.errors import InternalError
 from shared.messages import GenerationRequest, TokenEntry
 from tests.unit.executor.engine.fake_drafter import FakeDrafter
 from tests.unit.executor.engine.fake_engine import VOCAB, FakeEngine
@@ -32,15 +36,22 @@ class Ring:
         ttl: float = 0.0,
         drafts: int = 0,
         right: float = 0.7,
+        lookahead: bool = False,
         **spec: int,
     ) -> None:
-        """`drafts` of a sequence at most, `right` with this probability. `spec`: further fields of
-        `EngineSpec`."""
+        """`drafts` of a sequence at most, `right` with this probability. `lookahead`: plans ahead where it may.
+        `spec`: further fields of `EngineSpec`."""
+        self.lookahead = lookahead
         self.spec = EngineSpec(BLOCK, blocks, context, VOCAB, **spec)
         settings = BatchSettings(tokens, sequences, waiting, session_ttl=ttl, max_drafts=drafts)
         drafter = FakeDrafter(self.spec, settings, random.Random(7), right) if drafts else None
         self.batcher = ContinuousBatcher(self.spec, settings, "m", drafter)
         self.engine = FakeEngine(self.spec)
+        self.launches = HostLaunches(self.engine.execute)
+        self.later: tuple[StepPlan, list[Row]] | None = None
+        """Planned ahead, while the step before it is under way."""
+        self.ahead = 0
+        """Steps that were planned ahead."""
         self.now = 0.0
         self.log: list[TokenEntry] = []
         self.plans: list[tuple[StepPlan, list[str]]] = []
@@ -55,22 +66,52 @@ class Ring:
         return new
 
     def schedule(self) -> tuple[StepPlan, list[Row]]:
-        step = self._schedule()
+        step = self.next_step()
         assert step is not None
         return step
 
-    def _schedule(self) -> tuple[StepPlan, list[Row]] | None:
+    def next_step(self) -> tuple[StepPlan, list[Row]] | None:
+        """The one that was planned ahead, or a new one."""
+        step, self.later = self.later, None
+        if step is not None:
+            return step
         step = self.batcher.schedule(self.now)
         if step is not None:
             self.plans.append((step[0], [s.request.generation_id for s in step[1]]))
         return step
 
+    def look_ahead(self) -> bool:
+        """Plans the step behind the one under way, where that may be."""
+        self.later = self.batcher.schedule_ahead(self.now)
+        if self.later is None:
+            return False
+        self.ahead += 1
+        self.plans.append((self.later[0], [s.request.generation_id for s in self.later[1]]))
+        self.batcher.check()
+        return True
+
+    def execute(self, step: tuple[StepPlan, list[Row]]) -> list[SampledToken]:
+        return self.launches.launch(step[0], [s.sampling for s in step[1]]).result()
+
     def finish(self, step: tuple[StepPlan, list[Row]]) -> list[TokenEntry]:
-        plan, sequences = step
+        if self.lookahead and self.later is None:
+            self.look_ahead()
         try:
-            entries = self.batcher.update(self.engine.execute(plan, [s.sampling for s in sequences]))
+            entries = self.batcher.update(self.execute(step))
         except RestoreFailed as error:
             entries = self.batcher.fail_restores(error.slots)
+        self.batcher.check()
+        return self.take(entries)
+
+    def fail(self, step: tuple[StepPlan, list[Row]], rows: set[int]) -> list[TokenEntry]:
+        """The step is executed, and these rows are no numbers; what was planned behind it is in vain."""
+        self.engine.bad_rows = rows
+        with pytest.raises(BadLogits):
+            self.execute(step)
+        if self.later is not None:
+            self.execute(self.later)
+            self.later = None
+        entries = self.batcher.fail_step(InternalError("NaN"), rows)
         self.batcher.check()
         return self.take(entries)
 
@@ -78,8 +119,8 @@ class Ring:
         return self.finish(self.schedule())
 
     def run(self) -> None:
-        while self.batcher.has_work:
-            step = self._schedule()
+        while self.batcher.has_work or self.later is not None:
+            step = self.next_step()
             if step is None:
                 assert self.take(self.batcher.take_entries())
             else:

@@ -1,10 +1,12 @@
 """Continuous batching under any order of requests, cancellations, failures, steps and returns.
 
+Steps are planned ahead where they may be, or not, as it happens: the texts must be the same.
 The fake rank executes every plan on a model of its memory: whatever moves to a cold block, to a spill
 slot and back, each sequence must read exactly its own tokens.
 """
 
 import random
+from collections import deque
 
 import pytest
 from hypothesis import settings
@@ -13,9 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher, Entries
+from services.executor.engine.host_launches import HostLaunches
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Row
-from services.executor.engine.protocol import EngineSpec, RestoreFailed, SampledToken
+from services.executor.engine.protocol import BadLogits, EngineSpec, RestoreFailed, SampledToken
 from services.executor.engine.sequence import Sequence
 from shared.errors import InternalError
 from shared.messages import LANES, GenerationRequest, SamplingParams
@@ -56,7 +59,8 @@ class BatcherMachine(RuleBasedStateMachine):
         sequences=st.integers(1, 4),
         context=st.integers(16, 60),
         ttl=st.sampled_from([0.0, 5.0, 100.0]),
-        drafts=st.sampled_from([0, 1, 3, 9]),
+        drafts=st.sampled_from([0, 0, 1, 3, 9]),
+        lookahead=st.booleans(),
         rng=st.randoms(use_true_random=False),
     )
     def build(
@@ -71,6 +75,7 @@ class BatcherMachine(RuleBasedStateMachine):
         context: int,
         ttl: float,
         drafts: int,
+        lookahead: bool,
         rng: random.Random,
     ) -> None:
         hot = blocks if cold else max(blocks, 5)
@@ -80,8 +85,10 @@ class BatcherMachine(RuleBasedStateMachine):
         self.drafter = FakeDrafter(self.spec, self.settings, rng) if drafts else None
         self.batcher = ContinuousBatcher(self.spec, self.settings, "m", self.drafter)
         self.engine = FakeEngine(self.spec)
+        self.launches = HostLaunches(self.engine.execute)
+        self.lookahead = lookahead
         self.now = 0.0
-        self.flying: tuple[StepPlan, list[Row]] | None = None
+        self.flying: deque[tuple[StepPlan, list[Row]]] = deque()
         self.open: dict[tuple[str, int], tuple[GenerationRequest, list[int]]] = {}
         self.newest: dict[str, int] = {}
         self.interfered: set[tuple[str, int]] = set()
@@ -138,15 +145,27 @@ class BatcherMachine(RuleBasedStateMachine):
         """What a rank has spilled becomes unreadable."""
         self.engine.unreadable |= data.draw(st.sets(st.sampled_from(sorted(self.engine.spilled))))
 
-    @precondition(lambda self: self.flying is None)
+    @precondition(lambda self: not self.flying)
     @rule()
     def schedule(self) -> None:
         running, placeable = list(self.batcher._planner.running), self.placeable()
-        self.flying = self.batcher.schedule(self.now)
-        if self.flying is None:
+        scheduled = self.batcher.schedule(self.now)
+        if scheduled is None:
             self.receive(self.batcher.take_entries())
             return
+        self.flying.append(scheduled)
         self.check_lanes(running, placeable)
+
+    @precondition(lambda self: len(self.flying) == 1 and self.lookahead)
+    @rule()
+    def look_ahead(self) -> None:
+        preemptions = self.batcher.preemptions
+        scheduled = self.batcher.schedule_ahead(self.now)
+        assert self.batcher.preemptions == preemptions
+        if scheduled is not None:
+            assert scheduled[0].step == self.flying[0][0].step + 1
+            assert scheduled[0].restores + scheduled[0].adoptions + scheduled[0].handover == b""
+            self.flying.append(scheduled)
 
     def placeable(self) -> Sequence | None:
         """The first that waits and is not of the batch lane, where that has what it needs."""
@@ -161,7 +180,7 @@ class BatcherMachine(RuleBasedStateMachine):
         a token that the batch lane could have given. `before`: those that ran before it was planned;
         `placeable` then. What gets room only because the step gives some up has it in the next one."""
         planner = self.batcher._planner
-        chunks = {chunk.sequence: chunk for chunk in self.batcher._under_way.batch}
+        chunks = {chunk.sequence: chunk for chunk in self.batcher.under_way}
         if not any(s.is_batch for s in chunks):
             return
         for sequence, chunk in chunks.items():
@@ -171,22 +190,27 @@ class BatcherMachine(RuleBasedStateMachine):
         if not preempted and placeable is not None:
             assert self.placeable() is not placeable, "batch work is in the way"
 
-    @precondition(lambda self: self.flying is not None)
+    @precondition(lambda self: self.flying)
     @rule()
     def update(self) -> None:
         sampled = self.execute()
         if sampled is not None:
             self.receive(self.batcher.update(sampled))
 
-    @precondition(lambda self: self.flying is not None)
+    @precondition(lambda self: self.flying)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         """The step is computed, and some rows are no numbers."""
-        assert self.flying is not None
-        _, sequences = self.flying
-        if self.execute() is None:
-            return
+        _, sequences = self.flying[0]
         rows = data.draw(st.sets(st.integers(0, len(sequences) - 1))) if sequences else set()
+        self.engine.bad_rows = rows
+        try:
+            if self.execute() is None:
+                self.engine.bad_rows = set()
+                return
+        except BadLogits:
+            pass
+        self.execute_in_vain()
         self.interfered |= {
             (sequences[row].request.generation_id, sequences[row].request.attempt)
             for row in rows
@@ -198,22 +222,30 @@ class BatcherMachine(RuleBasedStateMachine):
     def steps(self, count: int) -> None:
         """Several steps in a row: without them a schedule seldom comes to memory pressure."""
         for _ in range(count):
-            if self.flying is None:
+            if not self.flying:
                 self.schedule()
-            if self.flying is not None:
+            if len(self.flying) == 1 and self.lookahead:
+                self.look_ahead()
+            self.holds()
+            if self.flying:
                 self.update()
             self.holds()
 
     def execute(self) -> list[SampledToken] | None:
         """None when the step was not computed, since a restore failed."""
-        assert self.flying is not None
-        plan, sequences = self.flying
-        self.flying = None
+        plan, sequences = self.flying.popleft()
         try:
-            return self.engine.execute(plan, [s.sampling for s in sequences])
+            return self.launches.launch(plan, [s.sampling for s in sequences]).result()
         except RestoreFailed as error:
+            self.execute_in_vain()
             self.receive(self.batcher.fail_restores(error.slots))
             return None
+
+    def execute_in_vain(self) -> None:
+        """The step behind one that has failed."""
+        while self.flying:
+            plan, sequences = self.flying.popleft()
+            self.launches.launch(plan, [s.sampling for s in sequences]).result()
 
     def receive(self, entries: Entries) -> None:
         for consumer, batch in entries.items():
@@ -257,13 +289,16 @@ class BatcherMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "batcher"):
             return
-        if self.flying is not None:
+        while self.flying:
             self.update()
         steps = 0
-        while self.batcher.has_work:
-            self.schedule()
-            assert self.flying is not None or not self.batcher.has_work, "work that is never scheduled"
-            if self.flying is not None:
+        while self.batcher.has_work or self.flying:
+            if not self.flying:
+                self.schedule()
+            assert self.flying or not self.batcher.has_work, "work that is never scheduled"
+            if len(self.flying) == 1 and self.lookahead:
+                self.look_ahead()
+            if self.flying:
                 self.update()
             steps += 1
             assert steps < 3000, "livelock"

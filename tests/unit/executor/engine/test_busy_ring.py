@@ -75,8 +75,8 @@ def _run(ring: Ring, load: Load, rng: random.Random) -> None:
         load.others(number)
         if ring.engine.spilled and rng.random() < 0.05:
             ring.engine.unreadable.add(rng.choice(sorted(ring.engine.spilled)))
-        if ring.batcher.has_work:
-            step = ring.batcher.schedule(ring.now)
+        if ring.batcher.has_work or ring.later is not None:
+            step = ring.next_step()
             if step is None:
                 ring.take(ring.batcher.take_entries())
             else:
@@ -99,10 +99,12 @@ def test_every_answer_is_the_undisturbed_one(seed: int) -> None:
         num_disk=rng.choice([16, 100]),
         copies_per_step=rng.choice([2, 5, 30]),
         drafts=rng.choice([0, 3, 8]),
+        lookahead=seed % 2 == 1,
     )
     _run(ring, Load(ring, rng), rng)
     assert ring.engine.saves
     assert ring.engine.restores
     assert bool(ring.engine.compressions) == bool(cold)
+    assert bool(ring.ahead) == ring.lookahead
     load = ring.batcher.load()
     assert load.free_blocks == load.total_blocks

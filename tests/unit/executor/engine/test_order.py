@@ -58,7 +58,7 @@ def bulk(count: int, prompt: int = 5, max_tokens: int = 12) -> list[GenerationRe
 
 def computed(ring: Ring) -> set[str]:
     """Whose tokens the last step has computed."""
-    return {chunk.sequence.request.generation_id for chunk in ring.batcher._under_way.batch}
+    return {chunk.sequence.request.generation_id for chunk in ring.batcher.under_way}
 
 
 @pytest.mark.parametrize("lane", ["interactive", "recovery"])

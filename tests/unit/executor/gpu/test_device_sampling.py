@@ -77,8 +77,11 @@ def test_tokens_are_those_of_the_sampler_on_the_host(
     assert drawn(logits, states) == expected(logits, states)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_boundaries_of_filters(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "top_p", "top_k"),
+    [(torch.bfloat16, 0.25, 0), (torch.bfloat16, 0.5, 3), (torch.float32, 1.0, 3)],
+)
+def test_boundaries_of_filters(dtype: torch.dtype, top_p: float, top_k: int) -> None:
     """Exact shares: all weights are 1, or powers of two; what ties is kept, at either end of the numbers."""
     flat = torch.zeros(48)
     few = torch.full((48,), -300.0)
@@ -86,9 +89,8 @@ def test_boundaries_of_filters(dtype: torch.dtype) -> None:
     signs = torch.cat((torch.full((24,), -0.0), torch.zeros(24)))
     rows = [flat, few, signs, flat - 7.0]
     logits = torch.stack(rows).to(dtype)
-    for top_p, top_k in ((0.25, 0), (0.5, 3), (1.0, 3)):
-        states = [state(temperature=1.0, top_p=top_p, top_k=top_k, seed=at) for at in range(len(rows))]
-        assert drawn(logits, states) == expected(logits, states)
+    states = [state(temperature=1.0, top_p=top_p, top_k=top_k, seed=at) for at in range(len(rows))]
+    assert drawn(logits, states) == expected(logits, states)
 
 
 def test_a_wide_top_k_compares_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def test_a_sequence_that_needs_the_blocks_has_the_sending_stopped() -> None:
     source.add(ask("large", [1] * 90, 4))
     while source._schedule() is not None:
         assert not departures.crowded
-        source.finish((source.plans[-1][0], list(source.batcher._under_way.rows)))
+        source.finish((source.plans[-1][0], list(source.batcher._steps.oldest.rows)))
     assert departures.crowded
     assert way.batch is not None
     gifts = way.batch.gifts

@@ -1,0 +1,37 @@
+"""`Engine.launch` for engines that compute in the thread that calls them: a step is computed when its result is asked
+for. Nothing overlaps, and by then the tokens of the step before it are known."""
+
+from collections.abc import Callable, Sequence
+
+from services.executor.engine.lookahead import with_tokens
+from services.executor.engine.plan import StepPlan
+from services.executor.engine.protocol import Launched, SampledToken
+from services.executor.engine.sampling_state import SamplingState
+
+Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]
+
+
+class HostLaunches:
+    """Of one engine."""
+
+    def __init__(self, execute: Execute) -> None:
+        self._execute = execute
+        self._tokens: list[SampledToken] = []
+        """Of the last step whose result was asked for; empty where it has failed."""
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        return _Deferred(self, plan, samples)
+
+    def compute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        """What `execute` gives for a plan that may be ahead."""
+        before, self._tokens = self._tokens, []
+        self._tokens = self._execute(with_tokens(plan, before), samples)
+        return self._tokens
+
+
+class _Deferred:
+    def __init__(self, launches: HostLaunches, plan: StepPlan, samples: Sequence[SamplingState]) -> None:
+        self._launches, self._plan, self._samples = launches, plan, samples
+
+    def result(self) -> list[SampledToken]:
+        return self._launches.compute(self._plan, self._samples)
