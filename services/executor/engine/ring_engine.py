@@ -18,6 +18,7 @@ from services.executor.board import RankBoard, RingBoard
 from services.executor.debug import spans
 from services.executor.debug.recorded import recorded
 from services.executor.engine import meeting
+from services.executor.engine.device_launches import DeviceLaunches
 from services.executor.engine.host_launches import HostLaunches
 from services.executor.engine.kv_plan import agree_on_slots, plan_store
 from services.executor.engine.plan import StepPlan
@@ -44,7 +45,8 @@ from shared.errors import ConfigurationError
 from shared.logs import adopt_loggers
 from shared.messages import ModelCard
 
-if TYPE_CHECKING:  # it imports Triton, which not every host has
+if TYPE_CHECKING:  # they import Triton, which not every host has
+    from services.executor.gpu.sampling import Pending
     from services.executor.gpu.steps import StepLimits
 
 IDLE_LOOK = 0.2
@@ -70,7 +72,7 @@ class RingEngine:
         self._sender = PlanSender([])
         self._member: RingMember | None = None
         self._directory = Path()
-        self._launches = HostLaunches(self.execute)
+        self._launches: HostLaunches | DeviceLaunches = HostLaunches(self._execute)
         self._said_before = 0.0
         """Seconds of communication before the first step: ranks wait for each other while they load."""
 
@@ -86,6 +88,8 @@ class RingEngine:
         )
         self._said_before = self._member.collectives.busy_seconds
         self._board.clock.collectives = collectives
+        if self._member.engine_spec.overlaps:
+            self._launches = DeviceLaunches(self._execute, self._begin, self._suits_device)
         return self._member.engine_spec
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
@@ -93,6 +97,15 @@ class RingEngine:
         return read_card(self._directory, model, self._member.engine_spec)
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        if isinstance(self._launches, HostLaunches):
+            return self._execute(plan, samples)
+        return self._launches.launch(plan, samples).result()
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        return self._launches.launch(plan, samples)
+
+    def _execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        """Computes a step, and samples its rows on the host."""
         assert self._member is not None, "the engine has not been loaded"
         spans.before_step(plan.step)
         self._board.begin(plan.step)
@@ -113,8 +126,37 @@ class RingEngine:
         finally:
             self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
 
-    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
-        return self._launches.launch(plan, samples)
+    def _suits_device(self, plan: StepPlan, samples: Sequence[SamplingState]) -> bool:
+        """Whether the ranks' devices can compute the step and sample its rows."""
+        if self._member is None or plan.pools or not self._member.runner.can_launch(len(samples)):
+            return False
+        return not any(state.needs_host for state in samples)
+
+    def _begin(self, plan: StepPlan, samples: Sequence[SamplingState]) -> "_BegunStep":
+        """Has the devices compute a step and sample its rows."""
+        assert self._member is not None, "the engine has not been loaded"
+        spans.before_step(plan.step)
+        self._board.begin(plan.step)
+        wants = wants_of(samples, self._member.engine_spec.vocab_size)
+        plan = structs.replace(plan, candidates=wants.tobytes(), on_device=True)
+        try:
+            with spans.span("send plan"):
+                self._sender.send(plan)
+            self._board.recorder.sent()
+            launch = partial(self._member.runner.launch, plan, samples, self._board.progress)
+            pending = self._board.clock.run(plan, launch)
+            assert pending is not None, "a restore that fails is told to rank 0"
+        except BaseException:
+            self._board.end(plan.step)
+            raise
+        self._board.recorder.computed()  # as far as the host is concerned: the rest is waiting for tokens
+        return _BegunStep(plan.step, pending, self._end)
+
+    def _end(self, step: int) -> None:
+        assert self._member is not None, "the engine has not been loaded"
+        self._board.progress.tick()
+        self._figures.set_communication(self._member.collectives.busy_seconds - self._said_before)
+        self._board.end(step)
 
     def pooled(self) -> Floats:
         assert self._member is not None, "the engine has not been loaded"
@@ -125,6 +167,20 @@ class RingEngine:
         if self._member is not None:
             self._member.collectives.close()
             self._member = None
+
+
+class _BegunStep:
+    """A step that the devices have been given."""
+
+    def __init__(self, step: int, pending: "Pending", end: Callable[[int], None]) -> None:
+        self._step, self._pending, self._end = step, pending, end
+
+    def wait(self) -> list[SampledToken]:
+        try:
+            with spans.span("wait for tokens"):
+                return self._pending.wait()
+        finally:
+            self._end(self._step)  # a step that failed is over too: nothing hangs in it
 
 
 def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, rendezvous: Rendezvous) -> None:
@@ -222,6 +278,7 @@ class RingMember:
             embedding_size=config.hidden_size,
             kv_format=shape.format if handover is not None else "",
             kv_block_bytes=shape.bytes_per_spilled_block,
+            overlaps=runner.can_launch(1),
         )
         return cls(runner, collectives, engine_spec)
 

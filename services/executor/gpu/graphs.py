@@ -20,7 +20,7 @@ from services.executor.engine.plan import StepPlan
 from services.executor.gpu.capture import Capture, Work
 from services.executor.gpu.inputs import Part, StepArrays, StepInputs, arrays_of, as_inputs, is_decode
 from services.executor.gpu.sampling import resolve
-from services.executor.gpu.staging import Staging
+from services.executor.gpu.staging import Ints, Staging
 from services.executor.triton_kernels.launch import rows_for
 from services.executor.triton_kernels.tiles import Tiles, splits_of
 
@@ -111,8 +111,10 @@ def empty_step(group: int) -> StepArrays:
     return StepArrays(none, none, none, none, none, np.zeros(1, np.int32), none, none, [part])
 
 
-def _longer(array: "np.ndarray[tuple[int], np.dtype[np.integer]]", length: int, value: int) -> np.ndarray:  # type: ignore[type-arg]
-    return np.concatenate((array, np.full(length - len(array), value, np.int32)))
+def _longer(array: Ints, length: int, value: int) -> Ints:
+    longer = np.full(length, value, np.int32)
+    longer[: len(array)] = array
+    return longer
 
 
 class StepGraphs:

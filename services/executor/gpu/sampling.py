@@ -5,7 +5,7 @@
 
 For rows whose logits nobody edits: greedy ones, and those with a temperature, top-k, top-p, min-p and a seed. What
 they need of the host is known before their step is computed: the random number is a function of seed and position.
-Penalties, biases, bars, grammars and log probabilities are the host's (`needs_host`).
+Penalties, biases, bars, grammars and log probabilities are the host's (`SamplingState.needs_host`).
 
 With several ranks each has its span of the vocabulary. The largest of all is found by one sum over the ranks, in which
 each fills its own place (`largest_of_ranks`; a graph could hold it, and kernels one by one it is five launches). Rows
@@ -29,16 +29,6 @@ from services.executor.triton_kernels import drawing
 
 Params = NDArray[np.float64]
 """[5, R]: temperature (0: greedy), top-k (0: off), top-p, min-p, uniform."""
-
-
-def needs_host(state: SamplingState) -> bool:
-    """Whether the token of `state` is not a function of logits, parameters and position alone."""
-    return (
-        state.edits_logits
-        or state.grammar is not None
-        or state.params.logprobs >= 0
-        or state.bars is not None
-    )
 
 
 def params_of(states: Sequence[SamplingState], vocab_size: int) -> Params:

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 from services.executor.engine.protocol import BadLogits
 from services.executor.engine.sampling import Sampler
 from services.executor.engine.sampling_state import SamplingState
-from services.executor.gpu.sampling import DeviceSampler, largest_of_ranks, needs_host, resolve, tell
+from services.executor.gpu.sampling import DeviceSampler, largest_of_ranks, resolve, tell
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.triton_kernels import drawing
 from shared.messages import SamplingParams
@@ -141,7 +141,7 @@ def test_steps_follow_each_other_before_they_are_waited_for() -> None:
     ],
 )
 def test_edited_rows_need_the_host(params: dict[str, object], host: bool) -> None:
-    assert needs_host(state(**params)) is host
+    assert state(**params).needs_host is host
 
 
 def test_token_ids_are_resolved_where_they_lie() -> None:
