@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from services.executor.engine.plan import StepPlan
+from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.engine.sampling import wants_of
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.gpu.capture import Capture, CudaCapture
 from services.executor.gpu.decoder import GpuDecoder
@@ -20,9 +21,10 @@ from services.executor.gpu.graphs import Computed, Shape, StepGraphs
 from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, tell
 from services.executor.gpu.staging import Limits, Staging
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.candidates import WANT, only_largest
+from services.executor.model.candidates import WANT, Wants, only_largest
 from services.executor.model.collectives import Collectives
 from services.executor.progress import Progress
+from shared.messages import SamplingParams
 
 
 class StepLimits(NamedTuple):
@@ -66,11 +68,16 @@ class GpuSteps:
             self._graphs = StepGraphs(decoder, shape, limits.max_sequences, staging, before, capture)
         self.decoder = GraphedDecoder(decoder, shape, staging, before, device, self._graphs)
 
-    def capture(self) -> None:
-        """Makes the graphs, through block 0, which must be free; by all ranks. Where they cannot be made steps are
-        launched kernel by kernel."""
+    def prepare(self) -> None:
+        """Makes the graphs, and runs a step that is sampled in every way, so that no request waits for a kernel to be
+        compiled; by all ranks, through block 0, which must be free. Where graphs cannot be made steps are launched
+        kernel by kernel."""
         if self._graphs is not None:
             self._graphs.capture(self._limits.graph_memory, self._agree)
+        params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5)
+        states = [SamplingState(params, [0], [])]
+        plan = _plan_of_one(wants_of(states, sum(self._widths)))
+        self.launch(plan, states if self._collectives.rank == 0 else None, Progress.unread())
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: Progress) -> Pending:
@@ -113,3 +120,21 @@ class GpuSteps:
             return fine
         refused = torch.tensor([0.0 if fine else 1.0], device=self._sampler.tokens.device)
         return self._collectives.all_reduce(refused).item() == 0.0
+
+
+def _plan_of_one(wants: Wants) -> StepPlan:
+    """One token of one sequence, in block 0."""
+    nought, one = to_bytes([0]), to_bytes([1])
+    return StepPlan(
+        step=0,
+        num_decodes=1,
+        token_ids=nought,
+        positions=nought,
+        slots=nought,
+        query_lens=one,
+        context_lens=one,
+        block_tables=nought,
+        sample_rows=nought,
+        candidates=wants.tobytes(),
+        on_device=True,
+    )

@@ -206,7 +206,7 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Runs one step of two tokens through block 0, which must be free: what cannot run fails here. Captures
-        graphs where there are to be some.
+        graphs where there are to be some, and compiles what samples.
 
         Raises `shared.errors.ModelLoadError` when the model asks for what attention does not support, or
         when its weights compute what is no number.
@@ -233,7 +233,7 @@ class ModelRunner:
                 "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
             )
         if self._steps is not None:
-            self._steps.capture()
+            self._steps.prepare()
 
     def _no_logits(self) -> Tensor:
         return torch.empty((0, self.vocab_size), dtype=torch.float32, device=self._device)

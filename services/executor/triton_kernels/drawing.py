@@ -8,8 +8,9 @@ from torch import Tensor
 
 from services.executor.triton_kernels import sampling
 
-BLOCK = 8192
-"""Logits of a chunk: one turn of a program, so that memory is read by all of them at once."""
+BLOCK = 4096
+"""Logits of a chunk: one turn of a program, so that memory is read by all of them at once. 16 of them for each thread
+of `WARPS`, whose registers (126, ptxas for sm_90) let two programs share a processor."""
 WARPS = 8
 NUM_PARAMS = 5
 _WAYS = 16
