@@ -191,7 +191,7 @@ def _tokens(bench: Bench, sampling: SamplingParams, **settings: Any) -> tuple[li
     prompts = [[draw.randrange(3, 250) for _ in range(length)] for length in (3, 9, 17, 33, 40)]
     known = {"kv_dtype": "bf16", "kv_memory": 8 << 20, "max_sequences": 8, "context_length": 256}
     with served(shape, bench.device, **known, **settings) as ring:
-        run = generate(ring, prompts, 6 if bench.tiny else 40, sampling)
+        run = generate(ring, prompts, 4 if bench.tiny else 40, sampling)
         return [run.tokens[str(at)] for at in range(len(prompts))], ring.unknown
 
 

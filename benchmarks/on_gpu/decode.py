@@ -144,7 +144,8 @@ def _cache_bytes(shape: Shape, case: Case, sequences: int) -> float:
 def _measure(bench: Bench, ring: Served, shape: Shape, case: Case) -> None:
     plan = decode_plan(case.batch, case.context, ring.spec.num_blocks, ring.spec.num_cold)
     steps = BackToBack(ring, plan)
-    wall = took(steps, bench.device, 20, warm=3, most=1.5).wall
+    repeats, warm = (2, 1) if bench.tiny else (20, 3)
+    wall = took(steps, bench.device, repeats, warm, most=1.5).wall
     steps.drain()
     read = shape.decode_bytes(case.batch, case.context, case.weights, case.kv)
     limit = case.batch * bench.bandwidth / read if bench.bandwidth else None
