@@ -28,7 +28,8 @@ NEEDED = {
 BASE = {"torch": "torch", "numpy": "numpy"}
 LEFT_OUT = ("torch", "triton", "numpy", "nvidia-", "cuda-")
 """Beginnings of distributions that are never brought along: hundreds of megabytes, and bound to the driver."""
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "manylinux2014_x86_64")
+"""What runs where glibc is 2.39 or newer, as in Ubuntu 24.04."""
 
 
 def missing(needed: dict[str, str]) -> list[str]:
