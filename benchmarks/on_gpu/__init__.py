@@ -1,1 +1,1 @@
-"""What only a GPU can say: whether its kernels are right, and how fast all of it is. Small shapes run in dry runs."""
+"""What is measured on a GPU: the sections of `python -m benchmarks.gpu`, each in a process of its own."""

@@ -40,7 +40,9 @@ def _prompt(bench: Bench, ring: Served, shape: Shape, weights: str, tokens: int,
         samples = greedy(1 if last else 0)
         # All chunks have one shape, so only the first finds anything to compile.
         warm = (1 if bench.tiny else 2) if before == 0 else 0
-        seconds += took(lambda p=plan, g=samples: ring.step(p, g), bench.device, 1 if bench.tiny else 3, warm=warm).wall  # type: ignore[misc]
+        seconds += took(
+            lambda p=plan, g=samples: ring.step(p, g), bench.device, 1 if bench.tiny else 3, warm=warm
+        ).wall  # type: ignore[misc]
     flops = shape.flops(tokens)
     rate = bench.matrix_rate(weights)
     bench.measured(
