@@ -16,7 +16,7 @@ def run(bench: Bench) -> None:
     longest = max(prompts)
     memory = int(4 * longest * shape.kv_bytes("bf16"))
     for weights in ("bf16",) if bench.tiny else ("bf16", "fp8"):
-        options = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": 8, "max_batch_tokens": longest}
+        options = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": 1, "max_batch_tokens": longest}
         options |= {"weight_dtype": weights} if weights != "bf16" else {}
         with served(shape, bench.device, context_length=longest + BLOCK, **options) as ring:
             if ring.unknown:

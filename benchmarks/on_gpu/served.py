@@ -4,6 +4,7 @@ random weights that no file holds.
 Only reading the weights is taken out of the engine's way; everything else is chosen by its settings.
 """
 
+import inspect
 import tempfile
 import time
 from collections import deque
@@ -126,7 +127,7 @@ def served(
         engine = ring_engine.RingEngine(
             settings, spec, RingBoard(board, 1, create=True), lambda rendezvous: None
         )
-        with random_weights(config), gpu_path(device):
+        with random_weights(config), gpu_path(device, settings):
             engine_spec = engine.load(lambda done, total: None)
         try:
             yield Served(engine, engine_spec, settings, device, sorted(wanted.keys() - known.keys()))
@@ -153,7 +154,7 @@ def random_weights(config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def gpu_path(device: torch.device) -> Iterator[None]:
+def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
     """While it lasts, engines on the CPU compute as on a GPU, their kernels in Triton's interpreter: dry runs."""
     if device.type != "cpu" or not hasattr(backend, "gpu_runner"):
         yield
@@ -163,13 +164,29 @@ def gpu_path(device: torch.device) -> Iterator[None]:
     def make(
         model: Any, store: Any, layout: Any, collectives: Any, device: Any, threads: int, *rest: Any
     ) -> Any:
-        return backend.gpu_runner(model, store, layout, collectives, *rest[:1])
+        spill = rest[0] if rest else None
+        if "capture" not in inspect.signature(backend.gpu_runner).parameters:
+            return backend.gpu_runner(model, store, layout, collectives, spill)
+        return backend.gpu_runner(
+            model, store, layout, collectives, spill, **_as_graphs(settings, model.config)
+        )
 
     ring_engine.make_runner = make
     try:
         yield
     finally:
         ring_engine.make_runner = real
+
+
+def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:
+    """What makes a runner stage and pad its steps as for graphs, which are then computed each time anew."""
+    from services.executor.gpu.capture import Rerun
+    from services.executor.gpu.steps import StepLimits
+
+    context = settings.context_length or config.max_position_embeddings
+    memory = 1 << 30 if settings.cuda_graphs == "auto" else 0
+    limits = StepLimits(settings.max_sequences, settings.max_batch_tokens, context, memory)
+    return {"limits": limits, "capture": Rerun()}
 
 
 def decode_plan(batch: int, context: int, num_hot: int, num_cold: int, seed: int = 1) -> StepPlan:
