@@ -4,6 +4,7 @@ All three have the same random weights in bf16, take the likeliest token, and ne
 the one that counts: compilation, graphs and allocations are not in the figures.
 """
 
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def run(bench: Bench) -> None:
         result = generate(ring, prompts, new)
     found["ours"] = result.seconds, [result.tokens[str(at)] for at in range(count)]
     _report(bench, found, "ours", "this engine", count * new)
+    gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
     model = plain_model(shape.config(), torch.bfloat16, bench.device)

@@ -46,7 +46,7 @@ def main() -> None:
     import torch
 
     torch.set_grad_enabled(False)
-    device = torch.device("cpu" if options.tiny else "cuda")
+    device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     if options.tiny:
         torch.set_num_threads(1)
     deadline = began + soft_limit(options.limit)

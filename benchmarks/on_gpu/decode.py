@@ -5,6 +5,7 @@ the bandwidth that a copy has; what is written is a thousandth of it. The cache 
 contexts of 8k for 128 sequences would take minutes, and changes no byte of what a step reads.
 """
 
+import gc
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -52,9 +53,11 @@ def _cases(weights: WeightDType, kv: KvDType, short: Sequence[int], long: Sequen
 CASES_8B = [
     *_cases("bf16", "bf16", (1, 8, 32, 128), (1, 8, 32, 128)),
     *_cases("bf16", "fp8", (1, 8, 32, 128), (1, 8, 32, 128)),
+    *_cases("bf16", "int8", (1, 32), (1, 32)),
+]
+CODED_8B = [
     *_cases("fp8", "bf16", (1, 8, 32, 128), (1, 32)),
     *_cases("fp8", "fp8", (1, 8, 32, 128), (1, 8, 32, 128)),
-    *_cases("bf16", "int8", (1, 32), (1, 32)),
     *_cases("int8", "bf16", (1, 32), ()),
 ]
 CASES_13B = [
@@ -63,13 +66,19 @@ CASES_13B = [
     *_cases("bf16", "fp8", (1, 32), (1, 8)),
 ]
 TINY_CASES = [Case("bf16", "bf16", 40, 1), Case("bf16", "bf16", 40, 3), Case("bf16", "fp8", 40, 2)]
+TINY_CODED = [Case("fp8", "bf16", 40, 1)]
 
 
-def run_8b(bench: Bench) -> None:
+def bf16_8b(bench: Bench) -> None:
     _run(bench, TINY if bench.tiny else LLAMA_8B, TINY_CASES if bench.tiny else CASES_8B)
 
 
-def run_13b(bench: Bench) -> None:
+def coded_8b(bench: Bench) -> None:
+    """Weights of eight bits are for GPUs alone: a dry run learns that they are refused."""
+    _run(bench, TINY if bench.tiny else LLAMA_8B, TINY_CODED if bench.tiny else CODED_8B)
+
+
+def all_13b(bench: Bench) -> None:
     _run(bench, TINY if bench.tiny else LLAMA_13B, TINY_CASES[:1] if bench.tiny else CASES_13B)
 
 
@@ -88,6 +97,7 @@ def _run(bench: Bench, shape: Shape, cases: Sequence[Case]) -> None:
             bench.missing(
                 f"decode/{shape.name.lower()}/{weights}/kv-{kv}", f"{weights} weights, {kv} KV", why
             )
+        gc.collect()
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
 

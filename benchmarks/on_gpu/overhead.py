@@ -17,7 +17,7 @@ from shared.messages import SamplingParams
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
 MODES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("graphs, lookahead", {"cuda_graphs": "auto", "lookahead": "auto"}),
+    ("graphs, lookahead", {"cuda_graphs": "auto", "lookahead": "on"}),
     ("graphs, no lookahead", {"cuda_graphs": "auto", "lookahead": "off"}),
     ("eager, no lookahead", {"cuda_graphs": "off", "lookahead": "off"}),
 )

@@ -1,35 +1,65 @@
 """Sections that measure one part alone: each part brings its own measurement, which is told here as rows."""
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.on_gpu.bench import Bench
 from benchmarks.on_gpu.rows import Row, row_of
 
 HERE = "benchmarks.on_gpu"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # the page cache itself, on purpose
+CHECKPOINT_13B = 28 << 30
+"""Bytes, and some to spare."""
 
 
 def attention(bench: Bench) -> None:
-    _tell(bench, "attention", _find("attention_speed", "attention_speed")(bench.device, bench.tiny))
+    _measure(bench, "attention", "attention_speed")
 
 
 def graphs(bench: Bench) -> None:
-    _tell(bench, "graphs", _find("graph_speed", "graph_speed")(bench.device, bench.tiny))
+    _measure(bench, "graphs", "graph_speed")
 
 
 def collectives(bench: Bench) -> None:
-    _tell(bench, "collectives", _find("collective_speed", "collective_speed")(bench.device, bench.tiny))
+    _measure(bench, "collectives", "collective_speed")
 
 
 def loading(bench: Bench) -> None:
-    _tell(bench, "loading", _find("loading_speed", "loading_speed")(bench.device, bench.tiny))
+    """Of a checkpoint in shared memory, which is page cache; where that is too small, of one in temporary files."""
+    if bench.tiny or _free(SHARED_MEMORY) > CHECKPOINT_13B:
+        _measure(bench, "loading", "loading_speed")
+        return
+    from benchmarks.on_gpu.random_checkpoint import SHAPES, write_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="ryzanstein-loading-") as scratch:
+        if _free(Path(scratch)) < CHECKPOINT_13B:
+            bench.missing(
+                "loading/load", "loading a 13B", f"neither {SHARED_MEMORY} nor {scratch} has room for it"
+            )
+            return
+        write_checkpoint(Path(scratch), SHAPES["13b"])
+        _measure(bench, "loading", "loading_speed", directory=Path(scratch))
 
 
-def _find(module: str, function: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{HERE}.{module}"), function)
-    return found
+def _free(directory: Path) -> int:
+    return shutil.disk_usage(directory).free if directory.is_dir() else 0
+
+
+def _measure(bench: Bench, section: str, name: str, **options: Any) -> None:
+    """`name` is the module, and the function in it."""
+    try:
+        module = importlib.import_module(f"{HERE}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{HERE}.{name}":
+            raise
+        bench.missing(f"{section}/none", section, f"this version has no {name}")
+        return
+    _tell(bench, section, getattr(module, name)(device=bench.device, tiny=bench.tiny, **options))
 
 
 def _tell(bench: Bench, section: str, found: Any) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 from benchmarks.on_gpu.budget import Section, allot
 from benchmarks.on_gpu.rows import Report, SectionResult, read_rows, write_report
 
-ERROR_LINES = 15
+ROOT = Path(__file__).parents[2]
+ERROR_LINES = 25
 LAST_WAIT = 5.0
 """Seconds for a killed process to be gone; one that hangs in the driver is left behind."""
 
@@ -73,7 +74,9 @@ class Runner:
     def _process(self, command: list[str], errors: Path, limit: float) -> int | None:
         """Its exit code; None where it had to be ended. Its process group goes with it."""
         with errors.open("wb") as file:
-            process = subprocess.Popen(command, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                command, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True, cwd=ROOT
+            )
             try:
                 return process.wait(limit)
             except subprocess.TimeoutExpired:
