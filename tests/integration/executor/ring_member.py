@@ -16,7 +16,9 @@ from services.executor.board import RingBoard
 from services.executor.engine import ring_engine
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher
-from services.executor.engine.protocol import RestoreFailed
+from services.executor.engine.plan import StepPlan
+from services.executor.engine.plan_builder import Row
+from services.executor.engine.protocol import Launched, RestoreFailed
 from services.executor.kv_cache.store import KvStore
 from services.executor.ring import RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
@@ -63,14 +65,24 @@ def lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, directory
     for turn in turns:
         assert batcher.add(turn.request) is None
     copies = [0, 0, 0]
-    while batcher.has_work:
-        scheduled = batcher.schedule(float(batcher.step))
-        assert scheduled is not None
-        plan, sequences = scheduled
+    later: Launched | None = None
+
+    def launch(scheduled: tuple[StepPlan, list[Row]] | None) -> Launched | None:
+        nonlocal copies
+        if scheduled is None:
+            return None
+        plan, rows = scheduled
         carried = (plan.saves, plan.compressions, plan.restores)
         copies = [count + len(pairs) // 8 for count, pairs in zip(copies, carried, strict=True)]
+        return engine.launch(plan, [row.sampling for row in rows])
+
+    while batcher.has_work or later is not None:
+        step = later or launch(batcher.schedule(float(batcher.step)))
+        assert step is not None
+        # A step with restores, which may fail, has none behind it.
+        later = launch(batcher.schedule_ahead(float(batcher.step))) if settings.lookahead == "on" else None
         try:
-            entries = batcher.update(engine.execute(plan, [s.sampling for s in sequences]))
+            entries = batcher.update(step.result())
         except RestoreFailed as error:
             entries = batcher.fail_restores(error.slots)
         batcher.check()

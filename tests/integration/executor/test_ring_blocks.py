@@ -116,6 +116,7 @@ def settings(model: Path, directory: Path, kv_dtype: str, blocks: int) -> dict[s
         "max_sequences": 3,
         "max_batch_tokens": 16,
         "kv_dtype": kv_dtype,
+        "lookahead": "on" if kv_dtype == "int8" else "off",
         "kv_memory": blocks * block_bytes,
         "kv_host_memory": 4 * block_bytes,
         "kv_disk_memory": 200 * block_bytes,

@@ -85,3 +85,26 @@ def test_tokens_of_a_real_vocabulary_begin_behind_its_bytes() -> None:
     assert step is not None
     drawn = engine.execute(step[0], [row.sampling for row in step[1]])
     assert [each.token for each in drawn] == [1000 + stub_token(5, 0)]
+
+
+def test_launched_steps_take_their_time_one_after_the_other_while_the_thread_goes_on() -> None:
+    now, waits = [100.0], []
+
+    def sleep(seconds: float) -> None:
+        waits.append(round(seconds, 6))
+        now[0] += seconds
+
+    engine = StubEngine(StubSettings(step_ms=4.0), sleep, lambda: now[0])
+    batcher = ContinuousBatcher(engine.load(lambda done, total: None), BatchSettings())
+    request = GenerationRequest("a", "r", "m", "c", [1, 2, 3], 9, SamplingParams(seed=5))
+    batcher.add(request)
+    first = batcher.schedule()
+    second = batcher.schedule_ahead()
+    assert first is not None
+    assert second is not None
+    launched = [engine.launch(plan, [row.sampling for row in rows]) for plan, rows in (first, second)]
+    assert waits == []
+    now[0] += 0.001  # the leader's own work
+    tokens = [result.token for step in launched for result in step.result()]
+    assert waits == [0.003, 0.004]
+    assert tokens == [stub_token(5, 0), stub_token(5, 1)]

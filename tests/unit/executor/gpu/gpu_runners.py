@@ -26,10 +26,11 @@ SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 32,
 }
+"""One KV head: two ranks have a copy each. Interpreted attention costs most."""
 WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     # Three KV heads: two ranks share one of them.
@@ -41,7 +42,7 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"sliding_window": 5},
     "ministral": WINDOWS,
-    "qwen2": {},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen3": {"attention_bias": True},
     "smollm3": {"no_rope_layer_interval": 2},
     "seed_oss": {"attention_bias": True},
@@ -53,7 +54,7 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "gemma": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "gemma": {"num_attention_heads": 4},
     "gemma2": {**WINDOWS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
     "gemma3_text": WINDOWS,
 }
@@ -61,6 +62,8 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
 STEPS = ({0: 6, 1: 3}, {1: 1, 0: 3, 2: 2})
 """Prefill, in chunks, and a decode beside them; few tokens, for interpreted kernels take a second for some thousands
 of programs."""
+RING_STEPS = ({0: 5, 1: 1},)
+"""A chunk and a decode: every rank interprets as many programs as one alone."""
 
 
 def small_model(directory: Path, model_type: str, **changes: Any) -> Path:

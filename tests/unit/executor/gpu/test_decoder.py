@@ -1,5 +1,7 @@
 """The GPU's decoder, interpreted on the CPU, against transformers and against PyTorch's way through the same store."""
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton i
 from services.executor.engine.plan import to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.model.backend import reads_compressed
 from services.executor.model.candidates import WANT, RowLogits
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.lowering import FAMILIES
 from services.executor.model.runner import ModelRunner
 from services.executor.progress import Progress
 from tests.unit.executor.gpu.gpu_runners import (
+    RING_STEPS,
     STEPS,
     on_gpu_ring,
     runner_of,
@@ -31,11 +35,11 @@ from tests.unit.executor.model.test_compressed import seal
 from tests.unit.executor.model.tiny import reference_logits
 
 
-def worst_error(runner: ModelRunner, expected: list[Tensor]) -> float:
-    """Of the logits of `STEPS`; 0 but on the leader."""
+def worst_error(runner: ModelRunner, expected: list[Tensor], steps: Sequence[dict[int, int]]) -> float:
+    """Of the logits of `steps`; 0 but on the leader."""
     script = small_script()
     worst = 0.0
-    for step in STEPS:
+    for step in steps:
         plan, sampled = script.step(dict(step), every_token=True)
         logits = runner.forward(plan)
         if logits is None:
@@ -57,7 +61,9 @@ def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world
     def error(collectives: Collectives) -> float:
         runner = runner_of(directory, collectives)
         assert isinstance(runner._decoder, GpuDecoder)
-        return worst_error(runner, expected)
+        return worst_error(
+            runner, expected, STEPS if world_size == 1 or model_type == "llama" else RING_STEPS
+        )
 
     assert max(on_gpu_ring(world_size, error)) < 1e-4
 
@@ -209,3 +215,11 @@ def test_what_is_not_lowered_attends_with_triton(tmp_path: Path) -> None:
     assert isinstance(ours, Tensor)
     assert isinstance(theirs, Tensor)
     assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_compressed_blocks_are_read_as_fast_where_triton_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    assert reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
+    assert not reads_compressed(None, torch.float32, SingleRank(), gpu, threads=1)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)

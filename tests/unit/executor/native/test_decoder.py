@@ -22,10 +22,10 @@ from services.executor.model.candidates import largest_of
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.collectives_shm import SharedMemory, make_area
 from services.executor.model.loader import load_config, load_model
+from services.executor.model.lowering import FAMILIES
 from services.executor.model.runner import NO_POOLS, ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.native.library import why_not
-from services.executor.native.lowering import FAMILIES
 from services.executor.progress import Progress
 from shared.errors import RingLost
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, mixed_script

@@ -46,15 +46,17 @@ def measure(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps
     }
 
 
-def add_norm(width: int, **switches: Any) -> dict[str, int]:
-    types = dict.fromkeys(("x", "residual", "out"), "*bf16") | dict.fromkeys(("after", "weight"), "*fp32")
+def add_norm(width: int, dtype: str = "*bf16", **switches: Any) -> dict[str, int]:
+    types = dict.fromkeys(("x", "residual", "out"), dtype) | dict.fromkeys(("after", "weight"), "*fp32")
     types |= {"scale": "fp32", "eps": "fp32", "width": "i32"}
     constants = {"BLOCK": triton.next_power_of_2(width), **switches}
     return measure(norms.add_norm, types, constants, fused.norm_warps(constants["BLOCK"]))
 
 
-def place(q_heads: int, kv_heads: int, width: int, half: int, normed: bool) -> dict[str, int]:
-    types = dict.fromkeys(("qkv", "query", "hot"), "*bf16") | {"slots": "*i32", "eps": "fp32"}
+def place(
+    q_heads: int, kv_heads: int, width: int, half: int, normed: bool, dtype: str = "*bf16"
+) -> dict[str, int]:
+    types = dict.fromkeys(("qkv", "query", "hot"), dtype) | {"slots": "*i32", "eps": "fp32"}
     types |= dict.fromkeys(("cosines", "sines"), "*fp32" if half else "*bf16")
     types |= dict.fromkeys(("query_norm", "key_norm"), "*fp32" if normed else "*bf16")
     block = triton.next_power_of_2(width)
@@ -75,10 +77,12 @@ def main() -> None:
         "norm, 4096": add_norm(4096, **{**plain, "ADD": False}),
         "add and norm, 4096": add_norm(4096, **plain),
         "add and norm, 5120": add_norm(5120, **plain),
+        "add and norm, 4096, fp32": add_norm(4096, "*fp32", **plain),
         "norm, add and norm, 8192": add_norm(8192, **whole),
         "norm, add and norm, 16384": add_norm(16384, **whole),
         "place, 32 and 8 heads": place(32, 8, 128, 64, normed=False),
         "place, norms": place(32, 8, 128, 64, normed=True),
+        "place, norms, fp32": place(32, 8, 128, 64, normed=True, dtype="*fp32"),
         "place, heads of 256, norms": place(8, 4, 256, 128, normed=True),
         "place, heads of 96": place(32, 32, 96, 48, normed=False),
         "place, not turned": place(16, 4, 128, 0, normed=False),
