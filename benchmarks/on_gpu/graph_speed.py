@@ -105,7 +105,9 @@ def _same(
     return sum(one.token == other.token for one, other in zip(found, host, strict=True))
 
 
-def _decoder(shape: Shape, dtype: torch.dtype, device: torch.device, blocks: int) -> tuple[GpuDecoder, KvStore]:
+def _decoder(
+    shape: Shape, dtype: torch.dtype, device: torch.device, blocks: int
+) -> tuple[GpuDecoder, KvStore]:
     config = shape.config()
     layout = ShardLayout.from_config(config, 1, 0)
     lowered = lowering.lower(served_model(config, dtype, device), dtype)

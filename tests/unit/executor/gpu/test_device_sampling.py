@@ -64,7 +64,7 @@ PARAMS = st.fixed_dictionaries(
     st.sampled_from([1, 20, 50]),
     st.lists(PARAMS, min_size=1, max_size=ROWS),
 )
-@settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=6, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 def test_tokens_are_those_of_the_sampler_on_the_host(
     seed: int, dtype: torch.dtype, spread: float, coarse: bool, vocab: int, params: list[dict[str, object]]
 ) -> None:
@@ -79,7 +79,7 @@ def test_tokens_are_those_of_the_sampler_on_the_host(
 
 @pytest.mark.parametrize(
     ("dtype", "top_p", "top_k"),
-    [(torch.bfloat16, 0.25, 0), (torch.bfloat16, 0.5, 3), (torch.float32, 1.0, 3)],
+    [(torch.bfloat16, 0.5, 3), (torch.float32, 0.25, 0)],
 )
 def test_boundaries_of_filters(dtype: torch.dtype, top_p: float, top_k: int) -> None:
     """Exact shares: all weights are 1, or powers of two; what ties is kept, at either end of the numbers."""
@@ -103,7 +103,7 @@ def test_a_wide_top_k_compares_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_that_are_no_numbers_are_told_and_harm_no_other() -> None:
-    logits = torch.zeros((4, 40))
+    logits = torch.zeros((4, 40), dtype=torch.bfloat16)
     logits[1, 7] = float("nan")
     logits[3, 7] = float("inf")
     logits[2, 9] = 5.0

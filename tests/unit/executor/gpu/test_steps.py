@@ -1,6 +1,5 @@
 """Steps that are replayed, sampled on the device and planned ahead give what steps one by one on the host give."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,21 +19,14 @@ from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, runner_of, small_mo
 from tests.unit.executor.model.ring import Script
 
 LIMITS = StepLimits(max_sequences=3, max_batch_tokens=16, context_length=32, graph_memory=1 << 30)
-STEPS = ({0: 4}, {0: 1, 1: 3}, {0: 1, 1: 1}, {1: 1, 0: 1})
-SAMPLINGS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.8, top_k=7, top_p=0.9, seed=5),
-)
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=0.8, top_k=7, top_p=0.9, seed=5)
+STEPS = (({0: 4}, GREEDY), ({0: 1, 1: 3}, GREEDY), ({0: 1, 1: 1}, GREEDY), ({1: 1, 0: 1}, DRAWN))
+"""Tokens of each sequence, and how all of them are sampled."""
 
 
-def states_of(params: Sequence[SamplingParams], count: int, position: int) -> list[SamplingState]:
-    return [SamplingState(params[row % len(params)], [1], [0] * position) for row in range(count)]
-
-
-@pytest.mark.parametrize(("world_size", "params"), [(1, SAMPLINGS), (2, SAMPLINGS[:1]), (2, SAMPLINGS[1:])])
-def test_tokens_are_those_of_steps_that_are_waited_for(
-    tmp_path: Path, world_size: int, params: Sequence[SamplingParams]
-) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tokens_are_those_of_steps_that_are_waited_for(tmp_path: Path, world_size: int) -> None:
     directory = small_model(
         tmp_path, "llama", num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1
     )
@@ -47,9 +39,9 @@ def test_tokens_are_those_of_steps_that_are_waited_for(
             assert isinstance(runner._decoder, GraphedDecoder)
             assert runner.can_launch(2)
         script, found = Script([8, 8]), []
-        for number, step in enumerate(STEPS):
+        for number, (step, params) in enumerate(STEPS):
             plan, sampled = script.step(dict(step))
-            states = states_of(params, len(sampled), number)
+            states = [SamplingState(params, [1], [0] * number) for _ in sampled]
             vocab_size = runner.vocab_size
             plan = structs.replace(plan, candidates=wants_of(states, vocab_size).tobytes(), on_device=ahead)
             if ahead:
