@@ -9,9 +9,13 @@ import pytest
 # gRPC's threads do not survive the fork before a child is started: without this some children end before they begin.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+from benchmarks.on_gpu.interpreter import choose
 from services.cli.nats_server import LocalNats
 from shared.bus import Bus
 from shared.config import CommonSettings
+
+# Before anything imports Triton, transformers among it: what is decorated first decides for the whole process.
+choose()
 
 
 @pytest.fixture

@@ -1,72 +1,105 @@
-"""Paged attention over hot and compressed blocks, one launch for a step's prefill chunks and decodes alike.
+"""Paged attention over hot and compressed blocks, one launch for a step's prefill chunks or its decodes.
 
     tile     up to BLOCK_M rows of one sequence: (token, query head of one KV head), heads of a token together
-    program  one tile of one KV head, over all keys that its rows see, or over one of `splits` parts of them
+    program  one tile of one KV head, over all keys that its rows see, or over one of SPLITS parts of them
 
-A block that is compressed is read as its codes: int8 and e4m3 codes are numbers that bf16 holds exactly, so they go
-into the matrix product as they are, and their scales are applied to its result:
+A program's keys fall into up to four runs of turns, BLOCK_N keys each, so that a turn reads one store and asks
+nothing of a key that needs no asking; branches within a loop would keep loads from being pipelined:
 
-    scores[m, n] = (q[m] . code_k[n]) * scale_k[n] * scale      out[m] += (p[m, n] * scale_v[n]) * code_v[n]
+    begin            a              b                    c           end
+      │  cold, clear │ cold and hot │     hot, clear     │ hot, masked │
+      └ ─ ─ ─ ─ ─ ─ ─└ ─ ─ ─ ─ ─ ─ ─└ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─└ ─ ─ ─ ─ ─ ─ ┘
+        any order of hot and cold blocks is read right; all cold ones first, as sequences age, is read fast
 
-The softmax is taken online, in float32; split-K leaves unscaled sums that `_merge` puts together. Sources: Dao et al.,
-"FlashAttention-2", https://arxiv.org/abs/2307.08691; Kwon et al., "PagedAttention", https://arxiv.org/abs/2309.06180;
-Dao et al., "Flash-Decoding", https://pytorch.org/blog/flash-decoding.
+The softmax is taken online, in float32, in powers of two; split-K leaves unscaled sums that `merge` puts together.
+Sources: Dao et al., "FlashAttention-2", https://arxiv.org/abs/2307.08691; Kwon et al., "PagedAttention",
+https://arxiv.org/abs/2309.06180; Dao et al., "Flash-Decoding", https://pytorch.org/blog/flash-decoding.
 """
 
 import triton
 import triton.language as tl
 
-from services.executor.triton_kernels.codes import code_to_float
+from services.executor.triton_kernels.turns import BOTH, COLD, HOT, LOG2E, NEVER, cold_turn, turn
 
-LOG2E = tl.constexpr(1.4426950408889634)
-NEVER = tl.constexpr(-1.0e30)
-"""Scores of keys that a row does not see. Not -inf: a row that sees none of a part would be inf - inf."""
+ENTRIES = tl.constexpr(256)
+"""Of a block table, looked at together."""
 
 
 @triton.jit
-def _read(
-    hot, codes, scales, block, at_key, head, inside, num_hot, side: tl.constexpr,
-    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CODE: tl.constexpr,
+def _entries(table, start, end, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """int32 [BLOCK_N]: the blocks of the keys from `start` on; beyond `end` the first of all."""
+    key = start + tl.arange(0, BLOCK_N)
+    return tl.load(table + key // SIZE, mask=key < end, other=0)
+
+
+@triton.jit
+def _runs(table, begin, end, num_hot, SIZE: tl.constexpr):
+    """The first key of a hot block, and the key after the last cold block; `end` and `begin` where there is none."""
+    first_hot, last_cold = end, begin
+    for at in range(begin // SIZE, tl.cdiv(end, SIZE), ENTRIES):
+        entry = at + tl.arange(0, ENTRIES)
+        there = entry * SIZE < end
+        is_hot = tl.load(table + entry, mask=there, other=0) < num_hot
+        first_hot = tl.minimum(first_hot, tl.min(tl.where(there & is_hot, entry * SIZE, end), 0))
+        last_cold = tl.maximum(
+            last_cold, tl.max(tl.where(there & (is_hot == 0), (entry + 1) * SIZE, begin), 0)
+        )
+    return first_hot, last_cold
+
+
+@triton.jit
+def _rows(
+    query_start, query_len, first, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """Keys (side 0) or values (1) [BLOCK_N, BLOCK_D] of `block` and the place in it `at_key`, both [BLOCK_N], and
-    the factors [BLOCK_N] by which they are too small. CODE: 0 all blocks are hot, 1 int8, 2 e4m3, 3 as they are."""
-    columns = tl.arange(0, BLOCK_D)
-    wide = inside[:, None] & (columns < WIDTH)[None, :]
-    row = (block.to(tl.int64) * 2 + side) * KV_HEADS + head
-    is_hot = inside & (block < num_hot)
-    place = (row * SIZE + at_key) * WIDTH
-    data = tl.load(hot + place[:, None] + columns[None, :], mask=wide & is_hot[:, None], other=0.0)
-    factor = tl.full(block.shape, 1.0, tl.float32)
-    if CODE != 0:
-        is_cold = inside & (block >= num_hot)
-        cold_row = row - num_hot.to(tl.int64) * (2 * KV_HEADS)
-        cold_place = (cold_row * SIZE + at_key) * WIDTH
-        raw = tl.load(codes + cold_place[:, None] + columns[None, :], mask=wide & is_cold[:, None], other=0)
-        data = tl.where(is_cold[:, None], code_to_float(raw, CODE).to(data.dtype), data)
-        if CODE != 3:
-            factor = tl.load(scales + cold_row, mask=is_cold, other=1.0)
-    return data, factor
+    """Which rows [BLOCK_M] of all (token, KV head, query head of it) a tile has, and which of them there are."""
+    lanes = tl.arange(0, BLOCK_M)
+    token = first + lanes // GROUP
+    real = (token < query_len) & (lanes < (BLOCK_M // GROUP) * GROUP)
+    return ((query_start + token).to(tl.int64) * KV_HEADS + head) * GROUP + lanes % GROUP, real
 
 
 @triton.jit
+def _question(
+    query, row, real, q_unit, first: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_D // STEP]: every STEP-th column of the rows from `first` on, over `q_unit`; HALF: in float16."""
+    columns = first + tl.arange(0, BLOCK_D // STEP) * STEP
+    wide = real[:, None] & (columns < WIDTH)[None, :]
+    q = tl.load(query + row[:, None] * WIDTH + columns[None, :], mask=wide, other=0.0).to(tl.float32) / q_unit
+    if HALF:
+        q = q.to(tl.float16)
+    return q
+
+
+@triton.jit(
+    do_not_specialize=["window", "num_hot", "first_row", "num_rows"],
+    do_not_specialize_on_alignment=["tables", "table_starts", "query_starts", "context_lens", "tile_sequence", "tile_first"],
+)  # fmt: skip
 def attend(
-    query, out, parts, weights, hot, codes, scales, tables, table_starts, query_starts, context_lens,
-    tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_hot, num_rows,
+    query, out, parts, weights, hot, codes, words, scales, tables, table_starts, query_starts, context_lens,
+    tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_hot, first_row, num_rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CODE: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, SLOPES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
+    WORDS: tl.constexpr, STAGES: tl.constexpr, HOT_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV heads, splits).
+    """Grid (tiles, KV heads, SPLITS).
 
-    WIDE: products in float32 whatever the tensors are, for the interpreter, which knows no bf16.
+    WIDE: products in float32 whatever the tensors are, for the interpreter, which knows no bf16. HALF: codes become
+    float16. WORDS: they are read from `words` int32, which are `codes` four by four.
 
-    `query`, `out` [T, KV_HEADS, GROUP, WIDTH]; `parts` float32 [SPLITS, T, KV_HEADS, GROUP, WIDTH] and `weights`
-    float32 [2, SPLITS, T, KV_HEADS, GROUP] (largest score, sum) take the place of `out` where SPLITS > 1.
+    `query`, `out` [T, KV_HEADS, GROUP, WIDTH]; where SPLITS > 1 `parts` float32 [SPLITS, R, KV_HEADS, GROUP, WIDTH] and
+    `weights` float32 [2, SPLITS, R, KV_HEADS, GROUP] (largest score, sum) of the R = `num_rows` rows from `first_row`
+    on take the place of `out`; a part has LEAST turns or more, so long as there are keys.
     `hot`, `codes` [blocks, 2, KV_HEADS, SIZE, WIDTH], `scales` float32 [blocks, 2, KV_HEADS]; `tables` int32, each
-    sequence's from its `table_starts`; `query_starts` int32 [S + 1]; `window` 0: none; `sinks`, `slopes` float32
-    [KV_HEADS * GROUP]; `num_rows` is T. BLOCK_N is a multiple of SIZE, or divides it.
+    sequence's from its `table_starts`; `query_starts` int32 [S + 1]; `sinks`, `slopes` float32 [KV_HEADS * GROUP].
+    CODE: 0 all blocks are hot, 1 int8, 2 e4m3, 3 as they are. A sequence without keys gets zeros.
     """
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The last tiles of a chunk see the most keys: they go first, so that none is left over at the end.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, split = tl.program_id(1), tl.program_id(2)
     sequence = tl.load(tile_sequence + tile)
     first = tl.load(tile_first + tile)
     query_start = tl.load(query_starts + sequence)
@@ -75,24 +108,22 @@ def attend(
     table = tables + tl.load(table_starts + sequence)
 
     lanes = tl.arange(0, BLOCK_M)
-    token = first + lanes // GROUP
     member = lanes % GROUP
-    real = (token < query_len) & (lanes < (BLOCK_M // GROUP) * GROUP)
-    position = context - query_len + token
+    position = context - query_len + first + lanes // GROUP
     columns = tl.arange(0, BLOCK_D)
-    row = ((query_start + token).to(tl.int64) * KV_HEADS + head) * GROUP + member
+    row, real = _rows(query_start, query_len, first, head, KV_HEADS, GROUP, BLOCK_M)
     wide = real[:, None] & (columns < WIDTH)[None, :]
     q = tl.load(query + row[:, None] * WIDTH + columns[None, :], mask=wide, other=0.0)
 
-    if WIDE:
-        q = q.to(tl.float32)
-
     oldest = context - query_len + first
     newest = tl.minimum(oldest + BLOCK_M // GROUP, context)
-    begin = tl.where(window > 0, tl.maximum(oldest - window + 1, 0), 0) // BLOCK_N * BLOCK_N
-    share = tl.cdiv(tl.cdiv(newest - begin, BLOCK_N), SPLITS) * BLOCK_N
-    begin += split * share
-    end = tl.minimum(begin + share, newest)
+    begin = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
+    end = newest
+    if SPLITS > 1:
+        share = tl.maximum(tl.cdiv(tl.cdiv(newest - begin, BLOCK_N), SPLITS), LEAST) * BLOCK_N
+        begin += split * share
+        end = tl.minimum(begin + share, newest)
+    clear = tl.minimum((oldest + 1) // BLOCK_N * BLOCK_N, end)
 
     largest = tl.full([BLOCK_M], NEVER, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -101,94 +132,118 @@ def attend(
         sink = tl.load(sinks + head * GROUP + member).to(tl.float32) * LOG2E
         largest = tl.where(split == 0, sink, largest)
         total = tl.where(split == 0, 1.0, total)
-    slope = tl.load(slopes + head * GROUP + member) if SLOPES else 0.0
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if SLOPES:
+        slope = tl.load(slopes + head * GROUP + member)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    unit = 0.0
+    q_unit = 1.0
 
-    for start in range(begin, end, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        inside = key < end
-        block = tl.load(table + key // SIZE, mask=inside, other=0)
-        k, k_factor = _read(
-            hot,
-            codes,
-            scales,
-            block,
-            key % SIZE,
-            head,
-            inside,
-            num_hot,
-            0,
-            KV_HEADS,
-            SIZE,
-            WIDTH,
-            BLOCK_D,
-            CODE,
-        )
-        if WIDE:
-            k = k.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (k_factor * scale)[None, :]
-        if CAPPED:
-            squashed = tl.exp2(scores * (2.0 * LOG2E / softcap))
-            scores = softcap * (1.0 - 2.0 / (squashed + 1.0))
-        if SLOPES:
-            scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
-        seen = inside[None, :] & (key[None, :] <= position[:, None])
-        seen &= (window <= 0) | (key[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores * LOG2E, NEVER)
-        higher = tl.maximum(largest, tl.max(scores, 1))
-        p = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
-        keep = tl.exp2(largest - higher)
-        total = total * keep + tl.sum(p, 1)
-        v, v_factor = _read(
-            hot,
-            codes,
-            scales,
-            block,
-            key % SIZE,
-            head,
-            inside,
-            num_hot,
-            1,
-            KV_HEADS,
-            SIZE,
-            WIDTH,
-            BLOCK_D,
-            CODE,
-        )
-        p = (p * v_factor[None, :]).to(v.dtype)
-        if WIDE:
-            v = v.to(tl.float32)
-            p = p.to(tl.float32)
-        sums = sums * keep[:, None] + tl.dot(p, v, input_precision=PRECISION)
-        largest = higher
+    block = _entries(table, begin, end, SIZE, BLOCK_N)
+    b = begin
+    if CODE != 0:
+        first_hot, last_cold = _runs(table, begin, end, num_hot, SIZE)
+        a = tl.maximum(begin, tl.minimum(first_hot // BLOCK_N * BLOCK_N, clear))
+        b = tl.maximum(a, tl.cdiv(last_cold, BLOCK_N) * BLOCK_N)
+        if CODE != 3:
+            # Over the power of two below the largest number, so that float16 holds what bf16 does.
+            bits = tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0).to(tl.int32, bitcast=True) & 0x7F800000
+            q_unit = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
+            unit = 1.0e-30
+        if WORDS:
+            q0 = _question(query, row, real, q_unit, 0, 4, WIDTH, BLOCK_D, HALF)
+            q1 = _question(query, row, real, q_unit, 1, 4, WIDTH, BLOCK_D, HALF)
+            q2 = _question(query, row, real, q_unit, 2, 4, WIDTH, BLOCK_D, HALF)
+            q3 = _question(query, row, real, q_unit, 3, 4, WIDTH, BLOCK_D, HALF)
+            sums0 = tl.zeros([BLOCK_M, BLOCK_D // 4], tl.float32)
+            sums1 = tl.zeros([BLOCK_M, BLOCK_D // 4], tl.float32)
+            sums2 = tl.zeros([BLOCK_M, BLOCK_D // 4], tl.float32)
+            sums3 = tl.zeros([BLOCK_M, BLOCK_D // 4], tl.float32)
+            for start in tl.range(begin, a, BLOCK_N, num_stages=STAGES):
+                following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
+                largest, total, sums0, sums1, sums2, sums3, unit = cold_turn(
+                    q0, q1, q2, q3, q_unit, words, scales, block, start, end, head, position, scale, softcap, window,
+                    slope, num_hot, largest, total, sums0, sums1, sums2, sums3, unit, KV_HEADS, SIZE, WIDTH, BLOCK_M,
+                    BLOCK_N, CODE, CAPPED, WINDOWED, SLOPES, PRECISION, WIDE, HALF,
+                )  # fmt: skip
+                block = following
+            sums = tl.interleave(tl.interleave(sums0, sums2), tl.interleave(sums1, sums3))
+        else:
+            q_cold = q
+            if CODE != 3:
+                q_cold = _question(query, row, real, q_unit, 0, 1, WIDTH, BLOCK_D, HALF)
+            for start in tl.range(begin, a, BLOCK_N, num_stages=STAGES):
+                following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
+                largest, total, sums, unit = turn(
+                    q_cold, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope,
+                    num_hot, largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED,
+                    WINDOWED, SLOPES, PRECISION, WIDE, COLD, WINDOWED,
+                )  # fmt: skip
+                block = following
+        if CODE != 3:
+            sums = sums * unit
+        for start in tl.range(a, tl.minimum(b, end), BLOCK_N, num_stages=1):
+            following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
+            largest, total, sums, unit = turn(
+                q, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_hot,
+                largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED, WINDOWED,
+                SLOPES, PRECISION, WIDE, BOTH, True,
+            )  # fmt: skip
+            block = following
+    c = tl.maximum(b, clear)
+    for start in tl.range(b, clear, BLOCK_N, num_stages=HOT_STAGES):
+        following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
+        largest, total, sums, unit = turn(
+            q, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_hot,
+            largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED, WINDOWED,
+            SLOPES, PRECISION, WIDE, HOT, WINDOWED,
+        )  # fmt: skip
+        block = following
+    for start in tl.range(c, end, BLOCK_N, num_stages=1):
+        following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
+        largest, total, sums, unit = turn(
+            q, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_hot,
+            largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED, WINDOWED,
+            SLOPES, PRECISION, WIDE, HOT, True,
+        )  # fmt: skip
+        block = following
 
+    # Found anew: kept through all turns, the rows' places would take registers that the sums need.
+    again = tl.load(tile_first + tile, volatile=True)
+    row, real = _rows(query_start, query_len, again, head, KV_HEADS, GROUP, BLOCK_M)
+    wide = real[:, None] & (columns < WIDTH)[None, :]
     if SPLITS == 1:
-        sums = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+        sums = sums / tl.where(total != 0.0, total, 1.0)[:, None]
         tl.store(out + row[:, None] * WIDTH + columns[None, :], sums.to(out.dtype.element_ty), mask=wide)
     else:
-        stride = num_rows.to(tl.int64) * (KV_HEADS * GROUP)
-        place = split * stride + row
-        tl.store(parts + place[:, None] * WIDTH + columns[None, :], sums, mask=wide)
+        heads = KV_HEADS * GROUP
+        stride = num_rows.to(tl.int64) * heads
+        place = split * stride + row - first_row.to(tl.int64) * heads
         tl.store(weights + place, largest, mask=real)
         tl.store(weights + SPLITS * stride + place, total, mask=real)
+        # What `merge` does not read need not be written: a part whose keys a row does not see has a total of 0.
+        tl.store(parts + place[:, None] * WIDTH + columns[None, :], sums, mask=wide & (total != 0.0)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
 def merge(
     parts, weights, out, first_row, num_rows,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, HEADS), from row `first_row` on: puts the parts of `attend` together. BLOCK_S: SPLITS, up to a power of two."""
-    row = (first_row + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
+    """Grid (`num_rows`, HEADS): the parts of `attend`, put together into the rows of `out` from `first_row` on.
+    BLOCK_S: SPLITS, up to a power of two."""
+    row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     stride = num_rows.to(tl.int64) * HEADS
     split = tl.arange(0, BLOCK_S)
     there = split < SPLITS
     largest = tl.load(weights + split * stride + row, mask=there, other=NEVER)
     total = tl.load(weights + SPLITS * stride + split * stride + row, mask=there, other=0.0)
+    there &= total != 0.0
     factor = tl.exp2(largest - tl.max(largest, 0))
     columns = tl.arange(0, BLOCK_D)
     inside = there[:, None] & (columns < WIDTH)[None, :]
     sums = tl.load(parts + (split * stride + row)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
     all_of_it = tl.sum(total * factor, 0)
-    value = tl.sum(sums * factor[:, None], 0) / tl.where(all_of_it > 0.0, all_of_it, 1.0)
-    tl.store(out + row * WIDTH + columns, value.to(out.dtype.element_ty), mask=columns < WIDTH)
+    value = tl.sum(sums * factor[:, None], 0) / tl.where(all_of_it != 0.0, all_of_it, 1.0)
+    place = row + first_row.to(tl.int64) * HEADS
+    tl.store(out + place * WIDTH + columns, value.to(out.dtype.element_ty), mask=columns < WIDTH)

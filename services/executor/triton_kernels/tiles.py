@@ -11,7 +11,54 @@ from numpy.typing import NDArray
 
 LEAST_KEYS = 256
 """Of one part: below, putting parts together costs more than they save."""
-MOST_SPLITS = 32
+MOST_SPLITS = 64
+PROGRAMS = 4
+"""Of each processor, where keys are split: two run at a time, and the more there are, the less is idle at the end."""
+DECODE_ROWS = 16
+"""Least rows of a tile: the least of a matrix product."""
+PREFILL_ROWS = 128
+"""Two groups of four warps, whose matrix instruction takes 64 rows each."""
+
+
+class TileShape(NamedTuple):
+    """How a program of `attend` is laid out."""
+
+    keys: int
+    """BLOCK_N, of one turn."""
+    warps: int
+    stages: int
+    """Turns under way over cold blocks: all but one are loads."""
+    hot_stages: int
+    """The same over hot blocks."""
+
+
+def tile_shape(rows: int, width: int, number_bytes: int, compressed: bool) -> TileShape:
+    """For tiles of `rows` rows and heads of `width` numbers of `number_bytes` in hot blocks.
+
+    A decode waits for memory. One turn's keys and values are 32 KiB in hot blocks, half of it in compressed ones, and
+    two turns are on their way while a third is computed; three, or two, programs share a multiprocessor's 227 KiB. A
+    bandwidth of 4.8 TB/s over 132 of them, at a latency of 800 ns, asks for 29 KiB on their way in each.
+
+    A prefill waits for matrix products: the more keys in a turn, the fewer rescalings, as far as registers reach, of
+    which codes on their way to the model's dtype take many; one program of eight warps has a multiprocessor for itself.
+    """
+    padded = 1 << (width - 1).bit_length()
+    line = padded * number_bytes
+    if rows <= 32:
+        keys = _within(16384 // line, 16, 128)
+        return TileShape(keys, 4, 3, 2 if compressed else 3)
+    keys = _within(16384 // line, 16, 64) if compressed else _within(32768 // line, 16, 128)
+    return TileShape(keys, 8 if rows > 64 else 4, 2, 2)
+
+
+def rows_for(group: int, most_tokens: int) -> int:
+    """BLOCK_M for sequences of up to `most_tokens` in this step: whole tokens, at least one; a power of two."""
+    rows = max(DECODE_ROWS, group, min(most_tokens * group, PREFILL_ROWS))
+    return 1 << (rows - 1).bit_length()
+
+
+def _within(value: int, least: int, most: int) -> int:
+    return max(least, min(value, most))
 
 
 class Tiles(NamedTuple):
@@ -32,11 +79,19 @@ def tiles_of(query_lens: NDArray[np.int64], tokens: int) -> Tiles:
 
 
 def splits_of(programs: int, longest: int, processors: int) -> int:
-    """Parts of each tile's keys: 1, or a power of two that gives `processors` two programs each.
+    """Parts of each tile's keys, at most: 1, or a power of two that gives `processors` enough programs.
 
-    `programs`: without splitting; `longest`: keys of the longest sequence.
+    `programs`: without splitting; `longest`: keys of the longest sequence, or for a graph, which is launched for many
+    lengths, of the longest that it may get: parts that would have fewer than `LEAST_KEYS` keys are left empty.
     """
     splits = 1
-    while splits < MOST_SPLITS and programs * splits < 2 * processors and longest > LEAST_KEYS * splits:
+    while (
+        splits < MOST_SPLITS and programs * splits < PROGRAMS * processors and longest > LEAST_KEYS * splits
+    ):
         splits *= 2
     return splits
+
+
+def scratch_numbers(splits: int, rows: int, heads: int, width: int) -> int:
+    """float32 numbers that a launch of `rows` rows needs to put `splits` parts down."""
+    return splits * rows * heads * (width + 2) if splits > 1 else 0

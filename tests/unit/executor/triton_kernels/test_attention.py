@@ -1,168 +1,97 @@
 """The kernels against attention in float64, and against PyTorch's way through the same store."""
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is (Linux on x86-64)")
 
+from benchmarks.on_gpu.interpreter import interprets
+from benchmarks.on_gpu.kernel_cases import LAYER, Case, Problem, Wrong, cases, check
 from services.executor.engine.plan import StepPlan, to_bytes
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.kv_cache.dtypes import BlockDType
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.scores import ScoreRule
+from services.executor.triton_kernels import launch
 from services.executor.triton_kernels.backend import GpuKernels
-from services.executor.triton_kernels.tiles import LEAST_KEYS, splits_of, tiles_of
+from services.executor.triton_kernels.tiles import (
+    LEAST_KEYS,
+    rows_for,
+    scratch_numbers,
+    splits_of,
+    tile_shape,
+    tiles_of,
+)
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CODECS: dict[BlockDType, Codec | None] = {"bf16": None, "int8": INT8, "fp8": FP8}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of values of about 1. Where bf16 is multiplied, weights are rounded to it, as everywhere."""
-
-
-@dataclass
-class Case:
-    """Sequences over a store whose blocks lie in disorder, hot and cold."""
-
-    query: tuple[int, ...] = (1, 1, 5, 37)
-    """Tokens of this step, decodes first."""
-    context: tuple[int, ...] = (70, 3, 5, 50)
-    kv_heads: int = 2
-    group: int = 3
-    width: int = 20
-    block: int = 16
-    dtype: torch.dtype = torch.float32
-    cold: BlockDType = "int8"
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    slopes: bool = False
-    store: KvStore = field(init=False)
-
-    def __post_init__(self) -> None:
-        random = torch.Generator().manual_seed(7)
-        blocks = sum(-(-length // self.block) for length in self.context)
-        shape = StoreShape(2, self.block, self.kv_heads, self.width, self.dtype, (CODECS[self.cold],) * 2)
-        self.store = KvStore(shape, blocks + 2, DEVICE, blocks)
-        self.kernels = GpuKernels(self.store)
-        hot = torch.randn(self.store.hot_layers().shape, generator=random)
-        self.store.hot_layers().copy_(hot)
-        ids = torch.randperm(blocks + 2, generator=random)[:blocks]
-        # Every other block of a sequence is cold, as its older ones are.
-        pairs = [(int(ids[at]), self.store.num_hot + at) for at in range(0, blocks, 2)]
-        self.store.compress(pairs)
-        self.tables = ids.clone()
-        for hot_id, cold_id in pairs:
-            self.tables[ids == hot_id] = cold_id
-        rows = sum(self.query)
-        self.queries = torch.randn((rows, self.kv_heads, self.group, self.width), generator=random).to(
-            self.dtype
-        )
-        heads = (self.kv_heads, self.group)
-        self.sink = torch.randn(heads, generator=random) if self.sinks else None
-        self.slope = -0.3 * torch.rand(heads, generator=random) if self.slopes else None
-
-    @property
-    def plan(self) -> StepPlan:
-        return StepPlan(
-            step=0,
-            num_decodes=sum(length == 1 for length in self.query),
-            token_ids=b"",
-            positions=b"",
-            slots=b"",
-            query_lens=to_bytes(list(self.query)),
-            context_lens=to_bytes(list(self.context)),
-            block_tables=to_bytes(self.tables.tolist()),
-            sample_rows=b"",
-        )
-
-    @property
-    def rule(self) -> ScoreRule:
-        slope = self.slope
-        sink = None if self.sink is None else self.sink.to(DEVICE)
-        bias = None if slope is None else (lambda keys: slope.to(keys.device)[..., None] * keys)
-        return ScoreRule(self.width**-0.5, self.softcap, sink, bias)
-
-    def attended(self) -> Tensor:
-        query = self.queries.to(DEVICE)
-        out = torch.full_like(query, float("nan"))
-        self.kernels.attend(self.kernels.begin(self.plan), 1, query, self.rule, self.window, out)
-        return out.cpu()
-
-    def expected(self) -> Tensor:
-        """In float64, row by row."""
-        out = torch.zeros(self.queries.shape, dtype=torch.float64)
-        row, block = 0, 0
-        for query, context in zip(self.query, self.context, strict=True):
-            count = -(-context // self.block)
-            table = self.tables[block : block + count].to(DEVICE)
-            block += count
-            found = self.store.gather(1, table, 1)
-            keys, values = (part[0, :, :context].double().cpu() for part in found)
-            for position in range(context - query, context):
-                out[row] = self._one(self.queries[row].double(), keys, values, position)
-                row += 1
-        return out
-
-    def _one(self, query: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
-        scores = torch.einsum("hgd,hkd->hgk", query, keys) * self.width**-0.5
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        places = torch.arange(keys.shape[1])
-        if self.slope is not None:
-            scores = scores + self.slope.double()[..., None] * places
-        seen = places <= position
-        if self.window is not None:
-            seen &= places > position - self.window
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if self.sink is not None:
-            scores = torch.cat((scores, self.sink.double()[..., None]), -1)
-        return torch.einsum("hgk,hkd->hgd", scores.softmax(-1)[..., : len(places)], values)
-
-    def check(self) -> None:
-        torch.testing.assert_close(
-            self.attended().double(), self.expected(), atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype]
-        )
+DEVICE = torch.device("cpu" if interprets() else "cuda")
 
 
-@pytest.mark.parametrize("cold", ["bf16", "int8", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hot_and_cold_blocks_are_read_alike(dtype: torch.dtype, cold: BlockDType) -> None:
-    Case(dtype=dtype, cold=cold).check()
+@pytest.mark.parametrize("case", list(cases(large=False)), ids=str)
+def test_attention_is_what_float64_says(case: Case) -> None:
+    check(case, DEVICE)
+
+
+def test_a_check_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Problem, "attended", lambda problem: problem.expected() + 1e-3)
+    with pytest.raises(Wrong, match=r"off by 0\.001"):
+        check(Case(), DEVICE)
+
+
+def test_a_graphs_batch_is_cut_into_parts() -> None:
+    problem = Problem(Case(query=(1, 1), context=(3 * LEAST_KEYS, 5), kv_heads=1), DEVICE)
+    assert [batch.splits for batch in problem.batches()] == [4]
+    padded = Problem(replace(problem.case, context=(3 * LEAST_KEYS, 0), splits=8), DEVICE)
+    assert padded.attended()[1].eq(0).all()
 
 
 @pytest.mark.parametrize(
-    "what",
-    [
-        {"window": 9},
-        {"window": 1},
-        {"softcap": 2.0},
-        {"sinks": True},
-        {"slopes": True},
-        {"sinks": True, "window": 20, "softcap": 5.0},
-        {"group": 1, "width": 64},
-        {"group": 9, "kv_heads": 1},
-        {"group": 20, "kv_heads": 1},
-        {"block": 128},
-        {"query": (1,), "context": (1,)},
-        {"query": (4,), "context": (4,)},
-    ],
-    ids=str,
+    "what", [{}, {"sinks": True, "window": 30}, {"slopes": True, "softcap": 4.0}], ids=str
 )
-def test_whatever_a_model_asks_for(what: dict[str, object]) -> None:
-    Case(**what).check()  # type: ignore[arg-type]
+def test_a_plans_step_is_attended_alike(what: dict[str, object]) -> None:
+    case = Case(width=16, **what)  # type: ignore[arg-type]
+    problem = Problem(case, DEVICE)
+    kernels = GpuKernels(problem.store)
+    plan = StepPlan(
+        step=0,
+        num_decodes=2,
+        token_ids=b"",
+        positions=b"",
+        slots=b"",
+        query_lens=to_bytes(list(case.query)),
+        context_lens=to_bytes(list(case.context)),
+        block_tables=to_bytes(problem.tables.tolist()),
+        sample_rows=b"",
+    )
+    slopes = problem.slopes
+    bias = None if slopes is None else (lambda keys: slopes[..., None] * keys)
+    rule = ScoreRule(case.width**-0.5, case.softcap, problem.sinks, bias)
+    out = torch.full_like(problem.query, float("nan"))
+    kernels.attend(kernels.begin(plan), LAYER, problem.query, rule, case.window, out)
+    torch.testing.assert_close(out, problem.attended(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("what", [{}, {"sinks": True}, {"window": 100}, {"dtype": torch.bfloat16}], ids=str)
-def test_long_contexts_are_split_and_put_together(what: dict[str, object]) -> None:
-    case = Case(query=(1, 1, 2), context=(3 * LEAST_KEYS, 5, LEAST_KEYS + 70), kv_heads=1, **what)  # type: ignore[arg-type]
-    batches = case.kernels.begin(case.plan).batches(1, case.group)
-    assert [batch.splits > 1 for batch in batches] == [True, True]
-    case.check()
+def test_a_scratch_that_is_too_small_is_refused() -> None:
+    problem = Problem(Case(query=(1,), context=(20,), splits=2), DEVICE)
+    (batch,) = problem.batches()
+    assert batch.scratch is not None
+    assert batch.scratch.numel() == scratch_numbers(2, 1, 6, 20)
+    small = batch._replace(scratch=batch.scratch[:-1])
+    with pytest.raises(ValueError, match="need a scratch of 264 numbers, not 263"):
+        launch.attend(problem.query, problem.layer, small, problem.scores, problem.query)
+
+
+def test_a_store_with_more_lines_than_kernels_count_is_refused() -> None:
+    hot = torch.empty((2**27, 2, 8, 16, 64), dtype=torch.bfloat16, device="meta")
+    none = hot[:0]
+    problem = Problem(Case(query=(1,), context=(20,)), DEVICE)
+    (batch,) = problem.batches()
+    with pytest.raises(ValueError, match=f"{2**27} blocks of 16 tokens"):
+        launch.attend_calls(
+            problem.query, launch.Layer(hot, none, None, None), batch, problem.scores, problem.query
+        )
 
 
 @pytest.mark.parametrize("codec", [INT8, FP8], ids=["int8", "fp8"])
@@ -191,14 +120,16 @@ def test_blocks_are_compressed_as_pytorch_does_it(dtype: torch.dtype, codec: Cod
         assert torch.equal(numbers[0].view(torch.uint8), numbers[1].view(torch.uint8))
 
 
-def test_keys_and_values_are_written_to_their_slots() -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_keys_and_values_are_written_to_their_slots(dtype: torch.dtype) -> None:
     shape = StoreShape(2, 16, 3, 20, torch.bfloat16, (INT8,) * 2)
     ours, theirs = KvStore(shape, 6, DEVICE, 2), KvStore(shape, 6, DEVICE, 2)
     fused = torch.randn((7, 9, 20), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(DEVICE)
-    slots = torch.tensor([5, 90, 17, 0, 33, 95, 64], device=DEVICE)
+    slots = torch.tensor([5, 90, -1, 0, 33, 95, -1], device=DEVICE)
     key, value = fused[:, 3:6], fused[:, 6:]
-    GpuKernels(ours).write(1, slots, key, value)
-    theirs.write(1, slots, key, value)
+    GpuKernels(ours).write(1, slots.to(dtype), key, value)
+    there = slots >= 0  # the others only fill up a graph's batch
+    theirs.write(1, slots[there], key[there], value[there])
     assert torch.equal(ours.hot_layers(), theirs.hot_layers())
 
 
@@ -215,7 +146,26 @@ def test_tiles_hold_every_token_once() -> None:
 
 @pytest.mark.parametrize(
     ("programs", "longest", "splits"),
-    [(1000, 10**6, 1), (8, 200, 1), (8, 10**6, 32), (8, 1000, 4), (200, 10**6, 2)],
+    [(1000, 10**6, 1), (8, 200, 1), (8, 10**6, 64), (8, 1000, 4), (200, 10**6, 4)],
 )
 def test_keys_are_split_where_processors_would_be_idle(programs: int, longest: int, splits: int) -> None:
     assert splits_of(programs, longest, 132) == splits
+
+
+@pytest.mark.parametrize("group", range(1, 12))
+@pytest.mark.parametrize("tokens", [1, 2, 9, 4000])
+def test_a_tile_has_whole_tokens(group: int, tokens: int) -> None:
+    rows = rows_for(group, tokens)
+    assert rows & (rows - 1) == 0
+    assert 16 <= rows <= 128
+    assert rows // group >= min(tokens, 128 // group) * (group <= rows)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_turns_fit_into_shared_memory(rows: int, width: int, compressed: bool) -> None:
+    shape = tile_shape(rows, width, 2, compressed)
+    padded = 1 << (width - 1).bit_length()
+    both = 2 * shape.keys * padded * 2
+    assert rows * padded * 2 + shape.hot_stages * both <= 227 << 10

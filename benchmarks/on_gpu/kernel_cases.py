@@ -1,0 +1,307 @@
+"""Attention over random blocks, held against attention in float64: small cases for the interpreter, large for a GPU.
+
+for case in cases(large=True):
+    error = check(case, torch.device("cuda"))     raises where the kernels are wrong
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.on_gpu.interpreter import choose
+
+choose()
+
+from services.executor.kv_cache.codecs import FP8, INT8, Codec  # noqa: E402
+from services.executor.kv_cache.dtypes import BlockDType  # noqa: E402
+from services.executor.kv_cache.sizes import StoreShape  # noqa: E402
+from services.executor.kv_cache.store import KvStore  # noqa: E402
+from services.executor.triton_kernels import launch  # noqa: E402
+from services.executor.triton_kernels.tiles import (  # noqa: E402
+    LEAST_KEYS,
+    rows_for,
+    scratch_numbers,
+    splits_of,
+    tiles_of,
+)
+
+CODECS: dict[BlockDType, Codec | None] = {"bf16": None, "int8": INT8, "fp8": FP8}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Absolute, of values of about 1: weights and results are rounded to the model's numbers, as everywhere."""
+LAYER = 1
+"""Of two: a kernel that reads the wrong one is seen."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences over blocks that lie in disorder."""
+
+    query: tuple[int, ...] = (1, 1, 5, 37)
+    """Tokens of this step, decodes first."""
+    context: tuple[int, ...] = (70, 3, 5, 50)
+    """Tokens of each sequence with those; 0: it only fills up a graph's batch."""
+    kv_heads: int = 2
+    group: int = 3
+    width: int = 20
+    block: int = 16
+    dtype: torch.dtype = torch.float32
+    cold: BlockDType = "int8"
+    """Of cold blocks; bf16: as they are."""
+    order: str = "aged"
+    """`aged`: blocks are cold but the last; `hot`: none is; `mixed`: by chance, in any order."""
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    slopes: bool = False
+    splits: int | None = None
+    """Parts of each tile's keys, as a graph has captured them; None: as many as the step's lengths ask for."""
+    seed: int = 7
+
+    def __str__(self) -> str:
+        changed = (f"{name}={value}" for name, value in vars(self).items() if value != _default(name))
+        return " ".join(changed).replace("torch.", "") or "as it is"
+
+
+def _default(name: str) -> object:
+    return Case.__dataclass_fields__[name].default
+
+
+class Wrong(AssertionError):
+    """A kernel's result is not what float64 says."""
+
+
+def cases(large: bool | None = None) -> Iterator[Case]:
+    """What models ask for, one thing at a time and by chance together; `large`: as models have it, in bf16."""
+    yield from _large() if large else _small()
+
+
+def check(case: Case, device: torch.device) -> float:
+    """The largest absolute error of `case`. Raises `Wrong` where it is beyond `TOLERANCE`, or not a number."""
+    problem = Problem(case, device)
+    found, expected = problem.attended().double(), problem.expected()
+    error = float((found - expected).abs().max())
+    if not error <= TOLERANCE[case.dtype]:
+        raise Wrong(f"attention is off by {error:.2g}, more than {TOLERANCE[case.dtype]:.2g}: {case}")
+    return error
+
+
+class Problem:
+    """A case's tensors."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        generator = torch.Generator(device).manual_seed(case.seed)
+        counts = [-(-length // case.block) for length in case.context]
+        blocks = sum(counts)
+        shape = StoreShape(2, case.block, case.kv_heads, case.width, case.dtype, (CODECS[case.cold],) * 2)
+        cold = [at for at, is_cold in enumerate(self._cold(counts)) if is_cold]
+        self.store = KvStore(shape, blocks + 2, device, len(cold) + 1)
+        for layer in self.store.hot_layers():
+            layer.normal_(generator=generator)
+        ids = torch.randperm(blocks + 2, generator=torch.Generator().manual_seed(case.seed))[:blocks]
+        self.tables = ids.clone()
+        pairs = [(int(ids[at]), self.store.num_hot + place) for place, at in enumerate(cold)]
+        if pairs:
+            self.store.compress(pairs)
+            self.tables[cold] = torch.tensor([cold_id for _, cold_id in pairs])
+        self.starts = np.cumsum(counts) - counts
+        heads = (case.kv_heads, case.group)
+        size = (sum(case.query), *heads, case.width)
+        self.query = torch.randn(size, generator=generator, device=device).to(case.dtype)
+        self.sinks = torch.randn(heads, generator=generator, device=device) if case.sinks else None
+        self.slopes = -0.3 * torch.rand(heads, generator=generator, device=device) if case.slopes else None
+
+    def _cold(self, counts: list[int]) -> list[bool]:
+        chance = random.Random(self.case.seed)
+        order = self.case.order
+        return [
+            (order == "aged" and at < count - 1) or (order == "mixed" and chance.random() < 0.5)
+            for count in counts
+            for at in range(count)
+        ]
+
+    @property
+    def layer(self) -> launch.Layer:
+        store = self.store
+        return launch.Layer(store.hot(LAYER), store.codes(LAYER), store.scales(LAYER), store.codec(LAYER))
+
+    @property
+    def scores(self) -> launch.Scores:
+        case = self.case
+        flat = [None if part is None else part.reshape(-1) for part in (self.sinks, self.slopes)]
+        return launch.Scores(case.width**-0.5, case.softcap, case.window, *flat)
+
+    def attended(self) -> Tensor:
+        """What the kernels say: [T, kv heads, group, d]."""
+        out = torch.full_like(self.query, float("nan"))
+        for batch in self.batches():
+            launch.attend(self.query, self.layer, batch, self.scores, out)
+        return out
+
+    def batches(self) -> list[launch.Batch]:
+        """The decodes and the chunks."""
+        decodes = sum(length == 1 for length in self.case.query)
+        bounds = ((0, decodes), (decodes, len(self.case.query)))
+        return [self._batch(first, end) for first, end in bounds if end > first]
+
+    def _batch(self, first: int, end: int) -> launch.Batch:
+        case = self.case
+        lens = np.array(case.query[first:end])
+        rows = rows_for(case.group, int(lens.max()))
+        tiles = tiles_of(lens, rows // case.group)
+        longest = max(case.context[first:end])
+        splits = case.splits or splits_of(len(tiles.sequence) * case.kv_heads, longest, 4)
+        numbers = scratch_numbers(splits, int(lens.sum()), case.kv_heads * case.group, case.width)
+        return launch.Batch(
+            tables=self._int32(self.tables.tolist()),
+            table_starts=self._int32(self.starts),
+            query_starts=self._int32(np.concatenate(([0], np.cumsum(case.query)))),
+            context_lens=self._int32(case.context),
+            tile_sequence=self._int32(tiles.sequence + first),
+            tile_first=self._int32(tiles.first),
+            rows_per_tile=rows,
+            splits=splits,
+            first_row=sum(case.query[:first]),
+            num_rows=int(lens.sum()),
+            # What is left from other steps must not be read.
+            scratch=torch.full((numbers,), float("nan"), device=self.device),
+        )
+
+    def _int32(self, values: object) -> Tensor:
+        return torch.from_numpy(np.array(values, dtype=np.int32)).to(self.device)
+
+    def expected(self) -> Tensor:
+        """The same in float64."""
+        out = torch.zeros(self.query.shape, dtype=torch.float64, device=self.device)
+        row = 0
+        for sequence, (query, context) in enumerate(zip(self.case.query, self.case.context, strict=True)):
+            if context:
+                keys, values = self._keys_and_values(sequence)
+                rows = self.query[row : row + query].double()
+                out[row : row + query] = self._one(rows, keys, values, context - query)
+            row += query
+        return out
+
+    def _keys_and_values(self, sequence: int) -> Tensor:
+        """float64 [2, kv heads, context, d], from codes and scales themselves."""
+        store, context = self.store, self.case.context[sequence]
+        start = self.starts[sequence]
+        blocks = []
+        for block in self.tables[start : start - (-context // self.case.block)].tolist():
+            cold = block - store.num_hot
+            scales = store.scales(LAYER)
+            if cold < 0:
+                blocks.append(store.hot(LAYER)[block].double())
+            elif scales is None:
+                blocks.append(store.codes(LAYER)[cold].double())
+            else:
+                blocks.append(store.codes(LAYER)[cold].double() * scales[cold].double()[..., None, None])
+        return torch.cat(blocks, dim=2)[:, :, :context]
+
+    def _one(self, query: Tensor, keys: Tensor, values: Tensor, before: int) -> Tensor:
+        """`query` [rows, kv heads, group, d], after `before` tokens."""
+        case = self.case
+        scores = torch.einsum("rhgd,hkd->hgrk", query, keys) * case.width**-0.5
+        if case.softcap is not None:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        places = torch.arange(keys.shape[1], device=self.device)
+        own = before + torch.arange(query.shape[0], device=self.device)[:, None]
+        if self.slopes is not None:
+            scores = scores + self.slopes.double()[..., None, None] * places
+        seen = places <= own
+        if case.window is not None:
+            seen &= places > own - case.window
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if self.sinks is not None:
+            column = self.sinks.double()[..., None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, column), -1)
+        weights = scores.softmax(-1)[..., : len(places)]
+        return torch.einsum("hgrk,hkd->rhgd", weights, values)
+
+
+def _small() -> Iterator[Case]:
+    base = Case()
+    for dtype in (torch.float32, torch.bfloat16):
+        for cold in CODECS:
+            yield replace(base, dtype=dtype, cold=cold, order="mixed")
+    yield from (
+        replace(base, **what)
+        for what in (
+            {"order": "hot"},
+            {"window": 9},
+            {"window": 1},
+            {"softcap": 2.0},
+            {"sinks": True},
+            {"slopes": True},
+            {"sinks": True, "window": 20, "softcap": 5.0, "order": "mixed"},
+            {"group": 1, "width": 64},
+            {"group": 5, "kv_heads": 1, "width": 80},
+            {"group": 7, "kv_heads": 1},
+            {"group": 20, "kv_heads": 1},
+            {"block": 128, "order": "mixed"},
+            {"query": (1,), "context": (1,)},
+            {"query": (4,), "context": (4,)},
+            {"width": 256, "query": (1, 3), "context": (40, 90)},
+        )
+    )
+    long = Case(query=(1, 1, 2), context=(3 * LEAST_KEYS, 5, LEAST_KEYS + 70), kv_heads=1)
+    yield long
+    yield replace(long, sinks=True)
+    yield replace(long, window=100, cold="fp8")
+    yield replace(long, dtype=torch.bfloat16)
+    # A graph's batch: more parts than these lengths ask for, and rows that only fill it up.
+    padded = Case(query=(1, 1, 1, 1), context=(3 * LEAST_KEYS, 0, 17, 0), kv_heads=1, splits=8)
+    yield padded
+    yield replace(padded, sinks=True)
+    yield replace(padded, splits=1)
+    chance = random.Random(1)
+    for _ in range(10):
+        yield _by_chance(chance, widths=(16, 24, 64), longest=80, dtypes=(torch.float32, torch.bfloat16))
+
+
+def _large() -> Iterator[Case]:
+    base = Case(
+        query=(1,) * 6 + (300, 1000), context=(4000, 1, 700, 65, 64, 63, 300, 3000), kv_heads=4, group=4, width=128,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    for cold in CODECS:
+        for order in ("aged", "mixed", "hot"):
+            yield replace(base, cold=cold, order=order)
+    for width in (64, 80, 96, 128, 256):
+        for group in (1, 2, 3, 5, 7, 8):
+            yield replace(base, width=width, group=group, cold="fp8")
+    yield replace(base, query=(1,) * 4, context=(20000, 0, 900, 0), splits=32, cold="fp8")
+    yield replace(base, query=(1,) * 4, context=(20000, 0, 900, 0), splits=32, sinks=True)
+    yield replace(base, dtype=torch.float16)
+    yield replace(base, dtype=torch.float32, kv_heads=2)
+    chance = random.Random(2)
+    for _ in range(60):
+        yield _by_chance(chance, widths=(64, 80, 96, 128, 256), longest=3000, dtypes=(torch.bfloat16,))
+
+
+def _by_chance(
+    chance: random.Random, widths: tuple[int, ...], longest: int, dtypes: tuple[torch.dtype, ...]
+) -> Case:
+    decodes, chunks = chance.randint(0, 4), chance.randint(0, 2)
+    query = [1] * max(decodes, not chunks) + [chance.randint(2, longest // 2) for _ in range(chunks)]
+    return Case(
+        query=tuple(query),
+        context=tuple(length + chance.randint(0, longest) * chance.randint(0, 1) for length in query),
+        kv_heads=chance.randint(1, 3),
+        group=chance.randint(1, 8),
+        width=chance.choice(widths),
+        block=chance.choice((16, 32)),
+        dtype=chance.choice(dtypes),
+        cold=chance.choice(tuple(CODECS)),
+        order=chance.choice(("aged", "hot", "mixed")),
+        window=chance.choice((None, None, chance.randint(1, longest))),
+        softcap=chance.choice((None, None, 3.0)),
+        sinks=chance.random() < 0.3,
+        slopes=chance.random() < 0.3,
+        splits=chance.choice((None, None, 1, 4)),
+        seed=chance.randint(0, 10**6),
+    )
