@@ -51,6 +51,11 @@ class ExecutorSettings(CommonSettings):
     speculation: str = "auto"
     """Tokens that a step checks ahead per sequence where the text repeats itself: `auto` (as many as pay),
     `off`, or the most there may be. It changes the speed, never the text."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """On GPUs, decode steps as CUDA graphs, captured at start-up for batches of up to `max_sequences`: `auto` (where
+    the model's decoder can), or `off`. They change the speed, never the tokens."""
+    cuda_graphs_memory: int = Field(default=1 << 30, ge=1)
+    """Most bytes of GPU memory that these graphs take; larger batches are captured first."""
     lookahead: Literal["auto", "on", "off"] = "auto"
     """Whether a step may be launched before the tokens of the one before it are known, so that planning and
     publishing cost no time between steps; `auto`: where a GPU computes. It changes the speed, never the text."""

@@ -30,7 +30,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     step: int
     num_decodes: int
     token_ids: bytes
-    """int32 [T]: the tokens to compute."""
+    """int32 [T]: the tokens to compute; -1 - k: what row k of the step before, which was `on_device`, has sampled."""
     positions: bytes
     """int32 [T]: absolute position of each token in its sequence."""
     slots: bytes
@@ -60,6 +60,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """int32 [n, 2]: (landing slot, block id), copied after the compressions: what another ring has given."""
     handover: bytes = b""
     """What the ranks' sides of a hand-over are to do (`handover/commands.py`), after these copies; empty: nothing."""
+    on_device: bool = False
+    """Whether the rows are sampled on the ranks' devices, where token ids of -1 - k in the next plan find them
+    (`gpu/steps.py`)."""
 
 
 _encoder = msgspec.msgpack.Encoder()

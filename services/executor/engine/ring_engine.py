@@ -8,6 +8,7 @@ leader   plan ──▶ plan channel ──▶ followers
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec import structs
@@ -16,6 +17,7 @@ from services.executor.board import RankBoard, RingBoard
 from services.executor.debug import spans
 from services.executor.debug.recorded import recorded
 from services.executor.engine import meeting
+from services.executor.engine.device_launches import DeviceLaunches
 from services.executor.engine.host_launches import HostLaunches
 from services.executor.engine.kv_plan import agree_on_slots, plan_store
 from services.executor.engine.plan import StepPlan
@@ -31,7 +33,7 @@ from services.executor.handover.endpoint import RankEndpoint
 from services.executor.kv_cache.gpu_budget import widths_of
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.backend import make_runner, reads_compressed
+from services.executor.model.backend import has_triton, make_runner, reads_compressed
 from services.executor.model.checkpoints import resolve_model
 from services.executor.model.collectives import Collectives
 from services.executor.model.loader import context_length, load_config, load_model
@@ -45,6 +47,10 @@ from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
 from shared.logs import adopt_loggers
 from shared.messages import ModelCard
+
+if TYPE_CHECKING:  # they import Triton, which not every host has
+    from services.executor.gpu.sampling import Pending
+    from services.executor.gpu.steps import StepLimits
 
 IDLE_LOOK = 0.2
 """Seconds without a plan after which a profiler that is at work is told."""
@@ -69,7 +75,7 @@ class RingEngine:
         self._sender = PlanSender([])
         self._member: RingMember | None = None
         self._directory = Path()
-        self._launches = HostLaunches(self.execute)
+        self._launches: HostLaunches | DeviceLaunches = HostLaunches(self._execute)
         self._said_before = 0.0
         """Seconds of communication before the first step: ranks wait for each other while they load."""
 
@@ -85,6 +91,8 @@ class RingEngine:
         )
         self._said_before = self._member.collectives.busy_seconds
         self._board.clock.collectives = collectives
+        if self._member.engine_spec.overlaps:
+            self._launches = DeviceLaunches(self._execute, self._begin, self._suits_device)
         return self._member.engine_spec
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
@@ -92,6 +100,15 @@ class RingEngine:
         return read_card(self._directory, model, self._member.engine_spec)
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        if isinstance(self._launches, HostLaunches):
+            return self._execute(plan, samples)
+        return self._launches.launch(plan, samples).result()
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        return self._launches.launch(plan, samples)
+
+    def _execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        """Computes a step, and samples its rows on the host."""
         assert self._member is not None, "the engine has not been loaded"
         spans.before_step(plan.step)
         self._board.begin(plan.step)
@@ -112,8 +129,37 @@ class RingEngine:
         finally:
             self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
 
-    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
-        return self._launches.launch(plan, samples)
+    def _suits_device(self, plan: StepPlan, samples: Sequence[SamplingState]) -> bool:
+        """Whether the ranks' devices can compute the step and sample its rows."""
+        if self._member is None or plan.pools or not self._member.runner.can_launch(len(samples)):
+            return False
+        return not any(state.needs_host for state in samples)
+
+    def _begin(self, plan: StepPlan, samples: Sequence[SamplingState]) -> "_BegunStep":
+        """Has the devices compute a step and sample its rows."""
+        assert self._member is not None, "the engine has not been loaded"
+        spans.before_step(plan.step)
+        self._board.begin(plan.step)
+        wants = wants_of(samples, self._member.engine_spec.vocab_size)
+        plan = structs.replace(plan, candidates=wants.tobytes(), on_device=True)
+        try:
+            with spans.span("send plan"):
+                self._sender.send(plan)
+            self._board.recorder.sent()
+            launch = partial(self._member.runner.launch, plan, samples, self._board.progress)
+            pending = self._board.clock.run(plan, launch)
+            assert pending is not None, "a restore that fails is told to rank 0"
+        except BaseException:
+            self._board.end(plan.step)
+            raise
+        self._board.recorder.computed()  # as far as the host is concerned: the rest is waiting for tokens
+        return _BegunStep(plan.step, pending, self._end)
+
+    def _end(self, step: int) -> None:
+        assert self._member is not None, "the engine has not been loaded"
+        self._board.progress.tick()
+        self._figures.set_communication(self._member.collectives.busy_seconds - self._said_before)
+        self._board.end(step)
 
     def pooled(self) -> Floats:
         assert self._member is not None, "the engine has not been loaded"
@@ -124,6 +170,20 @@ class RingEngine:
         if self._member is not None:
             self._member.collectives.close()
             self._member = None
+
+
+class _BegunStep:
+    """A step that the devices have been given."""
+
+    def __init__(self, step: int, pending: "Pending", end: Callable[[int], None]) -> None:
+        self._step, self._pending, self._end = step, pending, end
+
+    def wait(self) -> list[SampledToken]:
+        try:
+            with spans.span("wait for tokens"):
+                return self._pending.wait()
+        finally:
+            self._end(self._step)  # a step that failed is over too: nothing hangs in it
 
 
 def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, rendezvous: Rendezvous) -> None:
@@ -209,7 +269,8 @@ class RingMember:
         spill = SpillStore(slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         store = KvStore(shape, blocks.hot, device, blocks.cold)
         cores = cores_of(settings, spec.rank)
-        runner = make_runner(model, store, layout, collectives, device, threads, spill, cores)
+        limits = step_limits(settings, context) if device.type == "cuda" else None
+        runner = make_runner(model, store, layout, collectives, device, threads, spill, cores, limits)
         if runner.is_native:
             spans.count_native(runner.spent)
         runner.warm_up()
@@ -232,8 +293,19 @@ class RingMember:
             embedding_size=config.hidden_size,
             kv_format=shape.format if handover is not None else "",
             kv_block_bytes=shape.bytes_per_spilled_block,
+            overlaps=runner.can_launch(1),
         )
         return cls(runner, collectives, engine_spec)
+
+
+def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None":
+    """Of a GPU's steps of sequences of up to `context` tokens; None where there is no Triton."""
+    if not has_triton():
+        return None
+    from services.executor.gpu.steps import StepLimits
+
+    memory = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
+    return StepLimits(settings.max_sequences, settings.max_batch_tokens, context, memory)
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

@@ -138,6 +138,12 @@ class SamplingState:
         return self.bars is not None and (self.bars.allowed is not None or bool(len(self.bars.barred)))
 
     @property
+    def needs_host(self) -> bool:
+        """Whether the token is not a function of logits, parameters and position alone, or more than it is asked
+        for: what samples on a device (`gpu/sampling.py`) leaves to the host."""
+        return not self.foreseeable or self.params.logprobs >= 0
+
+    @property
     def foreseeable(self) -> bool:
         """Whether the token after the next one can be chosen without knowing the next one beforehand, and without
         edits of logits: nothing but seed and position decides beside the logits."""

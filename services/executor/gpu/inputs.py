@@ -2,6 +2,9 @@
 
 A decoder's `compute` reads nothing else, so that a CUDA graph of it can be captured over tensors that stay where
 they are, and be replayed once the next plan's numbers lie in them.
+
+    plan ─▶ StepArrays (NumPy, pure) ─▶ one copy ─▶ tensors ─▶ StepInputs
+                    └─▶ padded to a graph's size (graphs.py)
 """
 
 from collections.abc import Sequence
@@ -13,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.engine.plan import StepPlan, as_int32
+from services.executor.gpu.staging import Ints, to_device
 from services.executor.triton_kernels.launch import Batch, rows_for
-from services.executor.triton_kernels.tiles import splits_of, tiles_of
+from services.executor.triton_kernels.tiles import Tiles, splits_of, tiles_of
 
 
 class StepInputs(NamedTuple):
@@ -32,54 +36,106 @@ class StepInputs(NamedTuple):
     """What attention needs: the decodes, then the prefill chunks; none of the two is empty."""
 
 
-def inputs_of(
-    plan: StepPlan, block_size: int, kv_heads: int, group: int, device: torch.device, processors: int
-) -> StepInputs:
-    """`plan`, which computes some tokens, in tensors of its own: one copy to the device."""
+class Part(NamedTuple):
+    """The decodes of a step, or its prefill chunks."""
+
+    tiles: Tiles
+    """Their sequences are counted over the whole step."""
+    rows_per_tile: int
+    longest: int
+    """Of their contexts."""
+    first_row: int
+    num_rows: int
+
+
+class StepArrays(NamedTuple):
+    """What `StepInputs` has, on the host."""
+
+    token_ids: Ints
+    positions: Ints
+    slots: Ints
+    sample_rows: Ints
+    table_starts: Ints
+    """[S]"""
+    query_starts: Ints
+    """[S + 1]"""
+    context_lens: Ints
+    """[S]"""
+    tables: Ints
+    """The sequences' blocks, end to end."""
+    parts: list[Part]
+
+    def flat(self) -> list[Ints]:
+        """In the order of their places; the tables, whose length no graph knows beforehand, are the last."""
+        tiles = [array for part in self.parts for array in part.tiles]
+        return [*self[:7], *tiles, self.tables]
+
+
+def arrays_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
+    """`plan`, which computes some tokens, for layers with `group` query heads per KV head."""
     query_lens = as_int32(plan.query_lens).astype(np.int64)
-    context_lens = as_int32(plan.context_lens).astype(np.int64)
-    blocks = -(-context_lens // block_size)
+    context_lens = as_int32(plan.context_lens)
+    blocks = -(-context_lens.astype(np.int64) // block_size)
     bounds = ((0, plan.num_decodes), (plan.num_decodes, len(query_lens)))
-    parts = [(first, end) for first, end in bounds if end > first]
-    rows = [rows_for(group, int(query_lens[first:end].max())) for first, end in parts]
-    tiles = [
-        tiles_of(query_lens[first:end], per_tile // group)
-        for (first, end), per_tile in zip(parts, rows, strict=True)
-    ]
-    arrays = [
+    return StepArrays(
         as_int32(plan.token_ids),
         as_int32(plan.positions),
         as_int32(plan.slots),
         as_int32(plan.sample_rows),
-        as_int32(plan.block_tables),
         np.cumsum(blocks) - blocks,
         np.concatenate(([0], np.cumsum(query_lens))),
         context_lens,
-    ]
-    for (first, _), part in zip(parts, tiles, strict=True):
-        arrays += [part.sequence + first, part.first]
-    token_ids, positions, slots, sample_rows, tables, starts, ends, lens, *placed = to_device(arrays, device)
+        as_int32(plan.block_tables),
+        [_part(query_lens, context_lens, first, end, group) for first, end in bounds if end > first],
+    )
+
+
+def _part(query_lens: NDArray[np.int64], context_lens: Ints, first: int, end: int, group: int) -> Part:
+    rows = rows_for(group, int(query_lens[first:end].max()))
+    tiles = tiles_of(query_lens[first:end], rows // group)
+    return Part(
+        Tiles(tiles.sequence + np.int32(first), tiles.first),
+        rows,
+        int(context_lens[first:end].max()),
+        int(query_lens[:first].sum()),
+        int(query_lens[first:end].sum()),
+    )
+
+
+def as_inputs(step: StepArrays, tensors: Sequence[Tensor], splits: Sequence[int]) -> StepInputs:
+    """`tensors` hold what `step.flat()` has; `splits`: parts of the keys, for each of its parts."""
+    token_ids, positions, slots, sample_rows, starts, ends, lens, *tiles, tables = tensors
     batches = [
         Batch(
             tables=tables,
             table_starts=starts,
             query_starts=ends,
             context_lens=lens,
-            tile_sequence=placed[2 * index],
-            tile_first=placed[2 * index + 1],
-            rows_per_tile=rows[index],
-            splits=splits_of(
-                len(tiles[index].sequence) * kv_heads, int(context_lens[first:end].max()), processors
-            ),
-            first_row=int(query_lens[:first].sum()),
-            num_rows=int(query_lens[first:end].sum()),
+            tile_sequence=tiles[2 * index],
+            tile_first=tiles[2 * index + 1],
+            rows_per_tile=part.rows_per_tile,
+            splits=splits[index],
+            first_row=part.first_row,
+            num_rows=part.num_rows,
         )
-        for index, (first, end) in enumerate(parts)
+        for index, part in enumerate(step.parts)
     ]
     return StepInputs(token_ids, positions, slots, sample_rows, batches)
 
 
-def to_device(arrays: Sequence[NDArray[np.int64] | NDArray[np.int32]], device: torch.device) -> list[Tensor]:
-    """Each as int32 there. One copy for all of them: each costs as much as many bytes."""
-    whole = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).to(device)
-    return list(torch.split(whole, [len(array) for array in arrays]))
+def splits_for(step: StepArrays, kv_heads: int, processors: int) -> list[int]:
+    """Parts of the keys that suit the contexts of `step`, for each of its parts."""
+    return [splits_of(len(part.tiles.sequence) * kv_heads, part.longest, processors) for part in step.parts]
+
+
+def inputs_of(
+    plan: StepPlan, block_size: int, kv_heads: int, group: int, device: torch.device, processors: int
+) -> StepInputs:
+    """`plan`, which computes some tokens, in tensors of its own: one copy to the device."""
+    step = arrays_of(plan, block_size, group)
+    return as_inputs(step, to_device(step.flat(), device), splits_for(step, kv_heads, processors))
+
+
+def is_decode(plan: StepPlan) -> bool:
+    """Whether `plan` computes one token of each of some sequences, and sums nothing up."""
+    return plan.num_decodes > 0 and 4 * plan.num_decodes == len(plan.query_lens) and not plan.pools

@@ -6,7 +6,7 @@ GPU without        PyTorch
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -19,11 +19,15 @@ from services.executor.model.collectives import Collectives
 from services.executor.model.collectives_shm import SharedMemory
 from services.executor.model.loader import pack_linears
 from services.executor.model.lowering import CannotLower, Lowered
-from services.executor.model.runner import ModelRunner
+from services.executor.model.runner import ModelRunner, widths_of
 from services.executor.model.sharding import ShardLayout
 from services.executor.native.decoder import NativeDecoder, NativeRing
 from services.executor.native.library import load_library, why_not
 from services.executor.native.lowering import lower
+
+if TYPE_CHECKING:  # they import Triton, which not every host has
+    from services.executor.gpu.capture import Capture
+    from services.executor.gpu.steps import StepLimits
 
 log = structlog.get_logger(__name__)
 
@@ -37,11 +41,12 @@ def make_runner(
     threads: int,
     spill: SpillStore | None = None,
     cpus: Sequence[int] = (),
+    limits: "StepLimits | None" = None,
 ) -> ModelRunner:
     """A runner for `model`, which is loaded and not packed. `threads`: of the kernels; `cpus`: the cores to keep
-    them on, one each; none: any."""
+    them on, one each; none: any. `limits`: of a GPU's steps; None: each is launched kernel by kernel and waited for."""
     if device.type == "cuda" and has_triton():
-        return gpu_runner(model, store, layout, collectives, spill)
+        return gpu_runner(model, store, layout, collectives, spill, limits)
     decoder = _native_decoder(model, store, layout, collectives, device, threads, cpus)
     if decoder is None:
         pack_linears(model)
@@ -57,10 +62,13 @@ def gpu_runner(
     layout: ShardLayout,
     collectives: Collectives,
     spill: SpillStore | None = None,
+    limits: "StepLimits | None" = None,
+    capture: "Capture | None" = None,
 ) -> ModelRunner:
     """A runner for `model`, loaded, on the GPU of `store`, where there is Triton: its decoder where the model can be
-    lowered, else the model's own code with its attention."""
+    lowered, else the model's own code with its attention. `capture` makes graphs in place of CUDA."""
     from services.executor.gpu.decoder import GpuDecoder
+    from services.executor.gpu.steps import GpuSteps
     from services.executor.triton_kernels.backend import GpuKernels
 
     try:
@@ -72,7 +80,10 @@ def gpu_runner(
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
     decoder = GpuDecoder(lowered, store, layout, collectives)
     store.compressor = decoder.compress
-    return ModelRunner(model, store, collectives, store.device, spill, decoder)
+    if limits is None:
+        return ModelRunner(model, store, collectives, store.device, spill, decoder)
+    steps = GpuSteps(decoder, store, collectives, widths_of(model), limits, capture)
+    return ModelRunner(model, store, collectives, store.device, spill, steps.decoder, steps=steps)
 
 
 def has_triton() -> bool:

@@ -1,5 +1,6 @@
 """One rank's forward pass over a step plan."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from services.executor.debug.spans import span
 from services.executor.engine.plan import Int32Array, StepPlan, as_int32, to_bytes
 from services.executor.engine.protocol import RestoreFailed
+from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.vectors import Floats
 from services.executor.kv_cache.copier import BlockCopier, Endpoint
 from services.executor.kv_cache.spill import SpillStore
@@ -29,11 +31,14 @@ from services.executor.native.decoder import NativeDecoder
 from services.executor.progress import Progress
 from shared.errors import ModelLoadError
 
-if TYPE_CHECKING:  # it imports Triton, which not every host has
+if TYPE_CHECKING:  # they import Triton, which not every host has
+    from services.executor.gpu.sampling import Pending
+    from services.executor.gpu.steps import GpuSteps
     from services.executor.triton_kernels.backend import GpuKernels
 
 
-def _widths(model: Any) -> list[int]:
+def widths_of(model: Any) -> list[int]:
+    """Each rank's share of the vocabulary."""
     head = model.get_output_embeddings()
     assert isinstance(head, VocabParallelHead)
     return head.widths
@@ -80,18 +85,20 @@ class ModelRunner:
         spill: SpillStore | None = None,
         decoder: Decoder | None = None,
         kernels: "GpuKernels | None" = None,
+        steps: "GpuSteps | None" = None,
     ):
         """`decoder` computes in place of `model` where there is one; `kernels` are what the model's attention uses
-        (see `services.executor.triton_kernels`)."""
+        (see `services.executor.triton_kernels`); `steps`, around the same decoder, need not be waited for."""
         self._model: Any = model
         self._decoder = decoder
         self._kernels = kernels
+        self._steps = steps
         self._search = largest_of if decoder is None else decoder.largest
         self._store = store
         self._copier = BlockCopier(store, spill, collectives)
         self._collectives = collectives
         self._device = device
-        self._widths = _widths(model)
+        self._widths = widths_of(model)
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
 
@@ -122,13 +129,12 @@ class ModelRunner:
         Raises `shared.errors.RingLost` when another rank is gone. Where some rank cannot restore a block no
         rank computes the step, and rank 0 raises `RestoreFailed`.
         """
-        with span("copy KV blocks"):
-            failed = self._copier.run(plan)
-        if failed and self._is_leader:
-            raise RestoreFailed(failed)
-        if failed or not plan.token_ids:
-            return self._no_logits() if self._is_leader else None
         progress = progress or Progress.unread()
+        if plan.on_device:
+            self.launch(plan, None, progress)
+            return None
+        if not self._copy(plan) or not plan.token_ids:
+            return self._no_logits() if self._is_leader else None
         wants = np.frombuffer(plan.candidates, WANT)
         if self._decoder is not None and len(wants) and only_largest(wants) and not plan.pools:
             return collect_largest(self._compute_largest(plan, progress), self._collectives, self._widths)
@@ -142,6 +148,32 @@ class ModelRunner:
             return None
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return whole.float()
+
+    def can_launch(self, rows: int) -> bool:
+        """Whether `launch` takes a step of which so many rows are sampled."""
+        return self._steps is not None and self._steps.can_sample(rows)
+
+    def launch(
+        self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: Progress
+    ) -> "Pending | None":
+        """Has the device begin a plan that is `on_device`, with its `candidates` and without pools, and sample its
+        rows; waits for nothing but the plan's copies.
+
+        `states`, on rank 0, of rows whose tokens do not need the host; None on the others, whose result is of no use.
+        Raises as `forward` does; None where a restore has failed on another rank than 0.
+        """
+        assert self._steps is not None, "steps are waited for here"
+        if not self._copy(plan):
+            return None
+        return self._steps.launch(plan, states, progress)
+
+    def _copy(self, plan: StepPlan) -> bool:
+        """Copies what the plan copies; False where some rank cannot restore a block, on rank 0 `RestoreFailed`."""
+        with span("copy KV blocks"):
+            failed = self._copier.run(plan)
+        if failed and self._is_leader:
+            raise RestoreFailed(failed)
+        return not failed
 
     def _compute(self, plan: StepPlan, progress: Progress) -> Tensor:
         """This rank's share of the logits [R, vocab share]."""
@@ -173,7 +205,8 @@ class ModelRunner:
             return self._decoder.forward_to_largest(plan, progress)
 
     def warm_up(self) -> None:
-        """Runs one step of two tokens through block 0, which must be free: what cannot run fails here.
+        """Runs one step of two tokens through block 0, which must be free: what cannot run fails here. Captures
+        graphs where there are to be some, and compiles what samples.
 
         Raises `shared.errors.ModelLoadError` when the model asks for what attention does not support, or
         when its weights compute what is no number.
@@ -199,6 +232,8 @@ class ModelRunner:
                 "The model's weights compute values that are no numbers (NaN or infinite); the weights file is "
                 "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
             )
+        if self._steps is not None:
+            self._steps.prepare()
 
     def _no_logits(self) -> Tensor:
         return torch.empty((0, self.vocab_size), dtype=torch.float32, device=self._device)

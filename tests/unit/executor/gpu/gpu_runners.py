@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from services.executor.gpu.capture import Rerun
+from services.executor.gpu.steps import StepLimits
 from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
@@ -79,8 +81,10 @@ def runner_of(
     dtype: torch.dtype = torch.float32,
     codec: Codec | None = None,
     gpu: bool = True,
+    limits: StepLimits | None = None,
 ) -> ModelRunner:
-    """`gpu`: with the decoder, else with PyTorch alone."""
+    """`gpu`: with the decoder, else with PyTorch alone; `limits`: with steps that need not be waited for, and what
+    stands for graphs."""
     config = load_config(directory)
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(directory, dtype, layout, collectives, CPU, lambda done, total: None)
@@ -88,7 +92,7 @@ def runner_of(
     shape = StoreShape(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
     store = KvStore(shape, NUM_BLOCKS, CPU, NUM_BLOCKS if codec else 0)
     if gpu:
-        return gpu_runner(model, store, layout, collectives)
+        return gpu_runner(model, store, layout, collectives, limits=limits, capture=Rerun())
     return ModelRunner(model, store, collectives, CPU)
 
 

@@ -1,0 +1,38 @@
+"""Which GPU there is, by the driver: without torch, whose import takes seconds and which may be one for CPUs."""
+
+import contextlib
+import ctypes
+import re
+from functools import lru_cache
+from pathlib import Path
+
+NAME_BYTES = 128
+
+
+@lru_cache(maxsize=1)
+def card() -> str | None:
+    """The first GPU's name, and how many there are; None where there is none."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count, name = ctypes.c_int(), ctypes.create_string_buffer(NAME_BYTES)
+    if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return None
+    if library.cuDeviceGetName(name, NAME_BYTES, 0):
+        return None
+    found = name.value.decode(errors="replace")
+    return f"{count.value} x {found}" if count.value > 1 else found
+
+
+def driver() -> str:
+    """The kernel module's version, else the newest CUDA that the driver knows."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text):
+            return found.group()
+    with contextlib.suppress(OSError):
+        number = ctypes.c_int()
+        if not ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
+            return f"for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    return "unknown"

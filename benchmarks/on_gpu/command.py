@@ -1,0 +1,148 @@
+"""The command line of `python -m benchmarks.gpu`."""
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.errors import BenchError, told_in_a_sentence
+from benchmarks.on_gpu import wheels as wheelhouse
+from benchmarks.on_gpu.budget import Section
+from benchmarks.on_gpu.card import card, driver
+from benchmarks.on_gpu.child import command_of
+from benchmarks.on_gpu.rows import Report, read_report
+from benchmarks.on_gpu.running import Runner
+from benchmarks.on_gpu.sections import SECTIONS
+from benchmarks.on_gpu.table import markdown, put_into, show
+from benchmarks.report import machine
+
+WIDTH = 170
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Some of the sections, with commas; see --list.")] = "",
+    list_sections: Annotated[bool, typer.Option("--list", help="Name the sections, and end.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Where the figures go; else $OUT/gpu.json, or ./gpu.json.")
+    ] = None,
+    budget_s: Annotated[float, typer.Option(help="Seconds for everything.", min=10.0)] = 570.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Run every section's code on the CPU, with tiny shapes.")
+    ] = False,
+    markdown_of: Annotated[
+        Path | None, typer.Option("--markdown", help="Print a results file as docs/gpu.md has it, and end.")
+    ] = None,
+    into: Annotated[Path | None, typer.Option(help="With --markdown: the page to put it into.")] = None,
+    wheels: Annotated[
+        Path | None, typer.Option(help="Download what a machine without a network needs, and end.")
+    ] = None,
+    python: Annotated[str, typer.Option(help="With --wheels: that machine's Python.")] = "3.12",
+) -> None:
+    """Measure everything that only a GPU can say."""
+    with told_in_a_sentence():
+        if list_sections:
+            for section in SECTIONS:
+                print(f"{section.name:13} {section.title} (at most {section.most:.0f} s)")
+        elif markdown_of is not None:
+            _page(markdown_of, into)
+        elif wheels is not None:
+            _download(wheels, python)
+        else:
+            raise typer.Exit(_measure(chosen(only), json_file or default_json(dry_run), budget_s, dry_run))
+
+
+def run() -> None:
+    """The command as a program."""
+    typer.run(main)
+
+
+def chosen(only: str) -> Sequence[Section]:
+    """The sections of those names, in their usual order. Raises `BenchError`."""
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    unknown = set(names) - {section.name for section in SECTIONS}
+    if unknown:
+        known = ", ".join(section.name for section in SECTIONS)
+        raise BenchError(f"There is no section {', '.join(sorted(unknown))}; there are {known}.")
+    return [section for section in SECTIONS if not names or section.name in names]
+
+
+def default_json(dry_run: bool) -> Path:
+    """Where results go that nobody has given a place."""
+    return Path(os.environ.get("OUT") or ".", "gpu-dry-run.json" if dry_run else "gpu.json")
+
+
+def about(dry_run: bool) -> dict[str, str]:
+    """The machine, in words."""
+    found = {"host": machine(), "card": "no GPU: a dry run" if dry_run else card() or ""}
+    if not dry_run:
+        found["driver"] = driver()
+    for name in ("torch", "triton", "transformers", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def _measure(sections: Sequence[Section], path: Path, budget_s: float, dry_run: bool) -> int:
+    if not dry_run and not card():
+        raise BenchError(
+            "There is no NVIDIA GPU here (the driver names none); run this on a machine with one, or with --dry-run "
+            "to try the code on the CPU."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    date = datetime.now(UTC).date().isoformat()
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
+    report = Report(date, command, dry_run, budget_s, about(dry_run), [])
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:5.0f} s] {text}", flush=True)
+
+    say(", ".join(f"{name} {value}" for name, value in report.machine.items()))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that sections go with it
+    runner = Runner(report, path, lambda section, rows, limit: command_of(section, rows, limit, report), say)
+    try:
+        runner.run(sections)
+    finally:
+        # To a file too: who reads it later has no terminal's width to go by.
+        show(report, Console(width=WIDTH if not sys.stdout.isatty() else None))
+        print(f"{path}: all figures, for --markdown {path}")
+    return verdict(report)
+
+
+def verdict(report: Report) -> int:
+    """The exit code: 1 where something is wrong or did not run."""
+    wrong = any(not row.ok for section in report.sections for row in section.rows)
+    return int(wrong or any(section.status != "done" for section in report.sections))
+
+
+def _page(results: Path, into: Path | None) -> None:
+    try:
+        table = markdown(read_report(results))
+        if into is None:
+            print(table)
+        else:
+            into.write_text(put_into(into.read_text(encoding="utf-8"), table), encoding="utf-8")
+    except ValueError as error:
+        raise BenchError(f"{error}.") from None
+
+
+def _download(directory: Path, python: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    size = wheelhouse.download(directory, python)
+    print(
+        f"{len(list(directory.glob('*.whl')))} wheels, {size / 1e6:.0f} MB, are in {directory}. On the other machine:"
+    )
+    print(
+        "pip install --no-index --find-links wheels, and the names that `python -m benchmarks.gpu` says are missing."
+    )

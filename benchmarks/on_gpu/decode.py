@@ -1,0 +1,163 @@
+"""Decode: tokens/s, and the share of what the memory allows.
+
+The limit of a step is the time in which the weights and the keys and values that it reads pass through the memory at
+the bandwidth that a copy has; what is written is a thousandth of it. The cache holds random numbers: computing
+contexts of 8k for 128 sequences would take minutes, and changes no byte of what a step reads.
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.on_gpu.bench import Bench
+from benchmarks.on_gpu.served import BackToBack, Served, decode_plan, served
+from benchmarks.on_gpu.shapes import (
+    BLOCK,
+    LLAMA_8B,
+    LLAMA_13B,
+    TINY,
+    KvDType,
+    Shape,
+    WeightDType,
+    at_most,
+)
+from benchmarks.on_gpu.timing import took
+
+SHORT, LONG = 1024, 8192
+CHUNK = 512
+"""Tokens of a step at most."""
+
+
+class Case(NamedTuple):
+    """One figure; cases of one ring stand together."""
+
+    weights: WeightDType
+    kv: KvDType
+    context: int
+    batch: int
+
+    def key(self, shape: Shape) -> str:
+        return f"decode/{shape.name.lower()}/{self.weights}/kv-{self.kv}/{self.context}/{self.batch}"
+
+    def what(self, shape: Shape) -> str:
+        return f"decode {shape.name}, {self.weights} weights, {self.kv} KV, context {self.context}, batch {self.batch}"
+
+
+def _cases(weights: WeightDType, kv: KvDType, short: Sequence[int], long: Sequence[int]) -> list[Case]:
+    return [Case(weights, kv, SHORT, n) for n in short] + [Case(weights, kv, LONG, n) for n in long]
+
+
+CASES_8B = [
+    *_cases("bf16", "bf16", (1, 8, 32, 128), (1, 8, 32, 128)),
+    *_cases("bf16", "fp8", (1, 8, 32, 128), (1, 8, 32, 128)),
+    *_cases("bf16", "int8", (1, 32), (1, 32)),
+]
+CODED_8B = [
+    *_cases("fp8", "bf16", (1, 8, 32, 128), (1, 32)),
+    *_cases("fp8", "fp8", (1, 8, 32, 128), (1, 8, 32, 128)),
+    *_cases("int8", "bf16", (1, 32), ()),
+]
+CASES_13B = [
+    *_cases("bf16", "bf16", (1, 8, 32, 128), (1, 8, 128)),
+    *_cases("fp8", "fp8", (1, 8, 32, 128), (1, 8, 32, 128)),
+    *_cases("bf16", "fp8", (1, 32), (1, 8)),
+]
+TINY_CASES = [Case("bf16", "bf16", 40, 1), Case("bf16", "bf16", 40, 3), Case("bf16", "fp8", 40, 2)]
+TINY_CODED = [Case("fp8", "bf16", 40, 1)]
+
+
+def bf16_8b(bench: Bench) -> None:
+    _run(bench, TINY if bench.tiny else LLAMA_8B, TINY_CASES if bench.tiny else CASES_8B)
+
+
+def coded_8b(bench: Bench) -> None:
+    """Weights of eight bits are for GPUs alone: a dry run learns that they are refused."""
+    _run(bench, TINY if bench.tiny else LLAMA_8B, TINY_CODED if bench.tiny else CODED_8B)
+
+
+def all_13b(bench: Bench) -> None:
+    _run(bench, TINY if bench.tiny else LLAMA_13B, TINY_CASES[:1] if bench.tiny else CASES_13B)
+
+
+def _run(bench: Bench, shape: Shape, cases: Sequence[Case]) -> None:
+    for (weights, kv), group in groupby(cases, lambda case: (case.weights, case.kv)):
+        fitting = list(_that_fit(bench, shape, list(group)))
+        if not fitting:
+            continue
+        if bench.left() <= 0:
+            _too_late(bench, shape, fitting)
+            continue
+        try:
+            _ring(bench, shape, weights, kv, fitting)
+        except Exception as error:  # one kind of weights or blocks that fails leaves the others
+            why = f"{type(error).__name__}: {(str(error).splitlines() or ['no words'])[0][:200]}"
+            bench.missing(
+                f"decode/{shape.name.lower()}/{weights}/kv-{kv}", f"{weights} weights, {kv} KV", why
+            )
+        gc.collect()
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _that_fit(bench: Bench, shape: Shape, cases: Sequence[Case]) -> Iterator[Case]:
+    """Says of the others why not."""
+    memory = torch.cuda.mem_get_info(bench.device)[1] if bench.device.type == "cuda" else 1e9
+    for case in cases:
+        why = at_most(case.batch, case.context, shape, case.weights, case.kv, memory)
+        if why:
+            bench.missing(case.key(shape), case.what(shape), why)
+        else:
+            yield case
+
+
+def _too_late(bench: Bench, shape: Shape, cases: Sequence[Case]) -> None:
+    for case in cases:
+        bench.missing(case.key(shape), case.what(shape), "no time was left")
+
+
+def _ring(bench: Bench, shape: Shape, weights: WeightDType, kv: KvDType, cases: Sequence[Case]) -> None:
+    """One ring for all cases that share its weights and blocks."""
+    most = max(case.batch for case in cases)
+    memory = int(max(_cache_bytes(shape, case, most) for case in cases))
+    options = {"kv_dtype": kv, "kv_memory": memory, "max_sequences": most, "context_length": _longest(cases)}
+    options |= {"weight_dtype": weights} if weights != "bf16" else {}
+    options["max_batch_tokens"] = CHUNK
+    with served(shape, bench.device, **options) as ring:
+        if "weight_dtype" in ring.unknown:
+            raise RuntimeError("this version has no --weight-dtype")
+        ring.fill_cache()
+        for case in cases:
+            if bench.left() <= 0:
+                _too_late(bench, shape, [case])
+                continue
+            try:
+                _measure(bench, ring, shape, case)
+            except (ValueError, torch.OutOfMemoryError) as error:  # of this case alone
+                bench.missing(case.key(shape), case.what(shape), str(error).splitlines()[0][:200])
+
+
+def _longest(cases: Sequence[Case]) -> int:
+    return max(case.context for case in cases) + BLOCK
+
+
+def _cache_bytes(shape: Shape, case: Case, sequences: int) -> float:
+    """A little more than the case's blocks. Where they are compressed the last of each sequence is hot, and the ring
+    keeps some for prompts."""
+    hot = 2 * sequences + CHUNK // BLOCK + 32 if case.kv != "bf16" else 32
+    cache = case.batch * (case.context + BLOCK) * shape.kv_bytes(case.kv)
+    return 1.01 * cache + hot * BLOCK * shape.kv_bytes("bf16")
+
+
+def _measure(bench: Bench, ring: Served, shape: Shape, case: Case) -> None:
+    plan = decode_plan(case.batch, case.context, ring.spec.num_blocks, ring.spec.num_cold)
+    steps = BackToBack(ring, plan)
+    repeats, warm = (2, 1) if bench.tiny else (20, 3)
+    wall = took(steps, bench.device, repeats, warm, most=1.5).wall
+    steps.drain()
+    read = shape.decode_bytes(case.batch, case.context, case.weights, case.kv)
+    limit = case.batch * bench.bandwidth / read if bench.bandwidth else None
+    note = f"{wall * 1e3:.2f} ms a step, {read / 1e9:.2f} GB"
+    bench.measured(case.key(shape), case.what(shape), case.batch / wall, "tok/s", limit, note)

@@ -1,0 +1,85 @@
+"""What a served step costs besides the GPU's work: the batcher's plans, launches, sampling, the tokens' way back.
+
+The real loop runs requests to their end; a few steps of it are run once more under PyTorch's profiler, whose kernel
+times say how long the GPU was at work. What is left of a step is overhead.
+"""
+
+import random
+import statistics
+from typing import Any
+
+import torch
+
+from benchmarks.on_gpu.bench import Bench
+from benchmarks.on_gpu.served import GREEDY, Served, generate, served
+from benchmarks.on_gpu.shapes import LLAMA_8B, TINY, Shape
+from shared.messages import SamplingParams
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
+MODES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("graphs, lookahead", {"cuda_graphs": "auto", "lookahead": "on"}),
+    ("graphs, no lookahead", {"cuda_graphs": "auto", "lookahead": "off"}),
+    ("eager, no lookahead", {"cuda_graphs": "off", "lookahead": "off"}),
+)
+
+
+def run(bench: Bench) -> None:
+    shape = TINY if bench.tiny else LLAMA_8B
+    batches = (2,) if bench.tiny else (1, 32)
+    for mode, settings in MODES:
+        if bench.left() <= 0:
+            bench.missing(f"overhead/{mode}", f"a step, {mode}", "no time was left")
+            continue
+        with _ring(bench, shape, max(batches), settings) as ring:
+            for batch in batches:
+                for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
+                    _measure(bench, ring, mode, batch, name, sampling)
+
+
+def _ring(bench: Bench, shape: Shape, batch: int, settings: dict[str, Any]) -> Any:
+    prompt, new = _lengths(bench)
+    memory = int(4 * batch * (prompt + new) * shape.kv_bytes("bf16"))
+    known = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": batch}
+    return served(shape, bench.device, context_length=4 * (prompt + new), **known, **settings)
+
+
+def _lengths(bench: Bench) -> tuple[int, int]:
+    """(prompt, new tokens)"""
+    return (16, 5) if bench.tiny else (256, 96)
+
+
+def _measure(bench: Bench, ring: Served, mode: str, batch: int, name: str, sampling: SamplingParams) -> None:
+    prompt, new = _lengths(bench)
+    draw = random.Random(batch)
+    prompts = [[draw.randrange(3, 250) for _ in range(prompt)] for _ in range(batch)]
+    generate(ring, prompts, 2, sampling)  # compiles
+    run = generate(ring, prompts, new, sampling)
+    # The first steps are the prompts'; at the end sequences end.
+    step = statistics.median(run.steps[-(new - 2) : -1])
+    key = f"overhead/{mode}/{batch}/{name}".replace(", ", "+").replace(" ", "-")
+    what = f"a step of {batch} in the server's loop, {mode}, {name}"
+    missing = "".join(f"; no --{setting.replace('_', '-')} here" for setting in ring.unknown)
+    busy = _busy(ring, prompts, sampling) if bench.device.type == "cuda" else None
+    bench.measured(key, what, step * 1e3, "ms", note="from one plan to the next" + missing)
+    if busy is not None:
+        over = (step - busy) * 1e3
+        note = f"GPU at work {busy * 1e3:.2f} ms of {step * 1e3:.2f} ms"
+        bench.measured(f"{key}/outside", f"{what}: without the GPU's work", over, "ms", note=note)
+
+
+def _busy(ring: Served, prompts: list[list[int]], sampling: SamplingParams) -> float | None:
+    """Seconds in which a decode step keeps the GPU at work, by the profiler; None where it cannot say."""
+    from torch.profiler import ProfilerActivity, profile
+
+    few, many = 4, 12
+    times = []
+    try:
+        for new in (few, many):
+            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+                generate(ring, prompts, new, sampling)
+                torch.cuda.synchronize()
+            times.append(sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6)
+    except (RuntimeError, AttributeError, TypeError):
+        return None
+    busy = (times[1] - times[0]) / (many - few)
+    return busy if busy > 0 else None

@@ -1,0 +1,88 @@
+"""Sections that measure one part alone: each part brings its own measurement, which is told here as rows."""
+
+import importlib
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.on_gpu.bench import Bench
+from benchmarks.on_gpu.rows import Row, row_of
+
+HERE = "benchmarks.on_gpu"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # the page cache itself, on purpose
+CHECKPOINT_13B = 28 << 30
+"""Bytes, and some to spare."""
+
+
+def attention(bench: Bench) -> None:
+    _measure(bench, "attention", "attention_speed")
+
+
+def graphs(bench: Bench) -> None:
+    _measure(bench, "graphs", "graph_speed")
+
+
+def collectives(bench: Bench) -> None:
+    _measure(bench, "collectives", "collective_speed")
+
+
+def loading(bench: Bench) -> None:
+    """Of a checkpoint in shared memory, which is page cache; where that is too small, of one in temporary files."""
+    if bench.tiny or _free(SHARED_MEMORY) > CHECKPOINT_13B:
+        _measure(bench, "loading", "loading_speed")
+        return
+    from benchmarks.on_gpu.random_checkpoint import SHAPES, write_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="ryzanstein-loading-") as scratch:
+        if _free(Path(scratch)) < CHECKPOINT_13B:
+            bench.missing(
+                "loading/load", "loading a 13B", f"neither {SHARED_MEMORY} nor {scratch} has room for it"
+            )
+            return
+        write_checkpoint(Path(scratch), SHAPES["13b"])
+        _measure(bench, "loading", "loading_speed", directory=Path(scratch))
+
+
+def _free(directory: Path) -> int:
+    return shutil.disk_usage(directory).free if directory.is_dir() else 0
+
+
+def _measure(bench: Bench, section: str, name: str, **options: Any) -> None:
+    """`name` is the module, and the function in it."""
+    try:
+        module = importlib.import_module(f"{HERE}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{HERE}.{name}":
+            raise
+        bench.missing(f"{section}/none", section, f"this version has no {name}")
+        return
+    _tell(bench, section, getattr(module, name)(device=bench.device, tiny=bench.tiny, **options))
+
+
+def _tell(bench: Bench, section: str, found: Any) -> None:
+    for row in rows_from(found, section):
+        bench.report(row)
+
+
+def rows_from(found: Any, section: str) -> Iterable[Row]:
+    """What a part says, as rows: rows themselves, or fields by name, or a name for each figure."""
+    if isinstance(found, Mapping) and not {"what", "figure"} & found.keys():
+        found = [{"what": str(name), "figure": value} for name, value in found.items()]
+    elif isinstance(found, Mapping | Row):
+        found = [found]
+    for number, one in enumerate(found):
+        content = one if isinstance(one, Mapping) else _fields(one)
+        row = row_of(dict(content))
+        key = row.key or f"{section}/{row.what or number}"
+        yield Row(**{**asdict(row), "key": key if key.startswith(section) else f"{section}/{key}"})
+
+
+def _fields(one: Any) -> dict[str, Any]:
+    if is_dataclass(one) and not isinstance(one, type):
+        return asdict(one)
+    if hasattr(one, "_asdict"):
+        return dict(one._asdict())
+    return {name: getattr(one, name) for name in getattr(one, "__struct_fields__", ())}

@@ -1,0 +1,109 @@
+"""Runs sections, each in a process of its own, one after the other, in a budget of time.
+
+    run ──▶ allot ──▶ process: section ──appends──▶ rows.jsonl ──▶ report ──▶ JSON, after every section
+                         └─ standard error ──▶ errors.txt, its last lines where it fails
+
+A section that fails, hangs or takes the whole process with it costs its own time and nothing else; what it had
+measured by then is kept. A GPU's memory is free again once the process is gone.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.on_gpu.budget import Section, allot
+from benchmarks.on_gpu.rows import Report, SectionResult, read_rows, write_report
+
+ROOT = Path(__file__).parents[2]
+ERROR_LINES = 25
+LAST_WAIT = 5.0
+"""Seconds for a killed process to be gone; one that hangs in the driver is left behind."""
+
+Command = Callable[[Section, Path, float], list[str]]
+"""What to run for a section that appends its rows to a file, and is ended after so many seconds."""
+
+
+@dataclass
+class Runner:
+    """Runs sections into a report."""
+
+    report: Report
+    path: Path
+    """Of the JSON."""
+    command: Command
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def run(self, sections: Sequence[Section]) -> None:
+        """All of them, as far as the report's budget goes; the report is complete after each."""
+        began = self.clock()
+        self.report.sections = [SectionResult(section.name) for section in sections]
+        write_report(self.report, self.path)
+        for at, section in enumerate(sections):
+            left = self.report.budget_s - (self.clock() - began)
+            self._one(section, self.report.sections[at], allot(section, sections[at + 1 :], left), left)
+            write_report(self.report, self.path)
+
+    def _one(self, section: Section, result: SectionResult, limit: float | None, left: float) -> None:
+        if limit is None:
+            result.status = "skipped"
+            result.error = [f"{max(left, 0):.0f} s were left, and it needs {section.least:.0f}"]
+            self.say(f"{section.name}: skipped, {result.error[0]}")
+            return
+        self.say(f"{section.name}: {section.title} (at most {limit:.0f} s)")
+        result.limit_s = round(limit, 1)
+        began = self.clock()
+        with tempfile.TemporaryDirectory() as scratch:
+            rows, errors = Path(scratch, "rows.jsonl"), Path(scratch, "errors.txt")
+            code = self._process(self.command(section, rows, limit), errors, limit)
+            result.rows = read_rows(rows)
+            result.seconds = round(self.clock() - began, 1)
+            result.status = {0: "done", None: "timed out"}.get(code, "failed")  # type: ignore[assignment]
+            if code != 0:
+                result.error = last_lines(errors, ERROR_LINES) or [_no_words(code)]
+        self.say(f"{section.name}: {result.status}, {len(result.rows)} rows, {result.seconds:.0f} s")
+        for line in result.error:
+            self.say(f"    {line}")
+
+    def _process(self, command: list[str], errors: Path, limit: float) -> int | None:
+        """Its exit code; None where it had to be ended. Its process group goes with it."""
+        with errors.open("wb") as file:
+            process = subprocess.Popen(
+                command, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True, cwd=ROOT
+            )
+            try:
+                return process.wait(limit)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """The process and what it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LAST_WAIT)
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Of a text file, without empty ones; each cut to what a terminal shows."""
+    with contextlib.suppress(OSError):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line.rstrip()[:300] for line in lines if line.strip()][-count:]
+    return []
+
+
+def _no_words(code: int | None) -> str:
+    if code is None:
+        return "ended at its limit, without a word"
+    if code < 0:
+        return f"killed by signal {-code} ({signal.Signals(-code).name}), without a word"
+    return f"ended with {code}, without a word"

@@ -1,0 +1,322 @@
+"""A ring of one rank in this process, as it is served: `RingEngine`, `ContinuousBatcher` and sampler, over a model of
+random weights that no file holds.
+
+Only reading the weights is taken out of the engine's way; everything else is chosen by its settings.
+"""
+
+import inspect
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from benchmarks.on_gpu.random_models import served_model
+from benchmarks.on_gpu.shapes import BLOCK, Shape
+from services.executor.board import RingBoard
+from services.executor.engine import ring_engine
+from services.executor.engine.admission import BatchSettings
+from services.executor.engine.batching import ContinuousBatcher
+from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.engine.protocol import EngineSpec, SampledToken
+from services.executor.engine.sampling_state import SamplingState
+from services.executor.model import backend
+from services.executor.ring import RankSpec
+from services.executor.settings import ExecutorSettings
+from shared.config import load_settings
+from shared.messages import GenerationRequest, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Served:
+    """A loaded ring of one."""
+
+    engine: Any
+    spec: EngineSpec
+    settings: ExecutorSettings
+    device: torch.device
+    unknown: list[str] = field(default_factory=list)
+    """Settings that this version does not have."""
+
+    @property
+    def store(self) -> Any:
+        return self.runner._store  # noqa: SLF001  # a benchmark looks inside
+
+    @property
+    def runner(self) -> Any:
+        return self.engine._member.runner  # noqa: SLF001
+
+    def batcher(self) -> ContinuousBatcher:
+        limits = BatchSettings(self.settings.max_batch_tokens, self.settings.max_sequences, max_drafts=0)
+        return ContinuousBatcher(self.spec, limits, "benchmark")
+
+    def fill_cache(self) -> None:
+        """Random keys and values in every block, without computing a prompt."""
+        store = self.store
+        for layer in range(store.shape.num_layers):  # one at a time: the generator takes memory of its own
+            store.hot(layer).normal_(0.0, 0.5)
+        for cold in store.cold_layers():
+            for codes in cold.codes:
+                _random_codes(codes)
+            if cold.scales is not None:
+                cold.scales.fill_(0.004 if cold.codes.dtype == torch.int8 else 0.002)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether steps are launched before the one before them is over."""
+        setting = getattr(self.settings, "lookahead", "off")
+        return setting == "on" or (setting == "auto" and getattr(self.spec, "overlaps", False))
+
+    def step(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        """Computes and samples one step, and waits for its tokens."""
+        found: list[SampledToken] = self.engine.execute(plan, samples)
+        return found
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Callable[[], list[SampledToken]]:
+        """Begins a step; what is returned waits for its tokens."""
+        if not self.looks_ahead:
+            return partial(self.step, plan, samples)
+        result: Callable[[], list[SampledToken]] = self.engine.launch(plan, samples).result
+        return result
+
+
+def _random_codes(codes: torch.Tensor) -> None:
+    """Any int8; any e4m3 but NaN; numbers where nothing is compressed."""
+    if codes.dtype.itemsize > 1:
+        codes.normal_(0.0, 0.5)
+        return
+    raw = codes.view(torch.int8)
+    if codes.dtype == torch.int8:
+        raw.random_(-127, 128)
+    else:
+        raw.random_(-112, 113)  # of e4m3's bits 0x7f and 0xff are NaN, and those of -1 is 0xff
+        raw.masked_fill_(raw == -1, 0)
+
+
+@contextmanager
+def served(
+    model: Shape | Any, device: torch.device, dtype: torch.dtype = torch.bfloat16, **wanted: Any
+) -> Iterator[Served]:
+    """A ring of one that serves a random model of a shape, or of a configuration of transformers'; `wanted`: settings
+    of the executor."""
+    config = model.config() if isinstance(model, Shape) else model
+    config.dtype = "float32" if dtype == torch.float32 else "bfloat16"
+    known = {name: value for name, value in wanted.items() if name in ExecutorSettings.model_fields}
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch, "model")
+        config.save_pretrained(str(directory))
+        settings = load_settings(
+            ExecutorSettings,
+            model=str(directory),
+            device=device.type,
+            dtype="fp32" if dtype == torch.float32 else "bf16",
+            **{"block_size": BLOCK, "threads": 1 if device.type == "cpu" else 0, **known},
+        )
+        board = Path(scratch, "board")
+        spec = RankSpec(0, 1, "benchmark", "benchmark", 1, str(board), {})
+        engine = ring_engine.RingEngine(
+            settings, spec, RingBoard(board, 1, create=True), lambda rendezvous: None
+        )
+        with random_weights(config), gpu_path(device, settings):
+            engine_spec = engine.load(lambda done, total: None)
+        try:
+            yield Served(engine, engine_spec, settings, device, sorted(wanted.keys() - known.keys()))
+        finally:
+            engine.close()
+
+
+@contextmanager
+def random_weights(config: Any) -> Iterator[None]:
+    """While it lasts, engines that load a model get one of random weights."""
+    real = ring_engine.load_model
+
+    def load(
+        directory: Path, dtype: torch.dtype, layout: Any, collectives: Any, device: torch.device, *rest: Any
+    ) -> Any:
+        """`rest`: progress, and how the weights are kept where they are quantised."""
+        return served_model(config, dtype, device, codec=rest[1] if len(rest) > 1 else None)
+
+    ring_engine.load_model = load
+    try:
+        yield
+    finally:
+        ring_engine.load_model = real
+
+
+@contextmanager
+def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
+    """While it lasts, engines on the CPU compute as on a GPU, their kernels in Triton's interpreter: dry runs."""
+    if device.type != "cpu" or not hasattr(backend, "gpu_runner") or find_spec("triton") is None:
+        yield
+        return
+    real = ring_engine.make_runner
+
+    def make(
+        model: Any, store: Any, layout: Any, collectives: Any, device: Any, threads: int, *rest: Any
+    ) -> Any:
+        spill = rest[0] if rest else None
+        if "capture" not in inspect.signature(backend.gpu_runner).parameters:
+            return backend.gpu_runner(model, store, layout, collectives, spill)
+        return backend.gpu_runner(
+            model, store, layout, collectives, spill, **_as_graphs(settings, model.config)
+        )
+
+    ring_engine.make_runner = make
+    try:
+        yield
+    finally:
+        ring_engine.make_runner = real
+
+
+def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:
+    """What makes a runner stage and pad its steps as for graphs, which are then computed each time anew."""
+    from services.executor.gpu.capture import Rerun
+    from services.executor.gpu.steps import StepLimits
+
+    context = settings.context_length or config.max_position_embeddings
+    memory = 1 << 30 if settings.cuda_graphs == "auto" else 0
+    limits = StepLimits(settings.max_sequences, settings.max_batch_tokens, context, memory)
+    return {"limits": limits, "capture": Rerun()}
+
+
+def decode_plan(batch: int, context: int, num_hot: int, num_cold: int, seed: int = 1) -> StepPlan:
+    """One token for each of `batch` sequences of `context` tokens, the new one included: last blocks hot, full ones
+    cold where there are cold ones. Raises ValueError where the blocks are not enough.
+
+    hot   | last block of each sequence |      full blocks (cold, or hot after the last ones)   | 0's | 1's | ...
+    """
+    full = (context - 1) // BLOCK
+    first = num_hot if num_cold else batch
+    if first + batch * full > num_hot + num_cold or batch > num_hot:
+        raise ValueError(
+            f"{batch} x {context} tokens need {batch * (full + 1)} blocks of {num_hot + num_cold}"
+        )
+    last = np.arange(batch)[:, None]
+    kept = first + np.arange(batch * full).reshape(batch, full)
+    # Blocks of one sequence are seldom neighbours in a server that has run for a while.
+    kept = np.random.default_rng(seed).permutation(kept.ravel()).reshape(batch, full)
+    return StepPlan(
+        step=1,
+        num_decodes=batch,
+        token_ids=to_bytes(np.random.default_rng(seed).integers(0, 200, batch)),
+        positions=to_bytes([context - 1] * batch),
+        slots=to_bytes(last[:, 0] * BLOCK + (context - 1) % BLOCK),
+        query_lens=to_bytes([1] * batch),
+        context_lens=to_bytes([context] * batch),
+        block_tables=to_bytes(np.concatenate((kept, last), axis=1).ravel()),
+        sample_rows=to_bytes(np.arange(batch)),
+    )
+
+
+def prefill_plan(tokens: int, before: int, num_hot: int, num_cold: int, *, last: bool) -> StepPlan:
+    """A chunk of `tokens` tokens of one prompt whose `before` first tokens are computed (a multiple of BLOCK); its
+    last row is sampled where it is the `last` chunk."""
+    past = before // BLOCK
+    own = -(-tokens // BLOCK)
+    first = num_hot if num_cold else own
+    table = np.concatenate((first + np.arange(past), np.arange(own)))
+    if first + past > num_hot + num_cold or own > num_hot:
+        raise ValueError(f"{before} + {tokens} tokens need {past + own} blocks of {num_hot + num_cold}")
+    return StepPlan(
+        step=1,
+        num_decodes=0,
+        token_ids=to_bytes(np.random.default_rng(1).integers(0, 200, tokens)),
+        positions=to_bytes(np.arange(before, before + tokens)),
+        slots=to_bytes(np.arange(tokens)),
+        query_lens=to_bytes([tokens]),
+        context_lens=to_bytes([before + tokens]),
+        block_tables=to_bytes(table),
+        sample_rows=to_bytes([tokens - 1] if last else []),
+    )
+
+
+def greedy(rows: int) -> list[SamplingState]:
+    """What the sampler knows of as many sequences that take the likeliest token."""
+    return [SamplingState(GREEDY, [1], []) for _ in range(rows)]
+
+
+class BackToBack:
+    """The same decodes again and again, as a server computes them: launched one ahead where the ring does that, with
+    tokens that stay on the device, else one after the other."""
+
+    def __init__(self, ring: Served, plan: StepPlan) -> None:
+        self._ring = ring
+        self._samples = greedy(plan.num_decodes)
+        self._first = plan
+        self._ahead = structs.replace(plan, token_ids=to_bytes(-1 - np.arange(plan.num_decodes)))
+        self._step = 0
+        self._flights: deque[Callable[[], list[SampledToken]]] = deque()
+
+    def __call__(self) -> None:
+        """Takes one step's tokens; the next step is under way by then."""
+        if not self._flights:
+            self._launch(self._first)
+        if self._ring.looks_ahead:
+            self._launch(self._ahead)
+        self._flights.popleft()()
+
+    def drain(self) -> None:
+        """Takes what is under way."""
+        while self._flights:
+            self._flights.popleft()()
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._step += 1
+        self._flights.append(self._ring.launch(structs.replace(plan, step=self._step), self._samples))
+
+
+@dataclass
+class Run:
+    """Requests from the first to the last token."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    steps: list[float] = field(default_factory=list)
+    """Seconds of each step, from the end of the one before it."""
+    seconds: float = 0.0
+
+
+def generate(
+    ring: Served, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: SamplingParams = GREEDY
+) -> Run:
+    """All prompts at once through the batcher and the engine, with nothing between steps but what a leader does."""
+    batcher: Any = ring.batcher()
+    run = Run(tokens={str(at): [] for at in range(len(prompts))})
+    for at, prompt in enumerate(prompts):
+        refusal = batcher.add(
+            GenerationRequest(str(at), str(at), "m", "c", list(prompt), new_tokens, sampling)
+        )
+        if refusal is not None:
+            raise RuntimeError(f"the ring refused a prompt: {refusal.message}")
+    began = over = time.perf_counter()
+    flights: deque[Callable[[], list[SampledToken]]] = deque()
+    while batcher.has_work or flights:
+        if not flights:
+            _launch(ring, flights, batcher.schedule(time.perf_counter()))
+        if ring.looks_ahead:
+            _launch(ring, flights, batcher.schedule_ahead(time.perf_counter()))
+        sampled = flights.popleft()()
+        for entries in batcher.update(sampled, time.perf_counter() - over).values():
+            for entry in entries:
+                run.tokens[entry.generation_id] += entry.tokens
+        now = time.perf_counter()
+        run.steps.append(now - over)
+        over = now
+    run.seconds = time.perf_counter() - began
+    return run
+
+
+def _launch(ring: Served, flights: "deque[Callable[[], list[SampledToken]]]", scheduled: Any | None) -> None:
+    if scheduled is not None:
+        plan, rows = scheduled
+        flights.append(ring.launch(plan, [row.sampling for row in rows]))

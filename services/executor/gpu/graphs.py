@@ -1,0 +1,238 @@
+"""Decode steps as CUDA graphs: one for each of a ladder of batch sizes, captured at start-up.
+
+    decodes of 11 sequences ─▶ padded to 16 ─▶ staged ─▶ graph of 16 ─▶ logits [:11], largest [:11], tokens [:11]
+
+A row that only fills up has token 0, position 0, slot -1 (nothing is written) and context 0 (nothing is attended to):
+it changes no other row, and nobody looks at it. What is no decode of all its sequences (prefill chunks, drafts, sums
+for embeddings) and what is larger than the ladder is not replayed: `replay` says so, and the caller computes it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from services.executor.engine.plan import StepPlan
+from services.executor.gpu.capture import Capture, Work
+from services.executor.gpu.inputs import Part, StepArrays, StepInputs, arrays_of, as_inputs, is_decode
+from services.executor.gpu.sampling import resolve
+from services.executor.gpu.staging import Ints, Staging
+from services.executor.triton_kernels.launch import rows_for
+from services.executor.triton_kernels.tiles import Tiles, splits_of
+
+log = structlog.get_logger(__name__)
+
+_MIB = 1 << 20
+MOST_MEMORY = 1 << 30
+"""Bytes that graphs may take where nothing else is said: what is captured first decides, and has some 100 MiB."""
+
+
+class Layers(Protocol):
+    """What a graph is captured of."""
+
+    def compute(self, inputs: StepInputs) -> Tensor:
+        """Hidden states [T, hidden], without waiting for the device."""
+        ...
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """This rank's share of the logits of `rows` [R]: floating [R, share]."""
+        ...
+
+
+class Shape(NamedTuple):
+    """What of a model and its device decides how a step is laid out."""
+
+    block_size: int
+    kv_heads: int
+    group: int
+    """Query heads of a KV head."""
+    processors: int
+    """That work at once on the device."""
+    context_length: int
+    """Most tokens of one sequence."""
+
+
+class Computed(NamedTuple):
+    """What a replay has left, of R sampled rows: on the device, until the next one."""
+
+    logits: Tensor
+    """[R, share]"""
+    largest: Tensor
+    """[R], of the logits' data type: NaN where a row holds NaN."""
+    tokens: Tensor
+    """int64 [R]: the column of each row's largest logit, the first of those that tie."""
+
+
+def ladder(most: int) -> list[int]:
+    """Sizes of batches to capture, ascending: 1, 2, 4, then steps of 8, of 16 beyond 128 and of 32 beyond 256, so
+    that padding stays below an eighth once there are many; and `most`."""
+    steps = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, most + 1, 32)]
+    return [size for size in steps if size < most] + [most]
+
+
+def rung_for(count: int, rungs: Sequence[int]) -> int | None:
+    """The smallest of `rungs`, ascending, that holds `count` sequences."""
+    return next((rung for rung in rungs if rung >= count), None)
+
+
+def padded(step: StepArrays, rung: int) -> StepArrays:
+    """Decodes, filled up to `rung` rows, of which as many are sampled."""
+    count = len(step.token_ids)
+    (part,) = step.parts
+    return StepArrays(
+        _longer(step.token_ids, rung, 0),
+        _longer(step.positions, rung, 0),
+        _longer(step.slots, rung, -1),
+        _longer(step.sample_rows, rung, 0),
+        _longer(step.table_starts, rung, 0),
+        np.arange(rung + 1, dtype=np.int32),
+        _longer(step.context_lens, rung, 0),
+        step.tables,
+        [
+            Part(
+                Tiles(np.arange(rung, dtype=np.int32), np.zeros(rung, np.int32)),
+                part.rows_per_tile,
+                part.longest,
+                0,
+                rung + part.num_rows - count,
+            )
+        ],
+    )
+
+
+def empty_step(group: int) -> StepArrays:
+    """Decodes of nobody: to be padded."""
+    none = np.zeros(0, np.int32)
+    part = Part(Tiles(none, none), rows_for(group, 1), 0, 0, 0)
+    return StepArrays(none, none, none, none, none, np.zeros(1, np.int32), none, none, [part])
+
+
+def _longer(array: Ints, length: int, value: int) -> Ints:
+    longer = np.full(length, value, np.int32)
+    longer[: len(array)] = array
+    return longer
+
+
+class StepGraphs:
+    """The graphs of one rank. Captured by every rank in the same order, and replayed for the same plans."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        shape: Shape,
+        most_sequences: int,
+        staging: Staging,
+        before: Tensor,
+        capture: Capture,
+    ) -> None:
+        """`before` int64, of at least as many numbers as a step has sampled rows: the tokens of the step before, which
+        token ids of -1 - k stand for."""
+        self._layers = layers
+        self._shape = shape
+        self._capture = capture
+        self._staging = staging
+        self._before = before
+        self._ladder = ladder(most_sequences)
+        self._graphs: dict[int, Work] = {}
+        self._results = Computed(*(torch.empty(0),) * 3)
+        """Of the largest size. Outside the graphs' pool, where the next capture may put something else."""
+
+    @property
+    def rungs(self) -> list[int]:
+        """Sizes that have a graph, ascending."""
+        return sorted(self._graphs)
+
+    @torch.no_grad()
+    def capture(
+        self, most_memory: int = MOST_MEMORY, agree: Callable[[bool], bool] = lambda fine: fine
+    ) -> None:
+        """Captures the ladder, the largest size first, whose memory the others share; ends early where the graphs
+        take more than `most_memory` bytes, or one cannot be captured.
+
+        `agree`: whether every rank says yes, so that all have the same graphs. Block 0 must be free.
+        """
+        began = time.perf_counter()
+        self._results = self._room_for_results()
+        before = self._capture.memory()
+        for rung in reversed(self._ladder):
+            fine = self._capture_one(rung)
+            fine = fine and self._within(rung, self._capture.memory() - before, most_memory)
+            if not agree(fine):
+                self._graphs.pop(rung, None)
+                break
+        log.info(
+            "cuda_graphs_captured" if self._graphs else "cuda_graphs_none",
+            sizes=self.rungs,
+            seconds=round(time.perf_counter() - began, 2),
+            mib=(self._capture.memory() - before) // _MIB,
+        )
+
+    def replay(self, plan: StepPlan) -> Computed | None:
+        """Has the device compute `plan`; None where there is no graph for it. Does not wait."""
+        if not is_decode(plan):
+            return None
+        rung = rung_for(plan.num_decodes, self.rungs)
+        if rung is None:
+            return None
+        arrays = padded(arrays_of(plan, self._shape.block_size, self._shape.group), rung).flat()
+        if not self._staging.fits(arrays):
+            return None
+        self._staging.stage(arrays)
+        self._graphs[rung]()
+        count = len(plan.sample_rows) // 4
+        return Computed(*(result[:count] for result in self._results))
+
+    def _room_for_results(self) -> Computed:
+        """As many rows as the largest size has, each like those of a step of one."""
+        inputs = self._inputs(1)
+        logits = self._layers.logits(self._layers.compute(inputs), inputs.sample_rows)
+        rows = self._ladder[-1]
+        return Computed(
+            logits.new_zeros((rows, logits.shape[1])),
+            logits.new_zeros(rows),
+            logits.new_zeros(rows, dtype=torch.int64),
+        )
+
+    def _capture_one(self, rung: int) -> bool:
+        work = self._work(rung)
+        self._capture.warm_up(work)  # what fails here would fail without a graph too
+        try:
+            self._graphs[rung] = self._capture.record(work)
+        except Exception as error:  # whatever it was that a graph cannot hold: kernel by kernel it runs
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            log.warning("cuda_graph_failed", size=rung, reason=reason, instead="launching kernel by kernel")
+            return False
+        return True
+
+    def _within(self, rung: int, used: int, most: int) -> bool:
+        if used <= most:
+            return True
+        log.warning("cuda_graphs_too_large", size=rung, mib=used // _MIB, most_mib=most // _MIB)
+        return False
+
+    def _work(self, rung: int) -> Work:
+        """A step of `rung` decodes over the tensors that are staged for it; they hold a step of nobody now."""
+        inputs = self._inputs(rung)
+        logits_of, largest_of, tokens_of = (result[:rung] for result in self._results)
+
+        def work() -> None:
+            resolved = inputs._replace(token_ids=resolve(inputs.token_ids, self._before))
+            logits = self._layers.logits(self._layers.compute(resolved), inputs.sample_rows)
+            logits_of.copy_(logits)
+            torch.max(logits, dim=-1, out=(largest_of, tokens_of))
+
+        return work
+
+    def _inputs(self, rung: int) -> StepInputs:
+        """Those that a step of `rung` decodes will be staged to; a step of nobody is."""
+        step = padded(empty_step(self._shape.group), rung)
+        arrays = step.flat()
+        self._staging.stage(arrays)
+        tensors = self._staging.open_views([len(array) for array in arrays[:-1]])
+        # Chosen once for contexts of any length: a part without keys costs its launch, a long one too few parts.
+        splits = splits_of(rung * self._shape.kv_heads, self._shape.context_length, self._shape.processors)
+        return as_inputs(step, tensors, [splits])

@@ -1,0 +1,140 @@
+"""Whole steps on a GPU, from the plan to the tokens, without waiting for any of it.
+
+plan ─▶ GraphedDecoder ─▶ logits, largest ─▶ DeviceSampler ─▶ Pending
+              ▲                                    │
+              └──── tokens of the step before ─────┘
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.engine.sampling import wants_of
+from services.executor.engine.sampling_state import SamplingState
+from services.executor.gpu.capture import Capture, CudaCapture
+from services.executor.gpu.decoder import GpuDecoder
+from services.executor.gpu.graphed import GraphedDecoder
+from services.executor.gpu.graphs import Computed, Shape, StepGraphs
+from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, tell
+from services.executor.gpu.staging import Limits, Staging
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.candidates import WANT, Wants, only_largest
+from services.executor.model.collectives import Collectives
+from services.executor.progress import Progress
+from shared.messages import SamplingParams
+
+
+class StepLimits(NamedTuple):
+    """Of the engine, as its settings have them."""
+
+    max_sequences: int
+    max_batch_tokens: int
+    context_length: int
+    graph_memory: int
+    """Bytes that graphs may take; 0: there are none."""
+
+
+class GpuSteps:
+    """One rank's."""
+
+    def __init__(
+        self,
+        decoder: GpuDecoder,
+        store: KvStore,
+        collectives: Collectives,
+        widths: Sequence[int],
+        limits: StepLimits,
+        capture: Capture | None = None,
+    ) -> None:
+        """`widths`: each rank's share of the vocabulary. `capture` makes the graphs; None: CUDA does."""
+        device = store.device
+        self._collectives = collectives
+        self._widths = list(widths)
+        self._limits = limits
+        rows = max(limits.max_sequences, limits.max_batch_tokens)
+        blocks = -(-limits.context_length // store.block_size)
+        staging = Staging(Limits(limits.max_sequences, limits.max_batch_tokens, blocks).capacity(), device)
+        shape = Shape(
+            store.block_size, store.shape.kv_heads, decoder.group, decoder.processors, limits.context_length
+        )
+        self._sampler = DeviceSampler(rows, sum(widths), device)
+        before = self._sampler.tokens
+        self._graphs = None
+        if limits.graph_memory:
+            capture = capture or CudaCapture(device)
+            self._graphs = StepGraphs(decoder, shape, limits.max_sequences, staging, before, capture)
+        self.decoder = GraphedDecoder(decoder, shape, staging, before, device, self._graphs)
+
+    def prepare(self) -> None:
+        """Makes the graphs, and runs a step that is sampled in every way, so that no request waits for a kernel to be
+        compiled; by all ranks, through block 0, which must be free. Where graphs cannot be made steps are launched
+        kernel by kernel."""
+        if self._graphs is not None:
+            self._graphs.capture(self._limits.graph_memory, self._agree)
+        params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5)
+        states = [SamplingState(params, [0], [])]
+        plan = _plan_of_one(wants_of(states, sum(self._widths)))
+        self.launch(plan, states if self._collectives.rank == 0 else None, Progress.unread())
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: Progress) -> Pending:
+        """Begins a step, without pools, that some rows are sampled of; by all ranks. `states`, of rows that do not
+        need the host, are rank 0's; the others' are None, and so are not asked for their tokens."""
+        computed = self.decoder.launch(plan, progress)
+        greedy = only_largest(np.frombuffer(plan.candidates, WANT))
+        if greedy:
+            start = sum(self._widths[: self._collectives.rank])
+            found = largest_of_ranks(computed.largest, computed.tokens, self._collectives, start)
+            return self._sampler.sample(computed.logits, *found, states or ())
+        whole = self._gathered(computed)
+        if whole is None or states is None:
+            nothing = self._sampler.tokens[: len(computed.tokens)]
+            return self._sampler.sample(
+                computed.logits, computed.largest, tell(nothing, self._collectives), ()
+            )
+        pending = self._sampler.sample(*whole, states)
+        if self._collectives.world_size > 1:
+            tell(self._sampler.tokens[: len(states)], self._collectives)
+        return pending
+
+    def can_sample(self, rows: int) -> bool:
+        """Whether it has room for as many rows."""
+        return 0 < rows <= len(self._sampler.tokens)
+
+    def _gathered(self, computed: Computed) -> Computed | None:
+        """`computed` of the whole vocabulary on rank 0, None on the others."""
+        if self._collectives.world_size == 1:
+            return computed
+        parts = self._collectives.gather_to_leader(computed.logits.contiguous(), self._widths)
+        if parts is None:
+            return None
+        logits = torch.cat(parts, dim=-1)
+        return Computed(logits, *logits.max(dim=-1))
+
+    def _agree(self, fine: bool) -> bool:
+        """Whether every rank says so."""
+        if self._collectives.world_size == 1:
+            return fine
+        refused = torch.tensor([0.0 if fine else 1.0], device=self._sampler.tokens.device)
+        return self._collectives.all_reduce(refused).item() == 0.0
+
+
+def _plan_of_one(wants: Wants) -> StepPlan:
+    """One token of one sequence, in block 0."""
+    nought, one = to_bytes([0]), to_bytes([1])
+    return StepPlan(
+        step=0,
+        num_decodes=1,
+        token_ids=nought,
+        positions=nought,
+        slots=nought,
+        query_lens=one,
+        context_lens=one,
+        block_tables=nought,
+        sample_rows=nought,
+        candidates=wants.tobytes(),
+        on_device=True,
+    )

@@ -1,0 +1,65 @@
+"""The command as it is called, on a machine without a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.on_gpu.card import card
+from benchmarks.on_gpu.sections import SECTIONS
+from benchmarks.on_gpu.wheels import download_command, missing, sentence
+
+ROOT = Path(__file__).parents[4]
+
+
+def run(*options: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "benchmarks.gpu", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_dry_run_fills_the_table_and_the_file(tmp_path: Path) -> None:
+    done = run("--dry-run", "--only", "decode,machine", "--json", str(tmp_path / "gpu.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert [(section["name"], section["status"]) for section in report["sections"]] == [
+        ("machine", "done"),
+        ("decode", "done"),
+    ]
+    rows = {row["key"]: row for section in report["sections"] for row in section["rows"]}
+    assert {"machine/copy", "machine/bf16", "decode/tiny/bf16/kv-fp8/40/2"} <= rows.keys()
+    assert all(row["figure"] and row["ok"] for row in rows.values()), rows
+    assert "decode tiny, bf16 weights, fp8 KV, context 40, batch 2" in done.stdout
+
+
+@pytest.mark.skipif(card() is not None, reason="this machine has a GPU")
+def test_without_a_gpu_it_refuses_in_a_sentence(tmp_path: Path) -> None:
+    done = run("--json", str(tmp_path / "gpu.json"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: There is no NVIDIA GPU here")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "gpu.json").exists()
+
+
+def test_an_unknown_section_is_named() -> None:
+    done = run("--dry-run", "--only", "decode,nonsense")
+    assert done.returncode == 2
+    assert "There is no section nonsense; there are machine, " in done.stderr
+
+
+def test_sections_are_listed_by_their_names() -> None:
+    lines = run("--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [section.name for section in SECTIONS]
+
+
+def test_what_is_missing_is_said_with_the_remedy() -> None:
+    absent = missing({"json": "here", "no_such_module_anywhere": "not-here"})
+    assert absent == ["not-here"]
+    assert "pip install --no-index --find-links wheels not-here" in sentence(absent)
+
+
+def test_wheels_are_asked_for_another_machine(tmp_path: Path) -> None:
+    command = download_command(tmp_path, {"msgspec": "1.0", "a": "2"}, "3.12")
+    assert command[-2:] == ["a==2", "msgspec==1.0"]
+    assert {"--only-binary=:all:", "--no-deps", "3.12", "manylinux2014_x86_64"} <= set(command)

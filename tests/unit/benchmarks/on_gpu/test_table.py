@@ -1,0 +1,109 @@
+"""What a run prints, and what becomes of it in docs/gpu.md."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.on_gpu.aims import aims, predictions
+from benchmarks.on_gpu.bench import data_sheet, line, shown
+from benchmarks.on_gpu.partners import rows_from
+from benchmarks.on_gpu.rows import Report, Row, SectionResult
+from benchmarks.on_gpu.table import BEGIN, END, markdown, put_into, show
+
+PAGE = Path(__file__).parents[4] / "docs/gpu.md"
+BF16 = Row("decode/8b/bf16/kv-bf16/1024/1", "decode", 250.0, "tok/s", 286.0, 0.874, "4.00 ms a step")
+FP8 = replace(BF16, key="decode/8b/bf16/kv-fp8/1024/1", figure=240.0)
+PREFILL = Row("prefill/bf16/8192/2048", "prefill", 30000.0, "tok/s", 44000.0, 0.55)
+LOADING = Row("loading/load", "13B loaded", 0.8, "s")
+
+
+def report(*rows: Row) -> Report:
+    machine = {"card": "NVIDIA H200", "driver": "580.1", "torch": "2.11.0"}
+    return Report(
+        "2026-01-01",
+        "python -m benchmarks.gpu",
+        False,
+        570,
+        machine,
+        [SectionResult("all", "done", 9, rows=list(rows))],
+    )
+
+
+def test_aims_are_met_or_not_or_not_measured() -> None:
+    found = {aim.what.split(" (")[0]: aim.verdict for aim in aims(report(BF16, FP8, PREFILL))}
+    assert found == {
+        "85% of the bandwidth limit at batch 1": "met",
+        "60% of the matrix rate in prefill": "not met",
+        "fp8 KV not slower than bf16 KV": "not met",
+        "13B loaded in under 1 s from page cache": "not measured",
+    }
+
+
+def test_all_of_loading_counts_and_not_its_parts() -> None:
+    part = replace(LOADING, key="loading/plain", figure=0.5)
+    assert aims(report(part))[-1].verdict == "not measured"
+    assert aims(report(part, LOADING))[-1].verdict == "met"
+    assert aims(report(part, replace(LOADING, figure=3.0)))[-1].verdict == "not met"
+
+
+def test_the_table_has_every_row_every_error_and_the_aims() -> None:
+    whole = report(
+        BF16, Row("x", "not fitting", None, note="does not fit"), Row("y", "kernels", 0.5, ok=False)
+    )
+    whole.sections.append(SectionResult("late", "skipped", error=["0 s were [left]"]))
+    console = Console(width=170, record=True, file=io.StringIO())
+    show(whole, console)
+    text = console.export_text()
+    for part in ("250 tok/s", "87%", "does not fit", "WRONG", "0 s were [left]", "met: 85% of the bandwidth"):
+        assert part in text
+
+
+def test_markdown_puts_measured_figures_beside_predicted_ones() -> None:
+    text = markdown(report(BF16))
+    assert "measured (NVIDIA H200, 2026-01-01)" in text
+    assert "| 250 tok/s, 87% of the limit |" in text
+    assert text.count("not yet measured") == len(predictions()) - 1
+
+
+def test_a_page_gets_its_figures_between_the_marks() -> None:
+    assert (
+        put_into(f"head\n{BEGIN}\nold\n{END}\ntail\n", f"{BEGIN}new{END}") == f"head\n{BEGIN}new{END}\ntail\n"
+    )
+    with pytest.raises(ValueError, match="has no lines"):
+        put_into("nothing", "new")
+
+
+def test_the_page_has_the_predictions_of_the_code() -> None:
+    page = PAGE.read_text()
+    for one in predictions():
+        assert f"| {one.what} | {one.predicted} | {one.why} |" in page, f"make the table of {PAGE.name} anew"
+
+
+def test_figures_have_three_digits() -> None:
+    assert [shown(value) for value in (None, 0.0, 0.00012, 0.1234, 12.34, 1234.5)] == [
+        "-", "0", "1.2e-04", "0.123", "12.3", "1,234",
+    ]  # fmt: skip
+    assert line(BF16) == "decode: 250 tok/s, 87% of 286"
+    assert line(replace(BF16, figure=None)) == "decode: not measured: 4.00 ms a step"
+
+
+def test_known_cards_have_their_data_sheet() -> None:
+    assert data_sheet("NVIDIA H200", 0) == 4.8e12
+    assert data_sheet("NVIDIA GH200 480GB", 0) == 4.0e12
+    assert data_sheet("NVIDIA A100-SXM4-80GB", 2) is None
+    assert data_sheet("another", 0) is None
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"what": "a", "figure": 1.0, "more": 2},
+        [Row("", "a", 1.0)],
+        {"a": 1.0},
+    ],
+)
+def test_what_parts_say_becomes_rows(found: object) -> None:
+    assert list(rows_from(found, "loading")) == [Row("loading/a", "a", 1.0)]

@@ -1,0 +1,243 @@
+"""Replays give what launching kernel by kernel gives, whatever was replayed before."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
+
+from services.executor.engine.plan import StepPlan, as_int32, to_bytes
+from services.executor.gpu.capture import Rerun, Work
+from services.executor.gpu.graphed import GraphedDecoder
+from services.executor.gpu.graphs import Shape, StepGraphs, ladder, padded, rung_for
+from services.executor.gpu.inputs import arrays_of, inputs_of, is_decode
+from services.executor.gpu.staging import Limits, Staging
+from services.executor.progress import Progress
+from tests.unit.executor.gpu.fake_layers import VOCABULARY, FakeLayers
+
+CPU = torch.device("cpu")
+BLOCK = 4
+NUM_BLOCKS = 40
+GROUP = 2
+SHAPE = Shape(block_size=BLOCK, kv_heads=2, group=GROUP, processors=4, context_length=48)
+LIMITS = Limits(max_sequences=9, max_batch_tokens=24, blocks_per_context=12)
+NO_POOLS = np.zeros((0, 2), np.int32)
+
+
+class FailingFrom(Rerun):
+    """Cannot record what is recorded as the `failing`th; takes 1 MiB for each that it can."""
+
+    def __init__(self, failing: int) -> None:
+        self._left = failing
+        self._used = 0
+
+    def record(self, work: Work) -> Work:
+        self._left -= 1
+        if self._left <= 0:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        self._used += 1 << 20
+        return work
+
+    def memory(self) -> int:
+        return self._used
+
+
+def make_graphs(layers: FakeLayers, capture: Rerun | None = None) -> tuple[StepGraphs, GraphedDecoder]:
+    staging = Staging(LIMITS.capacity(), CPU)
+    before = torch.zeros(LIMITS.max_batch_tokens, dtype=torch.int64)
+    graphs = StepGraphs(layers, SHAPE, LIMITS.max_sequences, staging, before, capture or Rerun())
+    return graphs, GraphedDecoder(layers, SHAPE, staging, before, CPU, graphs)
+
+
+@dataclass
+class Sequences:
+    """Sequences that come, grow and go; the blocks of those that have gone are taken by others."""
+
+    random: np.random.Generator
+    lengths: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    free: list[int] = field(default_factory=lambda: list(range(1, NUM_BLOCKS)))
+    coming: int = 0
+
+    def step(self, decodes: int, prompts: list[int]) -> StepPlan | None:
+        """Decodes of so many of those there are, and chunks of new ones; ends the oldest where blocks are few."""
+        while self.lengths and len(self.free) < len(self.lengths) + sum(1 + p // BLOCK for p in prompts):
+            self._end(next(iter(self.lengths)))
+        chosen = self.random.permutation(list(self.lengths))[:decodes].tolist()
+        for sequence in [one for one in chosen if self.lengths[one] >= SHAPE.context_length]:
+            chosen.remove(sequence)
+            self._end(sequence)
+        widths = dict.fromkeys(chosen, 1)
+        for prompt in prompts:
+            self.coming += 1
+            self.lengths[self.coming], self.tables[self.coming] = 0, []
+            widths[self.coming] = prompt
+        return self._plan(widths) if widths else None
+
+    def _plan(self, widths: dict[int, int]) -> StepPlan:
+        ordered = sorted(widths, key=lambda one: widths[one] > 1)
+        positions, slots, tables = [], [], []
+        for one in ordered:
+            end = self.lengths[one] + widths[one]
+            while len(self.tables[one]) * BLOCK < end:
+                self.tables[one].append(self.free.pop(int(self.random.integers(len(self.free)))))
+            place = range(self.lengths[one], end)
+            positions += place
+            slots += [self.tables[one][at // BLOCK] * BLOCK + at % BLOCK for at in place]
+            tables += self.tables[one]
+            self.lengths[one] = end
+        ends = np.cumsum([widths[one] for one in ordered])
+        kept = self.random.random(len(ordered)) < 0.8
+        return StepPlan(
+            step=1,
+            num_decodes=sum(widths[one] == 1 for one in ordered),
+            token_ids=to_bytes(self.random.integers(0, VOCABULARY, len(positions))),
+            positions=to_bytes(positions),
+            slots=to_bytes(slots),
+            query_lens=to_bytes([widths[one] for one in ordered]),
+            context_lens=to_bytes([self.lengths[one] for one in ordered]),
+            block_tables=to_bytes(tables),
+            sample_rows=to_bytes((ends - 1)[kept]),
+        )
+
+    def _end(self, sequence: int) -> None:
+        self.free += self.tables.pop(sequence)
+        del self.lengths[sequence]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 11), st.lists(st.integers(1, 9), max_size=2)), min_size=1, max_size=10),
+    st.integers(0, 99),
+)
+@settings(max_examples=12, deadline=None)
+def test_replays_give_what_kernels_one_by_one_give(steps: list[tuple[int, list[int]]], seed: int) -> None:
+    sequences = Sequences(np.random.default_rng(seed))
+    eager, replayed = FakeLayers(NUM_BLOCKS, BLOCK, GROUP), FakeLayers(NUM_BLOCKS, BLOCK, GROUP)
+    graphs, decoder = make_graphs(replayed)
+    graphs.capture()
+    for decodes, prompts in steps:
+        plan = sequences.step(decodes, prompts)
+        if plan is None:
+            continue
+        inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+        expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
+        found = decoder.launch(plan, Progress.unread())
+        assert torch.equal(found.logits, expected)
+        assert torch.equal(found.tokens, expected.argmax(dim=-1))
+        assert torch.equal(found.largest, expected.amax(dim=-1)) or not len(expected)
+        assert torch.equal(replayed.store[BLOCK:], eager.store[BLOCK:])  # block 0 is what capturing used
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99))
+@settings(max_examples=8, deadline=None)
+def test_tokens_of_the_step_before_are_taken_where_they_lie(sizes: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sequences = Sequences(random)
+    eager, replayed = FakeLayers(NUM_BLOCKS, BLOCK, GROUP), FakeLayers(NUM_BLOCKS, BLOCK, GROUP)
+    graphs, decoder = make_graphs(replayed)
+    graphs.capture()
+    sequences.step(0, [1] * 9)
+    for size in sizes:
+        plan = sequences.step(size, [])
+        assert plan is not None
+        before = random.integers(0, VOCABULARY, LIMITS.max_batch_tokens)
+        decoder._before.copy_(torch.from_numpy(before))
+        ids = as_int32(plan.token_ids).copy()
+        ahead = random.random(len(ids)) < 0.5
+        ids[ahead] = -1 - random.integers(0, len(before), ahead.sum())
+        known = np.where(ids < 0, before[np.maximum(-1 - ids, 0)], ids)
+        unknown = StepPlan(**{**_fields(plan), "token_ids": to_bytes(ids)})
+        plan = StepPlan(**{**_fields(plan), "token_ids": to_bytes(known)})
+        inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+        expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
+        assert torch.equal(decoder.launch(unknown, Progress.unread()).logits, expected)
+
+
+def _fields(plan: StepPlan) -> dict[str, object]:
+    return {name: getattr(plan, name) for name in plan.__struct_fields__}
+
+
+def test_a_plan_with_prefill_drafts_or_pools_is_not_replayed() -> None:
+    sequences = Sequences(np.random.default_rng(0))
+    graphs, _ = make_graphs(FakeLayers(NUM_BLOCKS, BLOCK, GROUP))
+    graphs.capture()
+    mixed = sequences.step(0, [3, 1])
+    alone = sequences.step(2, [])
+    assert mixed is not None
+    assert alone is not None
+    assert graphs.replay(mixed) is None
+    assert graphs.replay(alone) is not None
+    assert not is_decode(StepPlan(**{**_fields(alone), "pools": to_bytes([(0, 1)])}))
+
+
+def test_more_sequences_than_the_ladder_has_are_computed_all_the_same() -> None:
+    sequences = Sequences(np.random.default_rng(1))
+    layers, eager = FakeLayers(NUM_BLOCKS, BLOCK, GROUP), FakeLayers(NUM_BLOCKS, BLOCK, GROUP)
+    graphs, decoder = make_graphs(layers)
+    graphs.capture()
+    plan = sequences.step(0, [1] * 12)
+    assert plan is not None
+    assert graphs.replay(plan) is None
+    inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+    expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
+    assert torch.equal(decoder.forward(plan, Progress.unread(), NO_POOLS)[0], expected)
+
+
+@pytest.mark.parametrize(("failing", "rungs"), [(1, []), (2, [9]), (3, [8, 9]), (9, [1, 2, 4, 8, 9])])
+def test_what_cannot_be_captured_is_left_out_and_all_is_computed(failing: int, rungs: list[int]) -> None:
+    sequences = Sequences(np.random.default_rng(2))
+    layers, eager = FakeLayers(NUM_BLOCKS, BLOCK, GROUP), FakeLayers(NUM_BLOCKS, BLOCK, GROUP)
+    graphs, decoder = make_graphs(layers, FailingFrom(failing))
+    graphs.capture()
+    assert graphs.rungs == rungs
+    for plan in (sequences.step(0, [5, 2]), sequences.step(1, [])):
+        assert plan is not None
+        inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+        expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
+        assert torch.equal(decoder.launch(plan, Progress.unread()).logits, expected)
+
+
+def test_graphs_keep_within_their_memory() -> None:
+    graphs, _ = make_graphs(FakeLayers(NUM_BLOCKS, BLOCK, GROUP), FailingFrom(99))
+    graphs.capture(most_memory=2 << 20)
+    assert graphs.rungs == [8, 9]
+
+
+def test_ranks_that_do_not_agree_have_the_same_graphs() -> None:
+    answers = iter([True, True, False])
+    graphs, _ = make_graphs(FakeLayers(NUM_BLOCKS, BLOCK, GROUP))
+    graphs.capture(agree=lambda fine: next(answers))
+    assert graphs.rungs == [8, 9]
+
+
+@given(st.integers(1, 700))
+def test_the_ladder_ends_with_the_most_and_pads_little(most: int) -> None:
+    rungs = ladder(most)
+    assert rungs == sorted(set(rungs))
+    assert rungs[-1] == most
+    for count in range(1, most + 1):
+        rung = rung_for(count, rungs)
+        assert rung is not None
+        assert rung - count < max(4, count / 2, 8 if count > 8 else 0)
+    assert rung_for(most + 1, rungs) is None
+    assert ladder(32)[:7] == [1, 2, 4, 8, 16, 24, 32]
+
+
+def test_padded_rows_write_and_read_nothing() -> None:
+    sequences = Sequences(np.random.default_rng(3))
+    sequences.step(0, [6, 3])
+    plan = sequences.step(2, [])
+    assert plan is not None
+    step = padded(arrays_of(plan, BLOCK, GROUP), 4)
+    assert (
+        step.token_ids[2:].tolist() == step.positions[2:].tolist() == step.context_lens[2:].tolist() == [0, 0]
+    )
+    assert step.slots[2:].tolist() == [-1, -1]
+    assert step.query_starts.tolist() == [0, 1, 2, 3, 4]
+    (part,) = step.parts
+    assert part.tiles.sequence.tolist() == [0, 1, 2, 3]
+    assert (part.first_row, part.num_rows) == (0, 4)
