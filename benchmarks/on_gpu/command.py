@@ -113,6 +113,9 @@ def _measure(sections: Sequence[Section], path: Path, budget_s: float, dry_run: 
     runner = Runner(report, path, lambda section, rows, limit: command_of(section, rows, limit, report), say)
     try:
         runner.run(sections)
+    except KeyboardInterrupt:
+        say("interrupted: the sections that follow are not run")
+        return 130
     finally:
         # To a file too: who reads it later has no terminal's width to go by.
         show(report, Console(width=WIDTH if not sys.stdout.isatty() else None))

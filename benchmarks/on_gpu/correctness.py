@@ -175,7 +175,8 @@ def _bf16(bench: Bench) -> None:
     config.dtype = "bfloat16"
     theirs = plain_model(config, torch.bfloat16, bench.device)(input_ids=batch).logits[0].argmax(-1).cpu()
     memory = int(4 * tokens * shape.kv_bytes("bf16")) + (1 << 20)
-    with served(config, bench.device, kv_dtype="bf16", kv_memory=memory, context_length=2 * tokens) as ring:
+    options = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": 1, "context_length": 2 * tokens}
+    with served(config, bench.device, **options) as ring:
         plan = prefill_plan(tokens, 0, ring.spec.num_blocks, ring.spec.num_cold, last=True)
         plan = structs.replace(plan, token_ids=to_bytes(ids), sample_rows=to_bytes(np.arange(tokens)))
         ours = _all_logits(ring, plan).argmax(-1).cpu()

@@ -18,7 +18,8 @@ CHECKPOINT_13B = 28 << 30
 
 
 def attention(bench: Bench) -> None:
-    _measure(bench, "attention", "attention_speed")
+    limits = {"bandwidth": bench.bandwidth, "matrix_rate": bench.matrix_rate("bf16")}
+    _measure(bench, "attention", "attention_speed", **limits)
 
 
 def graphs(bench: Bench) -> None:

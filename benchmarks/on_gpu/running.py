@@ -47,8 +47,10 @@ class Runner:
         write_report(self.report, self.path)
         for at, section in enumerate(sections):
             left = self.report.budget_s - (self.clock() - began)
-            self._one(section, self.report.sections[at], allot(section, sections[at + 1 :], left), left)
-            write_report(self.report, self.path)
+            try:
+                self._one(section, self.report.sections[at], allot(section, sections[at + 1 :], left), left)
+            finally:
+                write_report(self.report, self.path)
 
     def _one(self, section: Section, result: SectionResult, limit: float | None, left: float) -> None:
         if limit is None:
@@ -61,9 +63,11 @@ class Runner:
         began = self.clock()
         with tempfile.TemporaryDirectory() as scratch:
             rows, errors = Path(scratch, "rows.jsonl"), Path(scratch, "errors.txt")
-            code = self._process(self.command(section, rows, limit), errors, limit)
-            result.rows = read_rows(rows)
-            result.seconds = round(self.clock() - began, 1)
+            try:
+                code = self._process(self.command(section, rows, limit), errors, limit)
+            finally:  # of an interrupt too: what was measured by then counts
+                result.rows = read_rows(rows)
+                result.seconds = round(self.clock() - began, 1)
             result.status = {0: "done", None: "timed out"}.get(code, "failed")  # type: ignore[assignment]
             if code != 0:
                 result.error = last_lines(errors, ERROR_LINES) or [_no_words(code)]
