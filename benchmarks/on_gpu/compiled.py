@@ -32,7 +32,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 """An H100 or H200."""
 SHARED_LIMIT = 227 << 10
 """Bytes of shared memory that one program can have there."""
-MOST_STACK = 128
+MOST_STACK = 160
 """Bytes of each thread: some are kept around the loops where heads have 256 numbers; a loop that spills has more."""
 INSTRUCTIONS = {
     "wgmma": r"HGMMA",
