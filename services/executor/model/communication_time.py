@@ -3,6 +3,8 @@
 On a CPU an operation ends when it returns: two looks at the clock. On a GPU it has only been queued then, so a pair
 of CUDA events is queued around it, and read when both have happened; that for one operation of `SAMPLE`, which then
 stands for all of them. `SAMPLE` is a prime, so that every place in a model is measured in turn.
+
+Operations within a CUDA graph are not counted: what is told of steps that are replayed lacks their communication.
 """
 
 import contextlib

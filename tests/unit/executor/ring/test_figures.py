@@ -239,6 +239,7 @@ class FakeEvent:
 
 def test_one_operation_on_a_gpu_stands_for_seventeen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     spent, gpu = CommunicationTime(), torch.device("cuda", 0)
     for _ in range(5 * SAMPLE):
         with spent.measured(gpu):
@@ -247,3 +248,13 @@ def test_one_operation_on_a_gpu_stands_for_seventeen(monkeypatch: pytest.MonkeyP
     FakeEvent.happened = True
     assert spent.seconds == pytest.approx(5 * SAMPLE * 1e-3)
     assert spent.seconds == pytest.approx(5 * SAMPLE * 1e-3), "read once"
+
+
+def test_nothing_is_asked_of_events_within_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: pytest.fail("an event was made"))
+    spent, gpu = CommunicationTime(), torch.device("cuda", 0)
+    for _ in range(2 * SAMPLE):
+        with spent.measured(gpu):
+            pass
+    assert spent.seconds == 0
