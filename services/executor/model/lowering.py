@@ -199,10 +199,9 @@ def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], l
 
 
 def _joined(parts: list[Weights]) -> Weights:
-    weight = torch.cat([weight for weight, _ in parts])
-    if all(bias is None for _, bias in parts):
-        return weight, None
-    return weight, torch.cat([own.new_zeros(len(own)) if bias is None else bias for own, bias in parts])
+    biases = [bias for _, bias in parts if bias is not None]
+    assert len(biases) in (0, len(parts)), "of linears that are one, some have a bias and some have none"
+    return torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None
 
 
 def _norm_weight(norm: Any, family: Family) -> Tensor:

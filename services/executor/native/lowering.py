@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from services.executor.model import lowering
-from services.executor.model.lowering import Activation, CannotLower, Lowered, weights_of
+from services.executor.model.lowering import Activation, CannotLower, Lowered
 from services.executor.model.sharding import split_dimension
 from services.executor.native.packed import GATE_RUN, Piece, alternating, one_after_another
 
@@ -37,11 +37,11 @@ def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
 def qkv_pieces(attention: Any, q_rows: int, kv_rows: int) -> list[Piece]:
     """Queries, keys and values of a layer; `q_rows` and `kv_rows` are this rank's."""
     if hasattr(attention, "qkv_proj"):
-        weight, bias = weights_of(attention.qkv_proj)
+        weight, bias = _weights(attention.qkv_proj)
         sizes = [q_rows, kv_rows, kv_rows]
         biases = [None] * 3 if bias is None else torch.split(bias, sizes)
         return one_after_another(zip(torch.split(weight, sizes), biases, strict=True))
-    return one_after_another(weights_of(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+    return one_after_another(_weights(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
 
 
 def gate_up_pieces(feed_forward: Any) -> list[Piece]:
@@ -49,7 +49,7 @@ def gate_up_pieces(feed_forward: Any) -> list[Piece]:
     if hasattr(feed_forward, "gate_up_proj"):
         gate, up = feed_forward.gate_up_proj.weight.chunk(2)
         return alternating((gate, None), (up, None))
-    return alternating(weights_of(feed_forward.gate_proj), weights_of(feed_forward.up_proj))
+    return alternating(_weights(feed_forward.gate_proj), _weights(feed_forward.up_proj))
 
 
 def _check_widths(config: Any, world_size: int) -> None:
@@ -59,3 +59,7 @@ def _check_widths(config: Any, world_size: int) -> None:
             f"a hidden size of {config.hidden_size} with an inner width of {config.intermediate_size} does not "
             "fit the native kernels"
         )
+
+
+def _weights(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return linear.weight, linear.bias
