@@ -7,7 +7,7 @@
 A step is planned ahead where all that its plan says is certain: each running sequence is in the step under way and
 will have exactly one token more, whatever that is; nobody can be admitted, restored or handed over, no draft is
 worth looking for, and no sequence has to give up blocks. Else the next step is planned as ever, when the one under
-way is over. So who computes what, and with which blocks, is the same with lookahead and without.
+way is over. So texts are the same with lookahead and without.
 
     tokens     [ ............ t ] ?      t: the step under way computes it, and samples ?
     the plan   token id -1 - k, k the row that samples ?; position and slot of the one behind t

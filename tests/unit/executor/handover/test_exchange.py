@@ -219,9 +219,9 @@ def test_a_sequence_that_needs_the_blocks_has_the_sending_stopped() -> None:
     assert way.offer(100)
     departures = source.batcher.exchange.departures
     source.add(ask("large", [1] * 90, 4))
-    while source._schedule() is not None:
+    while (step := source.next_step()) is not None:
         assert not departures.crowded
-        source.finish((source.plans[-1][0], list(source.batcher._steps.oldest.rows)))
+        source.finish(step)
     assert departures.crowded
     assert way.batch is not None
     gifts = way.batch.gifts
