@@ -3,7 +3,8 @@
     tile     up to BLOCK_M rows of one sequence: (token, query head of one KV head), heads of a token together
     program  one tile of one KV head, over all keys that its rows see, or over one of SPLITS parts of them
 
-A program's keys fall into up to four runs of turns, BLOCK_N keys each, so that a turn reads one store and asks
+A program's keys fall into up to four runs of turns, BLOCK_N keys each or, where both stores are read or keys are
+masked, EDGE keys, since that takes registers; so that a turn reads one store and asks
 nothing of a key that needs no asking; branches within a loop would keep loads from being pipelined:
 
     begin            a              b                    c           end
@@ -80,7 +81,7 @@ def attend(
     query, out, parts, weights, hot, codes, words, scales, tables, table_starts, query_starts, context_lens,
     tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_hot, first_row, num_rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
     WORDS: tl.constexpr, STAGES: tl.constexpr, HOT_STAGES: tl.constexpr,
@@ -127,14 +128,17 @@ def attend(
 
     largest = tl.full([BLOCK_M], NEVER, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:
-        # Counted once: a row's sink belongs to the first part of its keys.
-        sink = tl.load(sinks + head * GROUP + member).to(tl.float32) * LOG2E
-        largest = tl.where(split == 0, sink, largest)
-        total = tl.where(split == 0, 1.0, total)
     slope = tl.zeros([BLOCK_M], tl.float32)
     if SLOPES:
         slope = tl.load(slopes + head * GROUP + member)
+    if SINKS:
+        # Counted once: a row's sink belongs to the first part of its keys.
+        sink = tl.load(sinks + head * GROUP + member).to(tl.float32) * LOG2E
+        if SLOPES:
+            # Turns count from the row's own position, which changes no weight if all are counted so.
+            sink -= slope * LOG2E * position.to(tl.float32)
+        largest = tl.where(split == 0, sink, largest)
+        total = tl.where(split == 0, 1.0, total)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     unit = 0.0
     q_unit = 1.0
@@ -182,14 +186,14 @@ def attend(
                 block = following
         if CODE != 3:
             sums = sums * unit
-        for start in tl.range(a, tl.minimum(b, end), BLOCK_N, num_stages=1):
-            following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
+        for start in tl.range(a, tl.minimum(b, end), EDGE, num_stages=1):
+            near = _entries(table, start, end, SIZE, EDGE)
             largest, total, sums, unit = turn(
-                q, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_hot,
-                largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED, WINDOWED,
+                q, q_unit, hot, codes, scales, near, start, end, head, position, scale, softcap, window, slope, num_hot,
+                largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED, WINDOWED,
                 SLOPES, PRECISION, WIDE, BOTH, True,
             )  # fmt: skip
-            block = following
+        block = _entries(table, b, end, SIZE, BLOCK_N)
     c = tl.maximum(b, clear)
     for start in tl.range(b, clear, BLOCK_N, num_stages=HOT_STAGES):
         following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
@@ -199,14 +203,13 @@ def attend(
             SLOPES, PRECISION, WIDE, HOT, WINDOWED,
         )  # fmt: skip
         block = following
-    for start in tl.range(c, end, BLOCK_N, num_stages=1):
-        following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
+    for start in tl.range(c, end, EDGE, num_stages=1):
+        near = _entries(table, start, end, SIZE, EDGE)
         largest, total, sums, unit = turn(
-            q, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_hot,
-            largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED, WINDOWED,
+            q, q_unit, hot, codes, scales, near, start, end, head, position, scale, softcap, window, slope, num_hot,
+            largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED, WINDOWED,
             SLOPES, PRECISION, WIDE, HOT, True,
         )  # fmt: skip
-        block = following
 
     # Found anew: kept through all turns, the rows' places would take registers that the sums need.
     again = tl.load(tile_first + tile, volatile=True)

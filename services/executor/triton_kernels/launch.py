@@ -109,7 +109,7 @@ def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out:
     }  # fmt: skip
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "SIZE": layer.hot.shape[3], "WIDTH": width, "BLOCK_D": padded,
-        "BLOCK_M": batch.rows_per_tile, "BLOCK_N": shape.keys, "SPLITS": splits,
+        "BLOCK_M": batch.rows_per_tile, "BLOCK_N": shape.keys, "EDGE": shape.edge, "SPLITS": splits,
         "LEAST": max(1, LEAST_KEYS // shape.keys), "CODE": code,
         "CAPPED": scores.softcap is not None, "WINDOWED": bool(scores.window),
         "SINKS": scores.sinks is not None, "SLOPES": scores.slopes is not None,

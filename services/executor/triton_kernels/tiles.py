@@ -25,6 +25,8 @@ class TileShape(NamedTuple):
 
     keys: int
     """BLOCK_N, of one turn."""
+    edge: int
+    """The same where both stores are read or keys are masked: a divisor of it."""
     warps: int
     stages: int
     """Turns under way over cold blocks: all but one are loads."""
@@ -45,10 +47,14 @@ def tile_shape(rows: int, width: int, number_bytes: int, compressed: bool) -> Ti
     padded = 1 << (width - 1).bit_length()
     line = padded * number_bytes
     if rows <= 32:
-        keys = _within(16384 // line, 16, 128)
-        return TileShape(keys, 4, 3, 2 if compressed else 3)
-    keys = _within(16384 // line, 16, 64) if compressed else _within(32768 // line, 16, 128)
-    return TileShape(keys, 8 if rows > 64 else 4, 2, 2)
+        # Codes are half as long; but widths that are no power of two are read byte by byte, which takes registers.
+        keys = _within((32768 if compressed and width == padded else 16384) // line, 16, 128)
+        return TileShape(keys, _within(16384 // line, 16, min(keys, 64)), 4, 3, 2 if compressed else 3)
+    keys = _within(32768 // line, 16, 64 if compressed else 128)
+    if compressed:
+        keys = _within(16384 // line, 16, keys)
+    edge = _within((8192 if compressed else 16384) // line, 16, min(keys, 64))
+    return TileShape(keys, edge, 8 if rows > 64 else 4, 2, 2)
 
 
 def rows_for(group: int, most_tokens: int) -> int:
