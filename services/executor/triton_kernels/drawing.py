@@ -9,8 +9,8 @@ from torch import Tensor
 from services.executor.triton_kernels import sampling
 
 BLOCK = 4096
-"""Logits of a chunk: one turn of a program, so that memory is read by all of them at once. 16 of them for each thread
-of `WARPS`, whose registers (126, ptxas for sm_90) let two programs share a processor."""
+"""Logits of a chunk: one turn of a program, so that memory is read by all of them at once. Each thread of `WARPS` has 16
+of them; with 128 registers, as `tally` has for sm_90, two programs share a multiprocessor."""
 WARPS = 8
 NUM_PARAMS = 5
 _WAYS = 16
