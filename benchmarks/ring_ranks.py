@@ -204,10 +204,12 @@ def _lead(
 def _follow(
     settings: ExecutorSettings, spec: RankSpec, pipe: Connection, times: "SynchronizedArray[Any]"
 ) -> None:
+    import torch
+
     from services.executor.engine import meeting
 
     rendezvous: Rendezvous = pipe.recv()
-    receiver, collectives = meeting.follow(settings, spec, rendezvous)
+    receiver, collectives = meeting.follow(settings, spec, rendezvous, torch.device("cpu"))
     runner = _member(settings, spec, collectives).runner
     while (plan := receiver.receive()) is not None:
         runner.forward(plan)
@@ -235,7 +237,7 @@ def _reduce_only(settings: ExecutorSettings, spec: RankSpec, pipe: Connection) -
         _, collectives = meeting.lead(settings, spec, torch.device("cpu"), Path(), pipe.send)
         pipe.send("ready")
     else:
-        _, collectives = meeting.follow(settings, spec, pipe.recv())
+        _, collectives = meeting.follow(settings, spec, pipe.recv(), torch.device("cpu"))
     while (order := pipe.recv()) is not None:
         elements, count = order
         pipe.send(_reduce_times(collectives, torch.zeros(elements, dtype=torch.bfloat16), count))

@@ -31,7 +31,7 @@ from services.executor.triton_kernels.codes import code_to_float, float_to_code
 def _widened(raw, CODE: tl.constexpr, WIDE: tl.constexpr):
     """Numbers of the weights as they lie in memory, in bf16; WIDE: in float32, for the interpreter."""
     if WIDE:
-        return code_to_float(raw, CODE)
+        return code_to_float(raw, CODE, tl.float32)
     if CODE == 3:
         return raw
     if CODE == 2:
@@ -146,6 +146,6 @@ def decode_rows(codes, scales, out, inputs, BLOCK: tl.constexpr, CODE: tl.conste
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inputs
-    values = code_to_float(tl.load(codes + row * inputs + at, mask=inside, other=0), CODE)
+    values = code_to_float(tl.load(codes + row * inputs + at, mask=inside, other=0), CODE, tl.float32)
     values = values * tl.load(scales + row)
     tl.store(out + row * inputs + at, values.to(out.dtype.element_ty), mask=inside)
