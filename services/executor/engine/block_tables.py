@@ -15,8 +15,9 @@ from services.executor.engine.admission import BatchSettings
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sequence import Sequence
 from services.executor.handover.exchange import Exchange
-from services.executor.kv_cache.allocator import BlockAllocator, Census
+from services.executor.kv_cache.allocator import BlockAllocator
 from services.executor.kv_cache.block_copies import Copies
+from services.executor.kv_cache.census import Census
 from services.executor.kv_cache.tiers import SpillTiers
 
 DISK_COST = 4

@@ -7,7 +7,7 @@ from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sequence import Sequence
 from services.executor.engine.step_planning import StepPlanner
-from services.executor.kv_cache.allocator import Census
+from services.executor.kv_cache.census import Census
 from shared.messages import GroupLoad
 
 

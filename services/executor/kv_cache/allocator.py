@@ -29,30 +29,16 @@ full: nothing that is shared is ever written.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from services.executor.kv_cache.block_copies import Copies, PendingCopies
-from services.executor.kv_cache.block_pool import BlockPool, PoolCounts
+from services.executor.kv_cache.block_pool import BlockPool
+from services.executor.kv_cache.census import Census, check_regions, check_tables
 from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex
 from services.executor.kv_cache.sessions import SessionPins
 from services.executor.kv_cache.tiers import SpillTiers
 
 MOST_PINNED = 0.5
 """Share of a format's blocks that sessions may pin."""
-
-
-class Census(NamedTuple):
-    """The blocks of an allocator, counted."""
-
-    hot: PoolCounts
-    cold: PoolCounts
-    private: int
-    shared: int
-    host: tuple[int, int]
-    """(spill slots, used) in host memory."""
-    disk: tuple[int, int]
-    pinned_for: dict[str, int]
-    """Blocks by session."""
 
 
 class OutOfBlocks(Exception):
@@ -413,15 +399,7 @@ class BlockAllocator:
         self._index.check()
         empty, cached, pinned = (h | c for h, c in zip(self._hot.unused(), self._cold.unused(), strict=True))
         self._pins.check(pinned)
-        for block, references in enumerate(self._references):
-            assert references >= 0, f"block {block} has {references} references"
-            unused = block in empty or block in cached or block in pinned
-            assert unused == (references == 0), f"block {block} is leaked or in use while free"
-            assert references < 2 or block in self._index, f"block {block} is shared while writable"
-        assert all(block in self._index for block in cached | pinned), "a cached block cannot be found"
-        assert not any(block in self._index for block in empty), "an empty block can be found"
+        check_regions(self._references, self._index, empty, cached, pinned)
         self._tiers.check(None if locked is None else dict(Counter(locked) + Counter(self._unlock)))
         if tables is not None:
-            held = Counter(block for table in tables for block in table)
-            counted = {block: count for block, count in enumerate(self._references) if count}
-            assert held == counted, f"tables hold {dict(held)}, the allocator counts {counted}"
+            check_tables(self._references, tables)
