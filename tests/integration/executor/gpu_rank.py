@@ -21,6 +21,8 @@ from services.executor.ring import RankSpec
 
 FAULTS = Path(os.environ["RYZANSTEIN_TEST_GPU"])
 spec: RankSpec
+told = False
+"""Whether the leader knows of the fault."""
 attach, compute, read_spec = RingBoard.rank, StubEngine.execute, rank_process.Orchestrator.read_spec
 
 
@@ -64,11 +66,16 @@ def on_a_gpu(board: RingBoard, rank: int) -> RankBoard:
 def wait_for_tokens(
     engine: StubEngine, plan: StepPlan, samples: Sequence[SamplingState]
 ) -> list[SampledToken]:
-    """The leader waits for its device, as it must to know the tokens; the other ranks only launch."""
-    sampled = compute(engine, plan, samples)
-    if fault() is not None:
+    """The leader waits for its device, as it must to know the tokens; the other ranks only launch.
+
+    It hangs in the step after the one in which it learns of the fault: that one's plan has reached all ranks after the
+    fault, while of this one another rank may have done its part before.
+    """
+    global told
+    if told:
         threading.Event().wait()
-    return sampled
+    told = fault() is not None
+    return compute(engine, plan, samples)
 
 
 def remember(orchestrator: rank_process.Orchestrator) -> RankSpec:
