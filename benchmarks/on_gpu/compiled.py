@@ -1,243 +1,57 @@
 """What Triton's compiler makes of the kernels for a GPU that need not be there: `python -m benchmarks.on_gpu.compiled`.
 
-For each variant that serving uses: registers, bytes of stack (spilled registers lie there), shared memory, and how
-often instructions that matter occur. Kernels that the interpreter has decorated cannot be compiled: run it in a process
-of its own, with TRITON_INTERPRET=0 where there is no GPU.
-
-    --some            few variants, among them the largest
-    --sass PATTERN    the machine code of those that have it in their name
+For each kernel, and of attention each variant that serving uses: registers, bytes of stack (spilled registers lie
+there), shared memory, and how often instructions that matter occur. Kernels that the interpreter has decorated cannot
+be compiled: run it in a process of its own, with TRITON_INTERPRET=0 where there is no GPU.
 """
 
-import re
-import subprocess
+import argparse
+import json
 import sys
-import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from itertools import product
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
 
-import torch
-import triton
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.triton_kernels import launch
-from services.executor.triton_kernels.tiles import rows_for
-
-TARGET = GPUTarget("cuda", 90, 32)
-"""An H100 or H200."""
-SHARED_LIMIT = 227 << 10
-"""Bytes of shared memory that one program can have there."""
-MOST_STACK = 160
-"""Bytes of each thread: some are kept around the loops where heads have 256 numbers; a loop that spills has more."""
-INSTRUCTIONS = {
-    "wgmma": r"HGMMA",
-    "mma": r"\bHMMA",
-    "async": r"LDGSTS",
-    "wide async": r"LDGSTS\S*\.128",
-    "load": r"\bLDG\.",
-    "wide load": r"\bLDG\S*\.128",
-    "byte load": r"\bLDS\S*\.[US]8",
-    "convert": r"\b(I2F|F2F|I2FP)",
-    "branch": r"\bBRA\b",
-}
-"""Patterns of SASS."""
-TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32",
-    torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
-CODECS: dict[str, Codec | None] = {"hot": None, "int8": INT8, "fp8": FP8}
-
-
-class Variant(NamedTuple):
-    """Of `attend`, with its `merge` where keys are split."""
-
-    tokens: int
-    """Of a tile's sequence in a step: 1 is a decode."""
-    cold: str
-    """Of `CODECS`; hot: there are no cold blocks."""
-    width: int
-    group: int
-    splits: int = 1
-    asks: tuple[str, ...] = ()
-    """Of softcap, window, sinks and slopes."""
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def name(self) -> str:
-        what = "decode" if self.tokens == 1 else f"prefill{self.tokens}"
-        parts = f"{what} {self.cold} d{self.width} group{self.group} splits{self.splits}"
-        dtype = () if self.dtype == torch.bfloat16 else (TYPES[self.dtype],)
-        return " ".join((parts, *self.asks, *dtype))
-
-
-class Compiled(NamedTuple):
-    """A kernel as machine code."""
-
-    name: str
-    registers: int
-    stack: int
-    """Bytes of each thread."""
-    shared: int
-    """Bytes of each program."""
-    counts: dict[str, int]
-    """Of `INSTRUCTIONS`."""
-    sass: str
-
-
-def variants(every: bool) -> Iterator[Variant]:
-    """What serving uses; or the most demanding of it."""
-    if not every:
-        yield Variant(1, "fp8", 128, 4, 8)
-        yield Variant(512, "hot", 128, 4)
-        yield Variant(512, "int8", 256, 8)
-        return
-    for tokens, cold, width, group in product((1, 512), CODECS, (64, 128, 256), (1, 4, 8)):
-        yield Variant(tokens, cold, width, group)
-    for cold, width in product(CODECS, (64, 80, 96, 128, 256)):
-        yield Variant(1, cold, width, 4, 16)
-    for tokens, cold in product((4, 16, 512), CODECS):
-        yield Variant(tokens, cold, 128, 4, 4)
-        yield Variant(tokens, cold, 256, 3)
-    for cold in CODECS:
-        for asks in (("softcap",), ("window",), ("sinks", "window"), ("slopes",)):
-            yield Variant(1, cold, 128, 4, 8, asks)
-            yield Variant(512, cold, 128, 4, 1, asks)
-    for tokens in (1, 512):
-        yield Variant(tokens, "fp8", 128, 4, dtype=torch.float16)
-        yield Variant(tokens, "fp8", 128, 4, dtype=torch.float32)
-
-
-def calls(variant: Variant) -> list[launch.Call]:
-    """The launches of a variant, of tensors that have shapes and no numbers."""
-    kv_heads, width = 8, variant.width
-    heads = kv_heads * variant.group
-    codec = CODECS[variant.cold]
-
-    def empty(*sizes: int, dtype: torch.dtype = variant.dtype) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, device="meta")
-
-    index = empty(64, dtype=torch.int32)
-    cold = 1000 if codec else 0
-    code = empty(cold, 2, kv_heads, 16, width, dtype=codec.dtype if codec else variant.dtype)
-    scales = empty(cold, 2, kv_heads, dtype=torch.float32) if codec else None
-    layer = launch.Layer(empty(1000, 2, kv_heads, 16, width), code, scales, codec)
-    batch = launch.Batch(
-        index,
-        index,
-        index,
-        index,
-        index,
-        index,
-        rows_for(variant.group, variant.tokens),
-        variant.splits,
-        0,
-        64,
-    )
-    per_head = empty(heads, dtype=torch.float32)
-    scores = launch.Scores(
-        width**-0.5,
-        5.0 if "softcap" in variant.asks else None,
-        1024 if "window" in variant.asks else None,
-        per_head if "sinks" in variant.asks else None,
-        per_head if "slopes" in variant.asks else None,
-    )
-    query = empty(64, kv_heads, variant.group, width)
-    return launch.attend_calls(query, layer, batch, scores, query)
-
-
-def block_calls() -> Iterator[tuple[str, launch.Call]]:
-    """The launches that write blocks, and compress them."""
-    hot = torch.empty((2, 1000, 2, 8, 16, 128), dtype=torch.bfloat16, device="meta")
-    fused = torch.empty((64, 48, 128), dtype=torch.bfloat16, device="meta")
-    slots = torch.empty(64, dtype=torch.int32, device="meta")
-    yield "write", launch.write_call(fused[:, 32:40], fused[:, 40:], slots, hot[0])
-    index = torch.empty((64, 2), dtype=torch.int64, device="meta")
-    for name, codec in CODECS.items():
-        code = torch.empty_like(hot, dtype=codec.dtype if codec else hot.dtype)
-        scales = torch.empty(hot.shape[:4], dtype=torch.float32, device="meta") if codec else None
-        yield f"compress {name}", launch.compress_call(hot, index[:, 0], code, scales, codec, index)
-
-
-def compile_call(name: str, call: launch.Call) -> Compiled:
-    """As Triton would at the first launch."""
-    signature: dict[str, str] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for at, parameter in enumerate(call.kernel.params):
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            continue
-        value = call.arguments[parameter.name]
-        signature[parameter.name] = _type(value)
-        aligned = isinstance(value, Tensor) and not parameter.do_not_specialize_on_alignment
-        multiple = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-        if aligned or multiple:
-            attributes[at,] = [["tt.divisibility", 16]]
-    source = ASTSource(call.kernel, signature, call.constants, attributes)
-    made = triton.compile(source, target=TARGET, options={"num_warps": call.warps, "num_stages": call.stages})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage = _cuobjdump("-res-usage", file.name)
-        sass = _cuobjdump("-sass", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
-    counts = {what: len(re.findall(pattern, sass)) for what, pattern in INSTRUCTIONS.items()}
-    return Compiled(name, int(found[1]), int(found[2]), made.metadata.shared, counts, sass)
-
-
-def _type(value: object) -> str:
-    if isinstance(value, Tensor):
-        return "*" + TYPES[value.dtype]
-    if isinstance(value, float):
-        return "fp32"
-    assert isinstance(value, int)
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _cuobjdump(*arguments: str) -> str:
-    """Of Triton's own wheel."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def compile_variant(variant: Variant) -> list[Compiled]:
-    """`attend`, and `merge` where it is needed."""
-    return [
-        compile_call(f"{variant.name}{' merge' if at else ''}", call)
-        for at, call in enumerate(calls(variant))
-    ]
-
-
-def compile_all(every: bool) -> Iterator[Compiled]:
-    """All kernels; one process per core."""
-    with ProcessPoolExecutor() as pool:
-        for found in pool.map(compile_variant, list(variants(every))):
-            yield from found
-    for name, call in block_calls():
-        yield compile_call(name, call)
+from benchmarks.on_gpu.compiled_kernels import attention, fused, products, sampling
+from benchmarks.on_gpu.compiled_kernels.hopper import INSTRUCTIONS, SHARED_LIMIT, Compiled
 
 
 def main() -> None:
-    wanted = sys.argv[sys.argv.index("--sass") + 1] if "--sass" in sys.argv else None
-    if wanted is not None:
-        for variant in variants(True):
-            if wanted in variant.name:
-                for one in compile_variant(variant):
-                    print(one.name, one.sass, sep="\n")
-        return
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.on_gpu.compiled", description=__doc__)
+    parser.add_argument(
+        "--some", action="store_true", help="few variants of attention, the largest among them"
+    )
+    parser.add_argument("--only", default="", help="attention, fused, products or sampling")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each kernel, and no verdict")
+    parser.add_argument("--sass", default="", help="the machine code of those that have this in their name")
+    given = parser.parse_args()
+    families: dict[str, Callable[[], Iterator[Compiled]]] = {
+        "attention": partial(attention.kernels, not given.some),
+        "fused": fused.kernels,
+        "products": products.kernels,
+        "sampling": sampling.kernels,
+    }
+    if given.only:
+        families = {given.only: families[given.only]}
     bad = 0
-    print(f"{'kernel':48} {'registers':>9} {'stack':>6} {'shared':>7}  " + "  ".join(INSTRUCTIONS))
-    for one in compile_all("--some" not in sys.argv):
-        counts = "  ".join(f"{one.counts[what]:>{len(what)}}" for what in INSTRUCTIONS)
-        print(f"{one.name:48} {one.registers:9} {one.stack:6} {one.shared:7}  {counts}", flush=True)
-        # Models in float32 are for checks: their products take registers that no one has.
-        bad += (one.stack > MOST_STACK and "fp32" not in one.name) or one.shared > SHARED_LIMIT
-    sys.exit(f"{bad} kernels spill registers or need more shared memory than there is" if bad else 0)
+    if not (given.json or given.sass):
+        print(f"{'kernel':48} {'registers':>9} {'stack':>6} {'shared':>7}  " + "  ".join(INSTRUCTIONS))
+    for family in families.values():
+        for one in family():
+            bad += _is_bad(one)
+            if given.json:
+                print(json.dumps({**one._asdict(), "sass": ""}), flush=True)
+            elif not given.sass:
+                counts = "  ".join(f"{one.counts[what]:>{len(what)}}" for what in INSTRUCTIONS)
+                print(f"{one.name:48} {one.registers:9} {one.stack:6} {one.shared:7}  {counts}", flush=True)
+            elif given.sass in one.name:
+                print(one.name, one.sass, sep="\n")
+    if bad and not (given.json or given.sass):
+        sys.exit(f"{bad} kernels spill registers or need more shared memory than there is")
+
+
+def _is_bad(one: Compiled) -> bool:
+    """Models in float32 are for checks: their products take registers that no one has."""
+    return (one.stack > attention.MOST_STACK and "fp32" not in one.name) or one.shared > SHARED_LIMIT
 
 
 if __name__ == "__main__":

@@ -1,27 +1,70 @@
-"""What Triton's compiler makes of the kernels for an H200, which need not be there: in a process of its own, since the
-interpreter has decorated this one's."""
+"""What Triton's compiler makes of the kernels for an H200, which need not be there: the interpreter takes what the
+compiler refuses. In a process of its own, since the interpreter has decorated this one's kernels."""
 
+import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="the GPU kernels are compiled where Triton is (Linux on x86-64)")
+MOST_SHARED = 227 << 10
+"""Bytes of shared memory that a processor of Hopper has for its programs."""
+REGISTERS = 65_536
+"""That it has, for at most 2,048 threads."""
+MOST_STACK = 160
+"""Bytes of each thread that attention may spill around its loops (benchmarks/on_gpu/compiled_kernels/attention.py)."""
 
 
-def test_kernels_compile_without_spilled_registers() -> None:
-    """A few variants, the most demanding ones among them; `python -m benchmarks.on_gpu.compiled` takes all."""
+def compiled(family: str) -> dict[str, Any]:
+    """By name; of attention a few variants, the most demanding ones among them: `python -m
+    benchmarks.on_gpu.compiled` takes all."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.on_gpu.compiled"]
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.on_gpu.compiled", "--some"],
+        [*command, "--some", "--json", "--only", family],
         capture_output=True,
         text=True,
         env=os.environ | {"TRITON_INTERPRET": "0"},
         check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr
-    head, *lines = found.stdout.splitlines()
-    names = head.split("  ")
-    assert "wgmma" in " ".join(names)
-    kernels = {line[:48].strip() for line in lines}
-    assert {"decode fp8 d128 group4 splits8", "decode fp8 d128 group4 splits8 merge", "write"} <= kernels
+    return {one["name"]: one for one in map(json.loads, found.stdout.splitlines())}
+
+
+def test_attention_multiplies_by_tensor_cores_and_spills_in_no_loop() -> None:
+    found = compiled("attention")
+    decode, prefill = found["decode fp8 d128 group4 splits8"], found["prefill512 hot d128 group4 splits1"]
+    assert {"decode fp8 d128 group4 splits8 merge", "write", "compress fp8"} <= found.keys()
+    assert all(one["stack"] <= MOST_STACK and one["shared"] <= MOST_SHARED for one in found.values())
+    assert prefill["counts"]["wgmma"] > 0
+    assert decode["counts"]["mma"] > 0
+    assert decode["counts"]["wide async"] > 0
+
+
+def test_what_lies_between_products_reads_16_bytes_at_a_time_and_spills_nothing() -> None:
+    found = compiled("fused")
+    assert [name for name, one in found.items() if one["stack"]] == []
+    assert [name for name, one in found.items() if not one["counts"]["wide load"]] == []
+    # Half of the threads that a processor holds find registers.
+    assert [name for name, one in found.items() if one["registers"] * 1024 > REGISTERS] == []
+
+
+def test_products_multiply_while_weights_come() -> None:
+    found = compiled("products")
+    assert all(one["stack"] == 0 for one in found.values()), found
+    few, one = found["few rows"], found["one row"]
+    assert few["counts"]["wgmma"] > 0
+    assert min(few["counts"]["async"], one["counts"]["async"]) > 0
+    # Two programs of the largest tiles fit, four of one row: enough weights are on their way.
+    for kernel, programs in ((few, 2), (one, 4)):
+        assert kernel["registers"] * 128 * programs <= REGISTERS
+        assert kernel["shared"] * programs <= MOST_SHARED
+
+
+def test_what_samples_leaves_its_processor_room() -> None:
+    found = compiled("sampling")
+    assert {name.split()[0] for name in found} == {"tally", "choose", "weigh", "draw"}
+    assert max(one["shared"] for one in found.values()) <= 8192
+    assert max(one["stack"] for one in found.values()) == 0

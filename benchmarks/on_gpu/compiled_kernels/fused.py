@@ -1,61 +1,28 @@
-"""Compiles the kernels of `fused.py` for sm_90 and prints what they take, as JSON; needs no GPU.
+"""The kernels between a decoder's products: norms, places, activations."""
 
-A process of its own: in the tests' process the kernels are interpreted. Run by test_fused_compiled.py, or by hand:
-python -m tests.unit.executor.triton_kernels.compile_fused
-"""
-
-import json
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from benchmarks.on_gpu.compiled_kernels.hopper import Compiled, compile_kernel, pointers, with_types
 from services.executor.triton_kernels import activations, fused, norms, rotary
 
-TARGET = GPUTarget("cuda", 90, 32)
-ALIGNED = [["tt.divisibility", 16]]
-"""What PyTorch's memory and usual widths are, and Triton sees at a launch."""
 
-
-def measure(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> dict[str, int]:
-    """Registers, bytes of stack (spills) and shared memory, and loads of 16 bytes of one kernel."""
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+def measure(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Compiled:
+    signature = with_types(kernel, types)
     assert {name for name, kind in signature.items() if kind == "constexpr"} == constants.keys()
-    wide = [
-        at for at, name in enumerate(kernel.arg_names) if signature[name].startswith("*") or name == "width"
-    ]
-    source = ASTSource(kernel, signature, constants, {(at,): ALIGNED for at in wide})
-    compiled = triton.compile(source, target=TARGET, options={"num_warps": warps})
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "kernel.cubin"
-        path.write_bytes(compiled.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return {
-        "registers": found["REG"],
-        "stack": found["STACK"] + found["LOCAL"],
-        "shared": compiled.metadata.shared,
-        "wide_loads": len(re.findall(r"ld\.global\S*\.v(?:4\.b32|2\.b64|8\.b16)", compiled.asm["ptx"])),
-    }
+    return compile_kernel("", kernel, signature, constants, pointers(signature) | {"width"}, warps)
 
 
-def add_norm(width: int, dtype: str = "*bf16", **switches: Any) -> dict[str, int]:
+def add_norm(width: int, dtype: str = "*bf16", **switches: Any) -> Compiled:
     types = dict.fromkeys(("x", "residual", "out"), dtype) | dict.fromkeys(("after", "weight"), "*fp32")
     types |= {"scale": "fp32", "eps": "fp32", "width": "i32"}
     constants = {"BLOCK": triton.next_power_of_2(width), **switches}
     return measure(norms.add_norm, types, constants, fused.norm_warps(constants["BLOCK"]))
 
 
-def place(
-    q_heads: int, kv_heads: int, width: int, half: int, normed: bool, dtype: str = "*bf16"
-) -> dict[str, int]:
+def place(q_heads: int, kv_heads: int, width: int, half: int, normed: bool, dtype: str = "*bf16") -> Compiled:
     types = dict.fromkeys(("qkv", "query", "hot"), dtype) | {"slots": "*i32", "eps": "fp32"}
     types |= dict.fromkeys(("cosines", "sines"), "*fp32" if half else "*bf16")
     types |= dict.fromkeys(("query_norm", "key_norm"), "*fp32" if normed else "*bf16")
@@ -65,12 +32,12 @@ def place(
     return measure(rotary.place, types, constants, 4)
 
 
-def gated(gelu: bool) -> dict[str, int]:
+def gated(gelu: bool) -> Compiled:
     types = {"x": "*bf16", "out": "*bf16", "width": "i32"}
     return measure(activations.gated, types, {"BLOCK": fused.VALUES, "GELU": gelu}, 4)
 
 
-def main() -> None:
+def kernels() -> Iterator[Compiled]:
     plain = {"ADD": True, "AFTER": False, "SCALED": False, "OFFSET": False}
     whole = {"ADD": True, "AFTER": True, "SCALED": True, "OFFSET": True}
     found = {
@@ -89,8 +56,5 @@ def main() -> None:
         "silu": gated(gelu=False),
         "gelu": gated(gelu=True),
     }
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    for name, compiled in found.items():
+        yield compiled._replace(name=name)
