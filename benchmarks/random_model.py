@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -48,8 +49,8 @@ class LlamaShape:
         }
 
 
-def write_llama(directory: Path, shape: LlamaShape, kind: str = "safetensors") -> None:
-    """A bf16 Llama of `shape` in `directory`, in files of two layers each; `kind`: safetensors or bin."""
+def write_config(directory: Path, shape: LlamaShape, **others: Any) -> None:
+    """config.json of a Llama of `shape`; `others`: more of `LlamaConfig`."""
     LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
@@ -58,7 +59,13 @@ def write_llama(directory: Path, shape: LlamaShape, kind: str = "safetensors") -
         num_key_value_heads=shape.kv_heads,
         vocab_size=shape.vocabulary,
         architectures=["LlamaForCausalLM"],
+        **others,
     ).save_pretrained(str(directory))
+
+
+def write_llama(directory: Path, shape: LlamaShape, kind: str = "safetensors") -> None:
+    """A bf16 Llama of `shape` in `directory`, in files of two layers each; `kind`: safetensors or bin."""
+    write_config(directory, shape)
     layer = shape.layer
     shapes = {
         f"model.layers.{n}.{name}.weight": size for n in range(shape.layers) for name, size in layer.items()

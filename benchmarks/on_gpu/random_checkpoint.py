@@ -13,9 +13,8 @@ from typing import Annotated
 
 import torch
 import typer
-from transformers import LlamaConfig
 
-from benchmarks.random_model import DEVIATION, LlamaShape
+from benchmarks.random_model import DEVIATION, LlamaShape, write_config
 
 SHAPES = {
     "8b": LlamaShape(4096, 32, 8, 14336, 32, 128256),  # Llama 3 8B
@@ -40,17 +39,7 @@ def bytes_of(shape: LlamaShape) -> int:
 def write_checkpoint(directory: Path, shape: LlamaShape, threads: int | None = None) -> int:
     """A bf16 Llama of `shape` in `directory`, which is made; the bytes of its weights."""
     directory.mkdir(parents=True, exist_ok=True)
-    LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=16384,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(str(directory))
+    write_config(directory, shape, max_position_embeddings=16384, dtype="bfloat16")
     files = dict(_files(shape))
     random = torch.Generator().manual_seed(1)
     # No more than the largest tensor needs.

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from services.executor.kv_cache.codecs import FP8
 from services.executor.model.quantized import Quantized
-from services.executor.triton_kernels.backend import CPU_PROCESSORS
+from services.executor.triton_kernels.backend import processors_of
 from services.executor.triton_kernels.product_launch import (
     MOST_ROWS,
     arrivals_for,
@@ -73,9 +73,7 @@ class CodedProduct:
         outputs, device = len(weight.codes), weight.codes.device
         self._few = FEW[weight.codes.dtype] if scaled is not None else MOST_ROWS
         self._arrivals = arrivals_for(outputs, device)
-        self._processors = CPU_PROCESSORS
-        if device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._processors = processors_of(device)
 
     def __call__(self, x: Tensor) -> Tensor:
         codes, scales = self._weight

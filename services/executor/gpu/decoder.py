@@ -8,9 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -35,7 +33,7 @@ from services.executor.model.lowering import (
 from services.executor.model.sharding import ShardLayout
 from services.executor.progress import Progress
 from services.executor.triton_kernels import fused, launch
-from services.executor.triton_kernels.backend import CPU_PROCESSORS, GpuKernels
+from services.executor.triton_kernels.backend import GpuKernels
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,8 @@ class GpuDecoder:
         self.vocab_rows = len(lowered.head.weight)
         let_go(lowered.head)
         let_go(lowered.embedding)
-        self.processors = CPU_PROCESSORS
+        self.processors = self._kernels.processors
         """What works at once on the device."""
-        if device.type == "cuda":
-            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     # --- what a graph can hold -------------------------------------------------------------------
 
@@ -149,9 +145,6 @@ class GpuDecoder:
         inputs = self.inputs_of(plan)
         return self.largest(self.logits(self.compute(inputs, progress.tick), inputs.sample_rows))
 
-    def compress(self, pairs: NDArray[np.int32]) -> None:
-        self._kernels.compress(pairs)
-
     # --- parts -----------------------------------------------------------------------------------
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -206,7 +199,7 @@ class GpuDecoder:
     def _layer(self, index: int, layer: LoweredLayer, make: MakeProduct) -> _Layer:
         attention: Any = layer.attention
         feed_forward: Any = layer.feed_forward
-        store, norms, scalars = self._store, layer.norms, self._scalars
+        norms, scalars = layer.norms, self._scalars
         made = _Layer(
             norms=norms,
             head_norms=(norms["query_norm"], norms["key_norm"]) if "query_norm" in norms else None,
@@ -218,9 +211,7 @@ class GpuDecoder:
             scores=launch.Scores(
                 scalars.attention_scale, scalars.attention_cap or None, layer.window or None
             ),
-            blocks=launch.Layer(
-                store.hot(index), store.codes(index), store.scales(index), store.codec(index)
-            ),
+            blocks=self._kernels.layers[index],
         )
         for linear in linears_of(layer):
             let_go(linear)

@@ -7,9 +7,7 @@ plan ─┬─ decodes, no more than the top of the ladder ─▶ padded, staged
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.engine.plan import Int32Array, StepPlan, as_int32
@@ -33,8 +31,6 @@ class Inner(Protocol):
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def compress(self, pairs: NDArray[np.int32]) -> None: ...
 
 
 class GraphedDecoder:
@@ -82,9 +78,6 @@ class GraphedDecoder:
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self._inner.largest(logits)
-
-    def compress(self, pairs: NDArray[np.int32]) -> None:
-        self._inner.compress(pairs)
 
     def _replay(self, plan: StepPlan, progress: Progress) -> Computed | None:
         computed = None if self._graphs is None else self._graphs.replay(plan)

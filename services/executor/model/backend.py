@@ -79,7 +79,6 @@ def gpu_runner(
         return ModelRunner(model, store, collectives, store.device, spill, kernels=GpuKernels(store))
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
     decoder = GpuDecoder(lowered, store, layout, collectives)
-    store.compressor = decoder.compress
     if limits is None:
         return ModelRunner(model, store, collectives, store.device, spill, decoder)
     steps = GpuSteps(decoder, store, collectives, widths_of(model), limits, capture)

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.engine.plan import Int32Array, StepPlan
@@ -40,10 +39,6 @@ class Decoder(Protocol):
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """(largest value [R], its token int64 [R]) of `logits` [R, V], contiguous. Of those that tie the one with the
         smallest id; NaN is larger than all."""
-        ...
-
-    def compress(self, pairs: NDArray[np.int32]) -> None:
-        """What `KvStore.compress` does. `pairs`: [C, 2], (hot id, cold id) each, of ids that are; contiguous."""
         ...
 
 

@@ -7,95 +7,73 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.engine.plan import StepPlan, as_int32
+from services.executor.engine.plan import StepPlan
+from services.executor.gpu.inputs import inputs_of
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.scores import ScoreRule
 from services.executor.triton_kernels import launch
-from services.executor.triton_kernels.tiles import splits_of, tiles_of
 
 CPU_PROCESSORS = 4
 """What the interpreter pretends to have."""
 
 
-class StepTensors:
-    """A step's sequences on the device, made once and shared by all layers."""
+def processors_of(device: torch.device) -> int:
+    """What works at once on `device`."""
+    if device.type != "cuda":
+        return CPU_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class StepBatches:
+    """What attention needs of a step, made once for all layers of the same heads."""
 
     def __init__(self, plan: StepPlan, block_size: int, device: torch.device, processors: int) -> None:
-        self._num_decodes = plan.num_decodes
-        self._query_lens = as_int32(plan.query_lens).astype(np.int64)
-        self._context_lens = as_int32(plan.context_lens).astype(np.int64)
-        blocks = -(-self._context_lens // block_size)
-        starts = np.cumsum(blocks) - blocks
-        ends = np.concatenate(([0], np.cumsum(self._query_lens)))
-        # One copy for all of them: each costs as much as many bytes.
-        arrays = (as_int32(plan.block_tables), starts, ends, self._context_lens)
-        self._shared = _to_device(arrays, device)
-        self._device = device
-        self._processors = processors
-        self._batches: dict[tuple[int, int], list[launch.Batch]] = {}
+        self._plan, self._block_size, self._device, self._processors = plan, block_size, device, processors
+        self._batches: dict[tuple[int, int], Sequence[launch.Batch]] = {}
 
-    def batches(self, kv_heads: int, group: int) -> list[launch.Batch]:
+    def of(self, kv_heads: int, group: int) -> Sequence[launch.Batch]:
         """The decodes, and the prefill chunks, whose tiles are larger."""
-        if (kv_heads, group) not in self._batches:
-            parts = ((0, self._num_decodes), (self._num_decodes, len(self._query_lens)))
-            self._batches[kv_heads, group] = [
-                self._batch(first, end, kv_heads, group) for first, end in parts if end > first
-            ]
-        return self._batches[kv_heads, group]
-
-    def _batch(self, first: int, end: int, kv_heads: int, group: int) -> launch.Batch:
-        lens = self._query_lens[first:end]
-        rows = launch.rows_for(group, int(lens.max()))
-        tiles = tiles_of(lens, rows // group)
-        sequence, token = _to_device((tiles.sequence + first, tiles.first), self._device)
-        longest = int(self._context_lens[first:end].max())
-        tables, table_starts, query_starts, context_lens = self._shared
-        return launch.Batch(
-            tables,
-            table_starts,
-            query_starts,
-            context_lens,
-            sequence,
-            token,
-            rows_per_tile=rows,
-            splits=splits_of(len(tiles.sequence) * kv_heads, longest, self._processors),
-            first_row=int(self._query_lens[:first].sum()),
-            num_rows=int(lens.sum()),
-        )
+        heads = (kv_heads, group)
+        if heads not in self._batches:
+            inputs = inputs_of(self._plan, self._block_size, *heads, self._device, self._processors)
+            self._batches[heads] = inputs.batches
+        return self._batches[heads]
 
 
 class GpuKernels:
     """What a step asks for, layer by layer; and the compression of blocks."""
 
     def __init__(self, store: KvStore) -> None:
+        """From now on `store` compresses by the kernels."""
         self._store = store
         self._device = store.device
-        self._processors = CPU_PROCESSORS
-        if store.device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(store.device).multi_processor_count
-        self._layers = [
+        self.processors = processors_of(store.device)
+        self._slopes: dict[int, Tensor | None] = {}
+        """By layer: finding them out waits for the device."""
+        self.layers = [
             launch.Layer(store.hot(layer), store.codes(layer), store.scales(layer), store.codec(layer))
             for layer in range(store.shape.num_layers)
         ]
         store.compressor = self.compress
 
-    def begin(self, plan: StepPlan) -> StepTensors:
-        return StepTensors(plan, self._store.block_size, self._device, self._processors)
+    def begin(self, plan: StepPlan) -> StepBatches:
+        return StepBatches(plan, self._store.block_size, self._device, self.processors)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T]."""
-        launch.write(_rows(key), _rows(value), slots, self._layers[layer].hot)
+        launch.write(_rows(key), _rows(value), slots, self.layers[layer].hot)
 
     def attend(
-        self, step: StepTensors, layer: int, query: Tensor, rule: ScoreRule, window: int | None, out: Tensor
+        self, step: StepBatches, layer: int, query: Tensor, rule: ScoreRule, window: int | None, out: Tensor
     ) -> None:
         """Fills `out` from `query`, both [T, kv heads, group, d]; the step's keys have been written."""
         kv_heads, group = query.shape[1:3]
-        scores = launch.Scores(
-            rule.scale, rule.softcap, window, _flat(rule.sinks), _slopes(rule, query.device)
-        )
-        for batch in step.batches(kv_heads, group):
-            launch.attend(query.contiguous(), self._layers[layer], batch, scores, out)
+        if layer not in self._slopes:
+            self._slopes[layer] = _slopes(rule, query.device)
+        sinks = None if rule.sinks is None else rule.sinks.reshape(-1).float()
+        scores = launch.Scores(rule.scale, rule.softcap, window, sinks, self._slopes[layer])
+        for batch in step.of(kv_heads, group):
+            launch.attend(query.contiguous(), self.layers[layer], batch, scores, out)
 
     def compress(self, pairs: NDArray[np.int32]) -> None:
         """Pairs int32 [C, 2] (hot id, cold id), in all layers."""
@@ -107,20 +85,10 @@ class GpuKernels:
             launch.compress(hot, layers, cold.codes, cold.scales, cold.codec, on_device)
 
 
-def _to_device(arrays: Sequence[NDArray[np.int64] | NDArray[np.int32]], device: torch.device) -> list[Tensor]:
-    """Each as int32 there."""
-    whole = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).to(device)
-    return list(torch.split(whole, [len(array) for array in arrays]))
-
-
 def _rows(tensor: Tensor) -> Tensor:
     """With every row contiguous: rows themselves may lie apart."""
     inner = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]
     return tensor if inner else tensor.contiguous()
-
-
-def _flat(sinks: Tensor | None) -> Tensor | None:
-    return None if sinks is None else sinks.reshape(-1).float()
 
 
 def _slopes(rule: ScoreRule, device: torch.device) -> Tensor | None:
