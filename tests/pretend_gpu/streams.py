@@ -1,0 +1,231 @@
+"""Streams, events, and copies between host and device that are not done before somebody waits for them.
+
+What a stream has been given counts up; a clock says up to where each stream's work is known to be over, or to come
+before what is given next.
+
+    stream A   1 2 3 ─ record ─▶ event {A: 3} ─ wait ─▶ stream B's clock {A: 3, B: 7}
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Clock = dict["Stream", int]
+
+
+class Misuse(AssertionError):
+    """What would be wrong on a GPU, or slow, without any error there."""
+
+
+def join(into: Clock, other: Clock) -> None:
+    for stream, count in other.items():
+        into[stream] = max(into.get(stream, 0), count)
+
+
+class Stream:
+    all: "weakref.WeakSet[Stream]" = weakref.WeakSet()
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.given = 0
+        self.clock: Clock = {}
+        Stream.all.add(self)
+
+    def now(self) -> Clock:
+        return {**self.clock, self: self.given}
+
+    def wait_stream(self, other: "Stream") -> None:
+        join(self.clock, other.now())
+
+    def wait_event(self, event: "Event") -> None:
+        join(self.clock, event.clock)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        HOST.wait(self.now(), "Stream.synchronize")
+
+
+class Event:
+    """One that has happened until it is recorded."""
+
+    def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.clock: Clock = {}
+        self._timing = enable_timing
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = (stream or HOST.stream).now()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or HOST.stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        HOST.wait(self.clock, "Event.synchronize", expected=True)
+
+    def query(self) -> bool:
+        HOST.arrive(self.clock)
+        return True
+
+    def elapsed_time(self, other: "Event") -> float:
+        if not self._timing:
+            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
+        return 1.0
+
+
+class _Copy(NamedTuple):
+    """Between pinned memory and the device, under way."""
+
+    stream: Stream
+    number: int
+    arrive: Callable[[], None]
+
+
+class _Use(NamedTuple):
+    """Of bytes [first, end) of the device's memory."""
+
+    first: int
+    end: int
+    stream: Stream
+    number: int
+    writes: bool
+
+
+class Host:
+    """What a process knows of its device: the streams, what is under way, and which memory is whose."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._thread = threading.local()
+        self._lock = threading.RLock()
+        self._done: Clock = {}
+        """What the host has waited for comes before all that is given later, to any stream."""
+        self.default = Stream()
+        self._copies: list[_Copy] = []
+        self._uses: dict[int, list[_Use]] = {}
+        self._pinned: dict[int, Tensor] = {}
+        self.waits: list[str] = []
+        """What the host has waited for the device with, events excepted, since this was emptied last."""
+
+    # --- of the calling thread -------------------------------------------------------------------
+
+    @property
+    def stream(self) -> Stream:
+        found: Stream = getattr(self._thread, "stream", self.default)
+        return found
+
+    @stream.setter
+    def stream(self, stream: Stream) -> None:
+        self._thread.stream = stream
+
+    @property
+    def recording(self) -> Any:
+        """The graph that takes what is launched; None: it is done."""
+        return getattr(self._thread, "recording", None)
+
+    @recording.setter
+    def recording(self, graph: Any) -> None:
+        self._thread.recording = graph
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def wait(self, clock: Clock, by: str, *, expected: bool = False) -> None:
+        """`expected`: the program says that it waits."""
+        if self.recording is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing ({by})")
+        if not expected:
+            self.waits.append(by)
+        self.arrive(clock)
+
+    def wait_for_stream(self, by: str) -> None:
+        self.wait(self.stream.now(), by)
+
+    def wait_for_all(self, by: str) -> None:
+        if self.recording is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing ({by})")
+        self.waits.append(by)
+        self.arrive({stream: stream.given for stream in list(Stream.all)})
+
+    def arrive(self, clock: Clock) -> None:
+        """Has copies that are over by `clock` be seen."""
+        with self._lock:
+            join(self._done, clock)
+            over = [copy for copy in self._copies if copy.number <= clock.get(copy.stream, 0)]
+            self._copies = [copy for copy in self._copies if copy not in over]
+        for copy in over:
+            copy.arrive()
+
+    # --- pinned memory ---------------------------------------------------------------------------
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
+    def from_pinned(self, source: Tensor) -> None:
+        """A copy out of `source` begins, which must stay as it is until it is over."""
+        was = source.clone()
+
+        def arrive() -> None:
+            if not torch.equal(_bits(source), _bits(was)):
+                raise Misuse("pinned memory was written to while the device may still have been copying from it")
+
+        self._under_way(arrive)
+
+    def to_pinned(self, target: Tensor, content: Tensor) -> None:
+        """A copy into `target` begins, which holds something else until it is over."""
+        taken = content.clone()
+        _bits(target).fill_(0x5A)
+        self._under_way(lambda: void(target.copy_(taken)))
+
+    def _under_way(self, arrive: Callable[[], None]) -> None:
+        self.stream.given += 1
+        with self._lock:
+            self._copies.append(_Copy(self.stream, self.stream.given, arrive))
+
+    # --- memory of the device --------------------------------------------------------------------
+
+    def use(self, tensor: Tensor, by: str, *, writes: bool) -> None:
+        """Raises `Misuse` where another stream may be at it."""
+        if not tensor.is_contiguous():
+            return  # between its numbers lie others, which may well be another stream's
+        stream, first = self.stream, tensor.data_ptr()
+        new = _Use(first, first + tensor.nbytes, stream, stream.given, writes)
+        with self._lock:
+            uses = self._uses.setdefault(tensor.untyped_storage().data_ptr(), [])
+            for old in uses:
+                apart = old.end <= new.first or new.end <= old.first or not (old.writes or writes)
+                known = max(stream.clock.get(old.stream, 0), self._done.get(old.stream, 0))
+                if not apart and old.stream is not stream and old.number > known:
+                    raise Misuse(f"{by} and another stream use the same memory and do not wait for each other")
+            # What lies within the new use and came before it is known to have, from now on.
+            uses[:] = [old for old in uses if not (writes and new.first <= old.first and old.end <= new.end)]
+            if not any(old == new._replace(number=old.number) for old in uses):
+                uses.append(new)
+            else:
+                uses[:] = [new if old == new._replace(number=old.number) else old for old in uses]
+
+    def forget(self, tensor: Tensor) -> None:
+        """Its memory is new."""
+        with self._lock:
+            self._uses[tensor.untyped_storage().data_ptr()] = []
+
+
+def void(result: object) -> None:
+    """For a lambda that returns nothing."""
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else tensor.contiguous().view(-1).view(torch.uint8)
+
+
+HOST = Host()
