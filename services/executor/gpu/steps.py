@@ -100,6 +100,11 @@ class GpuSteps:
             tell(self._sampler.tokens[: len(states)], self._collectives)
         return pending
 
+    def close(self) -> None:
+        """Lets go of what keeps the collectives from being closed: NCCL waits for graphs that hold its operations."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     def can_sample(self, rows: int) -> bool:
         """Whether it has room for as many rows."""
         return 0 < rows <= len(self._sampler.tokens)

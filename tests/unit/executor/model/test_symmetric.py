@@ -1,5 +1,6 @@
 """Sums through symmetric memory: when, how, and what becomes of a ring that cannot. Its kernels need GPUs."""
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from services.executor.engine import meeting
 from services.executor.engine.meeting import lead
-from services.executor.model import collectives_symmetric
+from services.executor.model import collectives_symmetric, collectives_torch
 from services.executor.model.collectives import SingleRank
 from services.executor.model.collectives_symmetric import (
     BUFFER_BYTES,
@@ -340,3 +341,19 @@ def test_nccl_is_left_without_waiting_for_anybody(monkeypatch: pytest.MonkeyPatc
     member.close()
     member.close()
     assert aborted == ["abort"]
+
+
+def test_an_abort_that_never_ends_does_not_keep_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL polls until the graphs that hold its operations are gone, and waits for a device that may be stuck."""
+    let_go = threading.Event()
+    group: Any = SimpleNamespace(abort=let_go.wait)
+    for name, value in (("get_backend", "nccl"), ("get_rank", 0), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda group, value=value: value)
+    monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(collectives_torch, "ABORT_PATIENCE", 0.01)
+    closing = threading.Thread(target=TorchDistributed(group).close, daemon=True)
+    closing.start()
+    closing.join(10)
+    left = not closing.is_alive()
+    let_go.set()
+    assert left
