@@ -77,7 +77,8 @@ class GpuSteps:
         params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5)
         states = [SamplingState(params, [0], [])]
         plan = _plan_of_one(wants_of(states, sum(self._widths)))
-        self.launch(plan, states if self._collectives.rank == 0 else None, Progress.unread())
+        pending = self.launch(plan, states if self._collectives.rank == 0 else None, Progress.unread())
+        pending.wait()  # else what has failed on the device is told to the first request
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: Progress) -> Pending:
