@@ -48,6 +48,11 @@ _FAULTS = (
     ),
 )
 _OTHER = f"{_RESTART}; if it comes again, look for Xid messages of the driver in `dmesg`"
+_PREFIXES = ("CUDA error", "Triton Error [CUDA]")
+_NO_MEMORY = re.compile(
+    r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): (out of memory|CUBLAS\w+ALLOC_FAILED)"
+)
+"""Of libraries that take memory without torch: kernels as they are loaded, cuBLAS as it begins."""
 _OUT_OF_MEMORY = (
     "lower RYZANSTEIN_GPU_MEMORY_UTILIZATION, RYZANSTEIN_KV_MEMORY or RYZANSTEIN_MAX_BATCH_TOKENS, let nothing else "
     "use the GPU, or spread the model over more of them with --tp"
@@ -55,11 +60,11 @@ _OUT_OF_MEMORY = (
 
 
 def is_gpu_error(error: BaseException) -> bool:
-    """Whether `error` is CUDA's, as torch raises it. Running out of memory is not, nor what the driver refuses ("CUDA
-    driver error"): the GPU works on."""
+    """Whether `error` is CUDA's, as torch and Triton raise it: whichever asks the device next is told. Running out of
+    memory is not, nor what the driver refuses ("CUDA driver error"): the GPU works on."""
     if _is_out_of_memory(error):
         return False
-    return _named(error, "AcceleratorError") or str(error).startswith("CUDA error")
+    return _named(error, "AcceleratorError") or str(error).startswith(_PREFIXES)
 
 
 def told(error: BaseException, who: str) -> RyzansteinError | None:
@@ -81,7 +86,9 @@ def _remedy(error: BaseException) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return _named(error, "OutOfMemoryError") or getattr(error, "error_code", None) == 2
+    if _named(error, "OutOfMemoryError") or getattr(error, "error_code", None) == 2:
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.match(str(error)) is not None
 
 
 def _named(error: BaseException, name: str) -> bool:

@@ -54,6 +54,29 @@ def test_memory_that_has_run_out_names_the_settings() -> None:
     assert "RYZANSTEIN_GPU_MEMORY_UTILIZATION" in str(fault)
 
 
+def test_triton_is_told_of_what_another_kernel_has_done() -> None:
+    error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    assert is_gpu_error(error)
+    fault = told(error, "Rank 0 of group g")
+    assert isinstance(fault, RingLost)
+    assert "CUDA_LAUNCH_BLOCKING=1" in str(fault)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA driver error: out of memory",
+    ],
+)
+def test_libraries_that_find_no_memory_are_told_apart_from_a_lost_gpu(text: str) -> None:
+    assert not is_gpu_error(RuntimeError(text))
+    fault = told(RuntimeError(text), "Rank 0 of group g")
+    assert isinstance(fault, InternalError)
+    assert "let nothing else use the GPU" in str(fault)
+
+
 def test_other_errors_are_not_the_gpus() -> None:
     assert not is_gpu_error(RuntimeError("Connection closed by peer"))
     assert told(ValueError("CUDA is fine"), "Rank 0") is None
