@@ -12,6 +12,7 @@ from services.executor.kv_cache.sizes import (
     StoreShape,
     default_budget,
     hot_reserve,
+    most_useful,
     plan_blocks,
     plan_spill,
 )
@@ -109,6 +110,8 @@ def _my_blocks(
         budget = default_budget(device, needs, settings.gpu_memory_utilization) // ranks_sharing
         cap = DEFAULT_SEQUENCES if device.type == "cpu" else None
     reserve = hot_reserve(settings.max_sequences, settings.max_batch_tokens, shape.block_size)
+    if device.type == "cuda" and not settings.kv_memory:
+        budget = min(budget, most_useful(shape, reserve))
     return plan_blocks(shape, context, budget, reserve, cap)
 
 
@@ -116,4 +119,5 @@ def _step_needs(settings: ExecutorSettings, widths: StepWidths, dtype: torch.dty
     """Bytes beside weights and cache; each token of a step is sampled where drafts are checked."""
     tokens = settings.max_batch_tokens
     rows = min(tokens, settings.max_sequences * (1 + settings.max_drafts))
-    return step_bytes(widths, tokens, rows, dtype)
+    graphs = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
+    return step_bytes(widths, tokens, rows, dtype, graphs)

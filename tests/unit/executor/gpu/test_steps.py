@@ -18,6 +18,7 @@ from services.executor.engine.sampling_state import SamplingState
 from services.executor.gpu.graphed import GraphedDecoder
 from services.executor.gpu.sampling import Pending
 from services.executor.gpu.steps import StepLimits
+from services.executor.model import backend
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.progress import Progress
 from shared.messages import GenerationRequest, SamplingParams
@@ -70,6 +71,15 @@ def test_tokens_are_those_of_steps_that_are_waited_for(tmp_path: Path, world_siz
         found = on_gpu_ring(world_size, partial(run, ahead=True))
         assert found[0] == on_gpu_ring(world_size, partial(run, ahead=False))[0]
         assert len(found[0]) == len(STEPS)
+
+
+def test_what_joining_weights_leaves_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a library asks the driver for memory that torch still holds."""
+    given: list[torch.device] = []
+    monkeypatch.setattr(backend, "give_back", given.append)
+    directory = small_model(tmp_path, "llama", num_hidden_layers=1)
+    runner_of(directory, SingleRank())
+    assert given == [torch.device("cpu")]
 
 
 def test_preparing_waits_for_the_step_that_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
