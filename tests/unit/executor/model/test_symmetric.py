@@ -158,7 +158,7 @@ def test_small_sums_go_through_the_buffer_and_others_through_nccl() -> None:
     assert on_members(work) == [[[3.0, 3.0, 1, 3.0], [Way.ONE_SHOT, Way.MULTIMEM], 2]] * 2
 
 
-@pytest.mark.parametrize("fault", ["circumstances", "rendezvous"])
+@pytest.mark.parametrize("fault", ["circumstances", "rendezvous", "interface"])
 def test_one_rank_that_cannot_means_that_none_does(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     made: list[int] = []
 
@@ -169,7 +169,9 @@ def test_one_rank_that_cannot_means_that_none_does(fault: str, caplog: pytest.Lo
         def make(group: Any, device: torch.device) -> FakeSums:
             made.append(member.rank)
             if broken:
-                raise RuntimeError("CUDA driver said no\nmore")
+                raise (
+                    RuntimeError("CUDA driver said no\nmore") if fault == "rendezvous" else TypeError("group")
+                )
             return FakeSums(member)
 
         ring = with_symmetric_memory(member, CPU, True, look=lambda *_: here, make=make)  # type: ignore[arg-type]
@@ -243,6 +245,17 @@ def test_a_message_goes_into_the_buffer_and_comes_back_in_place(operators: FakeO
     shifted = torch.arange(17, dtype=BF16)[1:]
     sums.run(Way.ONE_SHOT, shifted)
     assert shifted.tolist() == [2.0 * value for value in range(1, 17)], "one that is not aligned, too"
+
+
+def test_a_buffer_that_is_not_mapped_is_refused(
+    operators: FakeOperators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, group: None)
+    group: Any = SimpleNamespace(group_name="g")
+    with pytest.raises(RuntimeError, match="no symmetric memory"):
+        TorchSums(group, CPU)
 
 
 @pytest.fixture
