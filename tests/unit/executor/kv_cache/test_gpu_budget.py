@@ -142,7 +142,9 @@ def test_a_gpu_that_holds_no_sequence_says_what_to_change(monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu_budget, "free_memory", lambda device: (GIB, 16 * GIB))
     config = SimpleNamespace(**vars(LLAMA_8B), num_hidden_layers=32)
     layout, settings = ShardLayout.from_config(config, 1, 0), load_settings(ExecutorSettings)
-    with pytest.raises(ConfigurationError, match="lower the context length"):
+    with pytest.raises(
+        ConfigurationError, match=r"Of the 16\.0 GiB of the GPU 1\.0 are free .* --context-length.*nvidia-smi"
+    ):
         kv_plan.plan_store(
             settings, 32, layout, torch.bfloat16, False, 8192, torch.device("cuda", 0), SingleRank()
         )
