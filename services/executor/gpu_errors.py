@@ -55,7 +55,8 @@ _NO_MEMORY = re.compile(
 """Of libraries that take memory without torch: kernels as they are loaded, cuBLAS as it begins."""
 _OUT_OF_MEMORY = (
     "lower RYZANSTEIN_GPU_MEMORY_UTILIZATION, RYZANSTEIN_KV_MEMORY or RYZANSTEIN_MAX_BATCH_TOKENS, let nothing else "
-    "use the GPU, or spread the model over more of them with --tp"
+    "use the GPU, keep the weights in eight bits (RYZANSTEIN_WEIGHT_DTYPE=fp8 or int8), or spread the model over more "
+    "GPUs with --tp"
 )
 
 
@@ -71,6 +72,9 @@ def told(error: BaseException, who: str) -> RyzansteinError | None:
     """`error` of the rank `who` ("Rank 1 of group g") as the sentence to end with; None where it is not a GPU's."""
     reason = str(error).strip().partition("\n")[0].rstrip(".")
     if _is_out_of_memory(error):
+        reason = reason.partition(" If reserved but")[0].rstrip(
+            "."
+        )  # torch's own advice, and where it is written
         return InternalError(f"{who} has run out of GPU memory ({reason}); {_OUT_OF_MEMORY}.")
     if not is_gpu_error(error):
         return None
