@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -83,6 +84,16 @@ class Totals(msgspec.Struct, frozen=True):
     preemptions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+
+class Loading(NamedTuple):
+    """What a rank has read of its weights, in bytes."""
+
+    rank: int
+    pid: int
+    done: int
+    total: int
+    """0: it has not begun."""
 
 
 class RankBoard:
@@ -272,6 +283,15 @@ class RingBoard:
         done = sum(self._words[self._row(rank) + _Rank.LOADED] for rank in range(self._ranks))
         total = sum(self._words[self._row(rank) + _Rank.TO_LOAD] for rank in range(self._ranks))
         return done / total if total else 0.0
+
+    def loading(self) -> list[Loading]:
+        """Of every rank that has started."""
+        rows = [self.row(rank) for rank in range(self._ranks)]
+        return [
+            Loading(rank, row[_Rank.PID], row[_Rank.LOADED], row[_Rank.TO_LOAD])
+            for rank, row in enumerate(rows)
+            if row[_Rank.PID]
+        ]
 
     def beats(self) -> list[RankBeat]:
         """Progress of every rank that has started. Work is in flight for a rank from the moment the

@@ -48,24 +48,33 @@ _FAULTS = (
     ),
 )
 _OTHER = f"{_RESTART}; if it comes again, look for Xid messages of the driver in `dmesg`"
+_PREFIXES = ("CUDA error", "Triton Error [CUDA]")
+_NO_MEMORY = re.compile(
+    r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): (out of memory|CUBLAS\w+ALLOC_FAILED)"
+)
+"""Of libraries that take memory without torch: kernels as they are loaded, cuBLAS as it begins."""
 _OUT_OF_MEMORY = (
     "lower RYZANSTEIN_GPU_MEMORY_UTILIZATION, RYZANSTEIN_KV_MEMORY or RYZANSTEIN_MAX_BATCH_TOKENS, let nothing else "
-    "use the GPU, or spread the model over more of them with --tp"
+    "use the GPU, keep the weights in eight bits (RYZANSTEIN_WEIGHT_DTYPE=fp8 or int8), or spread the model over more "
+    "GPUs with --tp"
 )
 
 
 def is_gpu_error(error: BaseException) -> bool:
-    """Whether `error` is CUDA's, as torch raises it. Running out of memory is not, nor what the driver refuses ("CUDA
-    driver error"): the GPU works on."""
+    """Whether `error` is CUDA's, as torch and Triton raise it: whichever asks the device next is told. Running out of
+    memory is not, nor what the driver refuses ("CUDA driver error"): the GPU works on."""
     if _is_out_of_memory(error):
         return False
-    return _named(error, "AcceleratorError") or str(error).startswith("CUDA error")
+    return _named(error, "AcceleratorError") or str(error).startswith(_PREFIXES)
 
 
 def told(error: BaseException, who: str) -> RyzansteinError | None:
     """`error` of the rank `who` ("Rank 1 of group g") as the sentence to end with; None where it is not a GPU's."""
     reason = str(error).strip().partition("\n")[0].rstrip(".")
     if _is_out_of_memory(error):
+        reason = reason.partition(" If reserved but")[0].rstrip(
+            "."
+        )  # torch's own advice, and where it is written
         return InternalError(f"{who} has run out of GPU memory ({reason}); {_OUT_OF_MEMORY}.")
     if not is_gpu_error(error):
         return None
@@ -81,7 +90,9 @@ def _remedy(error: BaseException) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return _named(error, "OutOfMemoryError") or getattr(error, "error_code", None) == 2
+    if _named(error, "OutOfMemoryError") or getattr(error, "error_code", None) == 2:
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.match(str(error)) is not None
 
 
 def _named(error: BaseException, name: str) -> bool:

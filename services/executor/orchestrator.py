@@ -18,7 +18,7 @@ from services.executor.metrics import Labels, RingCollector, vllm_aliases
 from services.executor.naming import served_name
 from services.executor.nodes.head import NodesHead
 from services.executor.ring import Ring, RingEnd
-from services.executor.ring_watch import RingWatch
+from services.executor.ring_watch import LoadWatch, RingWatch
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError, RingLost, error_from_code
 from shared.lifecycle import Service
@@ -215,11 +215,15 @@ class ExecutorService(Service):
 
     async def _watch_progress(self) -> None:
         """Gives the ring up when a rank, or the leader's event loop, has stood still for too long."""
-        watch = RingWatch(self._executor_settings.hung_after)
+        watch, loading = RingWatch(self._executor_settings.hung_after), LoadWatch()
         while True:
             await asyncio.sleep(min(0.5, self._executor_settings.hung_after / 4))
             ring = self._ring
-            if ring is None or not ring.ready.is_set():
+            if ring is None:
+                continue
+            if not ring.ready.is_set():
+                if reason := loading.verdict(ring.epoch, ring.board.loading(), time.monotonic()):
+                    ring.lose(reason)
                 continue
             if self._debug.excuses(ring):
                 watch = RingWatch(self._executor_settings.hung_after)

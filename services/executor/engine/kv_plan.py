@@ -2,6 +2,7 @@
 
 import torch
 
+from services.executor.kv_cache import gpu_budget
 from services.executor.kv_cache.codecs import codecs_of
 from services.executor.kv_cache.dtypes import BlockDType, layer_dtypes, parse_layers
 from services.executor.kv_cache.gpu_budget import StepWidths, step_bytes
@@ -12,6 +13,7 @@ from services.executor.kv_cache.sizes import (
     StoreShape,
     default_budget,
     hot_reserve,
+    most_useful,
     plan_blocks,
     plan_spill,
 )
@@ -19,6 +21,8 @@ from services.executor.model.collectives import Collectives
 from services.executor.model.sharding import ShardLayout
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
+
+GIB = 1 << 30
 
 
 def plan_store(
@@ -109,11 +113,23 @@ def _my_blocks(
         budget = default_budget(device, needs, settings.gpu_memory_utilization) // ranks_sharing
         cap = DEFAULT_SEQUENCES if device.type == "cpu" else None
     reserve = hot_reserve(settings.max_sequences, settings.max_batch_tokens, shape.block_size)
-    return plan_blocks(shape, context, budget, reserve, cap)
+    if device.type != "cuda" or settings.kv_memory:
+        return plan_blocks(shape, context, budget, reserve, cap)
+    try:
+        return plan_blocks(shape, context, min(budget, most_useful(shape, reserve)), reserve, cap)
+    except ConfigurationError as error:
+        free, total = gpu_budget.free_memory(device)
+        raise ConfigurationError(
+            f"Of the {total / GIB:.1f} GiB of the GPU {free / GIB:.1f} are free with the weights loaded, and "
+            f"{budget / GIB:.1f} are left for the KV cache, too few for one sequence of {context} tokens; lower "
+            "--context-length, let nothing else use the GPU (nvidia-smi), raise --gpu-memory-utilization, or spread "
+            "the model over more GPUs with --tp."
+        ) from error
 
 
 def _step_needs(settings: ExecutorSettings, widths: StepWidths, dtype: torch.dtype) -> int:
     """Bytes beside weights and cache; each token of a step is sampled where drafts are checked."""
     tokens = settings.max_batch_tokens
     rows = min(tokens, settings.max_sequences * (1 + settings.max_drafts))
-    return step_bytes(widths, tokens, rows, dtype)
+    graphs = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
+    return step_bytes(widths, tokens, rows, dtype, graphs)

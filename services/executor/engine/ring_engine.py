@@ -168,6 +168,7 @@ class RingEngine:
     def close(self) -> None:
         self._sender.close()
         if self._member is not None:
+            self._member.runner.close()
             self._member.collectives.close()
             self._member = None
 

@@ -61,6 +61,7 @@ class CudaCapture:
         return replay
 
     def memory(self) -> int:
+        torch.cuda.empty_cache()  # else what an earlier step has left counts, and is gone at the next capture
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 

@@ -186,6 +186,10 @@ class StepGraphs:
         count = len(plan.sample_rows) // 4
         return Computed(*(result[:count] for result in self._results))
 
+    def close(self) -> None:
+        """Lets the graphs go, with what they hold of the collectives. Steps are computed without them."""
+        self._graphs.clear()
+
     def _room_for_results(self) -> Computed:
         """As many rows as the largest size has, each like those of a step of one."""
         inputs = self._inputs(1)

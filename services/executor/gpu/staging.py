@@ -57,7 +57,19 @@ def to_device(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
     lengths = [len(array) for array in arrays]
     whole = np.zeros(total_of(lengths), np.int32)
     _fill(whole, arrays)
-    return _views(torch.from_numpy(whole).to(device), lengths)
+    return _views(sent(whole, device), lengths)
+
+
+def sent(array: NDArray[Any], device: torch.device) -> Tensor:
+    """`array` there, in memory of its own, once what is in the stream has run; waits for none of it.
+
+    A copy out of memory that is not pinned waits for everything that the stream has to do, the steps before
+    included. torch keeps the pinned copy until the device has read it.
+    """
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host.to(device, copy=True)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 class Event(Protocol):

@@ -77,7 +77,8 @@ class GpuSteps:
         params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5)
         states = [SamplingState(params, [0], [])]
         plan = _plan_of_one(wants_of(states, sum(self._widths)))
-        self.launch(plan, states if self._collectives.rank == 0 else None, Progress.unread())
+        pending = self.launch(plan, states if self._collectives.rank == 0 else None, Progress.unread())
+        pending.wait()  # else what has failed on the device is told to the first request
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: Progress) -> Pending:
@@ -99,6 +100,11 @@ class GpuSteps:
         if self._collectives.world_size > 1:
             tell(self._sampler.tokens[: len(states)], self._collectives)
         return pending
+
+    def close(self) -> None:
+        """Lets go of what keeps the collectives from being closed: NCCL waits for graphs that hold its operations."""
+        if self._graphs is not None:
+            self._graphs.close()
 
     def can_sample(self, rows: int) -> bool:
         """Whether it has room for as many rows."""

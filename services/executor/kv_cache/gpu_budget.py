@@ -56,8 +56,9 @@ def widths_of(config: object, ranks: int) -> StepWidths:
     )
 
 
-def step_bytes(widths: StepWidths, tokens: int, rows: int, dtype: torch.dtype) -> int:
-    """Bytes that a rank may need beside weights and cache, for steps of at most `tokens` that sample at most `rows`.
+def step_bytes(widths: StepWidths, tokens: int, rows: int, dtype: torch.dtype, graphs: int = GRAPHS) -> int:
+    """Bytes that a rank may need beside weights and cache, for steps of at most `tokens` that sample at most `rows`;
+    `graphs`: what CUDA graphs may take.
 
     Activations of one layer at a time: the residual, its norm and the products around attention and MLP; of the rows
     that are sampled the rank's logits, and on rank 0 everybody's, twice in float32.
@@ -65,7 +66,7 @@ def step_bytes(widths: StepWidths, tokens: int, rows: int, dtype: torch.dtype) -
     values = 4 * widths.hidden + widths.attention + 3 * widths.intermediate
     activations = tokens * values * dtype.itemsize
     logits = rows * (-(-widths.vocab // widths.ranks) * dtype.itemsize + widths.vocab * (dtype.itemsize + 8))
-    return int(FRAGMENTS * (activations + logits)) + WORKSPACES + GRAPHS
+    return int(FRAGMENTS * (activations + logits)) + WORKSPACES + graphs
 
 
 def gpu_budget(free: int, total: int, needs: int, utilization: float = DEFAULT_UTILIZATION) -> int:
@@ -75,10 +76,17 @@ def gpu_budget(free: int, total: int, needs: int, utilization: float = DEFAULT_U
 
 def free_memory(device: torch.device) -> tuple[int, int]:
     """(bytes free, bytes in all) on a GPU. What PyTorch holds from loading and does not use counts as free."""
-    torch.cuda.synchronize(device)  # else copies under way keep their buffers
-    torch.cuda.empty_cache()
+    give_back(device)
     free, total = torch.cuda.mem_get_info(device)
     return int(free), int(total)
+
+
+def give_back(device: torch.device) -> None:
+    """Gives the memory that PyTorch keeps for later back to a GPU's driver: for libraries that ask it themselves, and
+    get nothing of that (NCCL, Triton's kernels as they are loaded)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # else copies under way keep their buffers
+        torch.cuda.empty_cache()
 
 
 def _number(config: object, name: str, default: int) -> int:

@@ -23,6 +23,11 @@ DEFAULT_SEQUENCES = 64
 FORMAT_VERSION = 1
 """Of the bytes of a block: a release that lays them out in another way raises it."""
 SPARE_HOT_BLOCKS = 8
+MOST_BLOCKS = 1 << 21
+"""Beyond which a cache does not grow unless a budget is set: the leader keeps some 100 bytes for each. A large GPU has
+room for more with models below 100 million weights."""
+MOST_LINES = (1 << 31) - 1
+"""Of one token's keys or values of one head, in one layer: as many as the GPU's kernels can count."""
 COPY_BYTES_PER_STEP = 64 << 20
 """Bytes that one step restores at most: about ten milliseconds of copying."""
 MOST_COPIES_PER_STEP = 256
@@ -135,6 +140,14 @@ def plan_num_blocks(
             "bytes or lower the context length."
         )
     return blocks if cap is None else min(blocks, cap * per_sequence)
+
+
+def most_useful(shape: StoreShape, reserve: int) -> int:
+    """Bytes of a cache of as many blocks as can be counted; `reserve` as in `hot_reserve`. Pure."""
+    blocks = min(MOST_BLOCKS, MOST_LINES // (2 * shape.kv_heads * shape.block_size))
+    if not shape.compresses:
+        return blocks * shape.bytes_per_block
+    return blocks * shape.bytes_per_cold_block + reserve * shape.bytes_per_block
 
 
 def default_budget(

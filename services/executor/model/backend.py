@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from services.executor.gpu.products import use_products
+from services.executor.kv_cache.gpu_budget import give_back
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model import lowering
@@ -79,6 +80,7 @@ def gpu_runner(
         return ModelRunner(model, store, collectives, store.device, spill, kernels=GpuKernels(store))
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
     decoder = GpuDecoder(lowered, store, layout, collectives)
+    give_back(store.device)  # weights that were joined leave pieces behind, in which no joined one finds room
     if limits is None:
         return ModelRunner(model, store, collectives, store.device, spill, decoder)
     steps = GpuSteps(decoder, store, collectives, widths_of(model), limits, capture)

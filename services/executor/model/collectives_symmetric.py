@@ -130,6 +130,8 @@ class TorchSums:
 
         self._buffer = symmetric_memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(self._buffer, group)
+        if self._handle is None:  # only a warning tells of it, and the operators end the process
+            raise RuntimeError("the buffer is in no symmetric memory")
         self._group = group.group_name
         self._operators: Any = torch.ops.symm_mem
         self.multicast = bool(getattr(self._handle, "multicast_ptr", 0))
@@ -205,10 +207,10 @@ def with_symmetric_memory(
     if _all_agree(others, device, not reason):
         try:
             sums = make(others.group, device)
-        except RuntimeError as error:
+        except Exception as error:  # an alpha interface: another PyTorch may call it otherwise
             if is_gpu_error(error):
                 raise  # the GPU is lost, not only this way of using it
-            reason = str(error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if not _all_agree(others, device, sums is not None):
             sums = None
     if sums is None:

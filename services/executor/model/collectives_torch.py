@@ -5,6 +5,7 @@ end. It is seen as any kernel that hangs is (`gpu/device_progress.py`), and ende
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,6 +18,9 @@ from torch._C._distributed_c10d import Store  # torch.distributed re-exports it 
 from services.executor.gpu_errors import is_gpu_error
 from services.executor.model.communication_time import CommunicationTime
 from shared.errors import RingLost
+
+ABORT_PATIENCE = 2.0
+"""Seconds that leaving NCCL may take."""
 
 
 class TorchDistributed:
@@ -82,12 +86,16 @@ class TorchDistributed:
             dist.barrier(group=self._group)
 
     def close(self) -> None:
-        """Leaves the ring. NCCL is aborted: its orderly end waits for ranks that may be gone, and for CUDA graphs."""
+        """Leaves the ring. NCCL is aborted: its orderly end waits for ranks that may be gone. An abort waits too, for
+        CUDA graphs that hold its operations (so they must be let go first) and for a device that is stuck; after
+        `ABORT_PATIENCE` it is left to itself, and to the end of the process."""
         if self._group is None:
             return
         group, self._group = self._group, None
         if self._aborts:
-            group.abort()
+            aborting = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
+            aborting.start()
+            aborting.join(ABORT_PATIENCE)
         else:
             dist.destroy_process_group(group)
 

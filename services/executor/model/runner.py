@@ -106,6 +106,11 @@ class ModelRunner:
         """From now on plans may hand blocks over."""
         self._copier.endpoint = endpoint
 
+    def close(self) -> None:
+        """To be called before the collectives are closed. No step comes after it."""
+        if self._steps is not None:
+            self._steps.close()
+
     @property
     def vocab_size(self) -> int:
         return sum(self._widths)

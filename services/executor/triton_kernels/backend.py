@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.executor.engine.plan import StepPlan
 from services.executor.gpu.inputs import inputs_of
+from services.executor.gpu.staging import sent
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.scores import ScoreRule
 from services.executor.triton_kernels import launch
@@ -54,6 +55,11 @@ class GpuKernels:
             launch.Layer(store.hot(layer), store.codes(layer), store.scales(layer), store.codec(layer))
             for layer in range(store.shape.num_layers)
         ]
+        self._compressed = [
+            (torch.tensor(cold.layers, dtype=torch.int64, device=store.device), cold)
+            for cold in store.cold_layers()
+        ]
+        """The cold blocks, and which layers they are of."""
         store.compressor = self.compress
 
     def begin(self, plan: StepPlan) -> StepBatches:
@@ -76,12 +82,11 @@ class GpuKernels:
             launch.attend(query.contiguous(), self.layers[layer], batch, scores, out)
 
     def compress(self, pairs: NDArray[np.int32]) -> None:
-        """Pairs int32 [C, 2] (hot id, cold id), in all layers."""
-        places = pairs.astype(np.int64) - (0, self._store.num_hot)
-        on_device = torch.from_numpy(places).to(self._device)
+        """Pairs int32 [C, 2] (hot id, cold id), in all layers. Waits for nothing: most steps of many sequences fill some
+        block, and the step before is still being computed."""
+        on_device = sent(pairs.astype(np.int64) - (0, self._store.num_hot), self._device)
         hot = self._store.hot_layers()
-        for cold in self._store.cold_layers():
-            layers = torch.tensor(cold.layers, dtype=torch.int64, device=self._device)
+        for layers, cold in self._compressed:
             launch.compress(hot, layers, cold.codes, cold.scales, cold.codec, on_device)
 
 

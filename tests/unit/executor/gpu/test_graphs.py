@@ -1,5 +1,6 @@
 """Replays give what launching kernel by kernel gives, whatever was replayed before."""
 
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -241,3 +242,25 @@ def test_padded_rows_write_and_read_nothing() -> None:
     (part,) = step.parts
     assert part.tiles.sequence.tolist() == [0, 1, 2, 3]
     assert (part.first_row, part.num_rows) == (0, 4)
+
+
+def test_graphs_are_let_go_before_the_collectives_whose_operations_they_hold() -> None:
+    """NCCL leaves when no graph holds any of its operations."""
+    recorded: list[weakref.ref[Work]] = []
+
+    class Recording(Rerun):
+        def record(self, work: Work) -> Work:
+            recorded.append(weakref.ref(work))
+            return work
+
+    graphs, decoder = make_graphs(FakeLayers(NUM_BLOCKS, BLOCK, GROUP), Recording())
+    graphs.capture()
+    plan = Sequences(np.random.default_rng(0)).step(0, [1])
+    assert plan is not None
+    assert graphs.replay(plan) is not None
+    before = decoder.launch(plan, Progress.unread()).tokens.tolist()
+    assert all(work() is not None for work in recorded)
+    graphs.close()
+    assert all(work() is None for work in recorded)
+    assert graphs.replay(plan) is None
+    assert decoder.launch(plan, Progress.unread()).tokens.tolist() == before

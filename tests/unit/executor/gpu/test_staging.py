@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from services.executor.gpu.staging import ALIGN, Limits, Staging, places_of, to_device, total_of
+from services.executor.gpu.staging import ALIGN, Limits, Staging, places_of, sent, to_device, total_of
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(0, 3 * ALIGN), max_size=12)
@@ -33,6 +33,30 @@ def test_what_is_staged_is_what_the_views_hold(steps: list[list[int]], random: o
         staging.stage(arrays)
         for array, view, own in zip(arrays, staging.views(lengths), to_device(arrays, CPU), strict=True):
             assert view.tolist() == own.tolist() == array.tolist()
+
+
+def test_what_is_sent_to_a_gpu_goes_through_pinned_memory_and_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[torch.Tensor] = []
+    calls: list[tuple[bool, torch.device, bool]] = []
+    to = torch.Tensor.to
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def copy(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        calls.append((tensor is pinned[-1], device, non_blocking))
+        return to(tensor, CPU)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    gpu = torch.device("cuda", 1)
+    assert sent(np.array([[1, 2]]), gpu).tolist() == [[1, 2]]
+    (own,) = to_device([np.array([3, 4])], gpu)
+    assert own.tolist() == [3, 4]
+    assert calls == [(True, gpu, True)] * 2
 
 
 def test_the_arrays_of_equal_lengths_lie_at_the_same_addresses() -> None:

@@ -12,11 +12,13 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 
 from benchmarks.on_gpu.served import Served, served
 from benchmarks.on_gpu.shapes import TINY
-from services.executor.engine.protocol import Launched
+from services.executor.engine.protocol import Launched, SampledToken
 from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.gpu.graphed import GraphedDecoder
+from services.executor.gpu.sampling import Pending
 from services.executor.gpu.steps import StepLimits
+from services.executor.model import backend
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.progress import Progress
 from shared.messages import GenerationRequest, SamplingParams
@@ -69,6 +71,28 @@ def test_tokens_are_those_of_steps_that_are_waited_for(tmp_path: Path, world_siz
         found = on_gpu_ring(world_size, partial(run, ahead=True))
         assert found[0] == on_gpu_ring(world_size, partial(run, ahead=False))[0]
         assert len(found[0]) == len(STEPS)
+
+
+def test_what_joining_weights_leaves_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a library asks the driver for memory that torch still holds."""
+    given: list[torch.device] = []
+    monkeypatch.setattr(backend, "give_back", given.append)
+    directory = small_model(tmp_path, "llama", num_hidden_layers=1)
+    runner_of(directory, SingleRank())
+    assert given == [torch.device("cpu")]
+
+
+def test_preparing_waits_for_the_step_that_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device cannot do it says when it is waited for: before the ring is ready, not to a request."""
+    directory = small_model(tmp_path, "llama", num_hidden_layers=1)
+    runner = runner_of(directory, SingleRank(), limits=LIMITS._replace(max_sequences=1, graph_memory=0))
+
+    def fail(pending: Pending) -> list[SampledToken]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Pending, "wait", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        runner.warm_up()
 
 
 def texts(ring: Served, samplings: Sequence[SamplingParams], *, ahead: bool) -> tuple[list[list[int]], int]:

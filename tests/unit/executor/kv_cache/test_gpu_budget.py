@@ -1,6 +1,7 @@
 """How much of a GPU the KV cache takes, with the GPU's memory doubled."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,39 @@ def test_what_steps_of_an_8b_model_need() -> None:
     assert step_bytes(four, 512, 64, torch.bfloat16) < small
     with_drafts = step_bytes(one, 512, 512, torch.bfloat16)
     assert with_drafts - small == int(1.5 * 448 * 128256 * 12), "all rows of a step are sampled"
+    assert step_bytes(one, 512, 64, torch.bfloat16, 2 * GIB) - small == 2 * GIB - gpu_budget.GRAPHS
+
+
+@pytest.mark.parametrize(("graphs", "expected"), [({}, GIB), ({"cuda_graphs": "off"}, 0)])
+def test_graphs_find_the_room_that_they_may_take(graphs: dict[str, Any], expected: int) -> None:
+    settings = load_settings(ExecutorSettings, **graphs)
+    needs = kv_plan._step_needs(settings, widths_of(LLAMA_8B, 1), torch.bfloat16)
+    without = kv_plan._step_needs(
+        load_settings(ExecutorSettings, cuda_graphs="off"), widths_of(LLAMA_8B, 1), torch.bfloat16
+    )
+    assert needs - without == expected
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("heads", [2, 256])
+def test_a_tiny_model_on_a_large_gpu_gets_as_many_blocks_as_can_be_counted(
+    monkeypatch: pytest.MonkeyPatch, compressed: bool, heads: int
+) -> None:
+    """126 GB hold more tokens of it than kernels, or lists of Python, are made for."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(gpu_budget, "free_memory", lambda device: (139 * GIB, 141 * GIB))
+    monkeypatch.setattr(kv_plan, "smallest", lambda mine, device, ranks: list(mine))
+    config = SimpleNamespace(hidden_size=64, num_attention_heads=heads, num_key_value_heads=heads, head_dim=2)
+    layout, settings = ShardLayout.from_config(config, 1, 0), load_settings(ExecutorSettings)
+    shape, blocks = kv_plan.plan_store(
+        settings, 1, layout, torch.bfloat16, compressed, 2048, gpu, SingleRank()
+    )
+    assert shape.compresses == compressed
+    most = min(1 << 21, ((1 << 31) - 1) // (2 * heads * 16))
+    assert (blocks.cold if compressed else blocks.hot) == most
+    asked = load_settings(ExecutorSettings, kv_memory=64 * GIB)
+    _, more = kv_plan.plan_store(asked, 1, layout, torch.bfloat16, compressed, 2048, gpu, SingleRank())
+    assert sum(more) > sum(blocks), "what is asked for is given"
 
 
 def test_a_mixture_counts_the_experts_that_a_token_meets() -> None:
@@ -108,7 +142,9 @@ def test_a_gpu_that_holds_no_sequence_says_what_to_change(monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu_budget, "free_memory", lambda device: (GIB, 16 * GIB))
     config = SimpleNamespace(**vars(LLAMA_8B), num_hidden_layers=32)
     layout, settings = ShardLayout.from_config(config, 1, 0), load_settings(ExecutorSettings)
-    with pytest.raises(ConfigurationError, match="lower the context length"):
+    with pytest.raises(
+        ConfigurationError, match=r"Of the 16\.0 GiB of the GPU 1\.0 are free .* --context-length.*nvidia-smi"
+    ):
         kv_plan.plan_store(
             settings, 32, layout, torch.bfloat16, False, 8192, torch.device("cuda", 0), SingleRank()
         )

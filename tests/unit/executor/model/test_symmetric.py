@@ -1,5 +1,6 @@
 """Sums through symmetric memory: when, how, and what becomes of a ring that cannot. Its kernels need GPUs."""
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from services.executor.engine import meeting
 from services.executor.engine.meeting import lead
-from services.executor.model import collectives_symmetric
+from services.executor.model import collectives_symmetric, collectives_torch
 from services.executor.model.collectives import SingleRank
 from services.executor.model.collectives_symmetric import (
     BUFFER_BYTES,
@@ -157,7 +158,7 @@ def test_small_sums_go_through_the_buffer_and_others_through_nccl() -> None:
     assert on_members(work) == [[[3.0, 3.0, 1, 3.0], [Way.ONE_SHOT, Way.MULTIMEM], 2]] * 2
 
 
-@pytest.mark.parametrize("fault", ["circumstances", "rendezvous"])
+@pytest.mark.parametrize("fault", ["circumstances", "rendezvous", "interface"])
 def test_one_rank_that_cannot_means_that_none_does(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     made: list[int] = []
 
@@ -168,7 +169,9 @@ def test_one_rank_that_cannot_means_that_none_does(fault: str, caplog: pytest.Lo
         def make(group: Any, device: torch.device) -> FakeSums:
             made.append(member.rank)
             if broken:
-                raise RuntimeError("CUDA driver said no\nmore")
+                raise (
+                    RuntimeError("CUDA driver said no\nmore") if fault == "rendezvous" else TypeError("group")
+                )
             return FakeSums(member)
 
         ring = with_symmetric_memory(member, CPU, True, look=lambda *_: here, make=make)  # type: ignore[arg-type]
@@ -242,6 +245,17 @@ def test_a_message_goes_into_the_buffer_and_comes_back_in_place(operators: FakeO
     shifted = torch.arange(17, dtype=BF16)[1:]
     sums.run(Way.ONE_SHOT, shifted)
     assert shifted.tolist() == [2.0 * value for value in range(1, 17)], "one that is not aligned, too"
+
+
+def test_a_buffer_that_is_not_mapped_is_refused(
+    operators: FakeOperators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, group: None)
+    group: Any = SimpleNamespace(group_name="g")
+    with pytest.raises(RuntimeError, match="no symmetric memory"):
+        TorchSums(group, CPU)
 
 
 @pytest.fixture
@@ -340,3 +354,19 @@ def test_nccl_is_left_without_waiting_for_anybody(monkeypatch: pytest.MonkeyPatc
     member.close()
     member.close()
     assert aborted == ["abort"]
+
+
+def test_an_abort_that_never_ends_does_not_keep_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL polls until the graphs that hold its operations are gone, and waits for a device that may be stuck."""
+    let_go = threading.Event()
+    group: Any = SimpleNamespace(abort=let_go.wait)
+    for name, value in (("get_backend", "nccl"), ("get_rank", 0), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda group, value=value: value)
+    monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(collectives_torch, "ABORT_PATIENCE", 0.01)
+    closing = threading.Thread(target=TorchDistributed(group).close, daemon=True)
+    closing.start()
+    closing.join(10)
+    left = not closing.is_alive()
+    let_go.set()
+    assert left

@@ -47,11 +47,36 @@ def test_a_lost_gpu_is_one_sentence_with_a_remedy(error: RuntimeError, remedy: s
 
 
 def test_memory_that_has_run_out_names_the_settings() -> None:
-    error = OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB."
+    error = OutOfMemoryError(f"{text} If reserved but unallocated memory is large try setting X.\nmore")
     assert not is_gpu_error(error), "the GPU works on"
     fault = told(error, "Rank 0 of group g")
     assert isinstance(fault, InternalError)
-    assert "RYZANSTEIN_GPU_MEMORY_UTILIZATION" in str(fault)
+    assert f"({text.rstrip('.')}); lower RYZANSTEIN_GPU_MEMORY_UTILIZATION" in str(fault)
+    assert "RYZANSTEIN_WEIGHT_DTYPE" in str(fault), "the weights alone may be too large"
+
+
+def test_triton_is_told_of_what_another_kernel_has_done() -> None:
+    error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    assert is_gpu_error(error)
+    fault = told(error, "Rank 0 of group g")
+    assert isinstance(fault, RingLost)
+    assert "CUDA_LAUNCH_BLOCKING=1" in str(fault)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA driver error: out of memory",
+    ],
+)
+def test_libraries_that_find_no_memory_are_told_apart_from_a_lost_gpu(text: str) -> None:
+    assert not is_gpu_error(RuntimeError(text))
+    fault = told(RuntimeError(text), "Rank 0 of group g")
+    assert isinstance(fault, InternalError)
+    assert "let nothing else use the GPU" in str(fault)
 
 
 def test_other_errors_are_not_the_gpus() -> None:

@@ -1,9 +1,12 @@
 """Hung or busy, by the board's counters."""
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.ring_watch import RingWatch
+from services.executor.board import Loading, RingBoard
+from services.executor.ring_watch import LoadWatch, RingWatch
 from shared.messages import RankBeat
 
 LIMIT = 3.0
@@ -70,3 +73,36 @@ def test_whoever_moves_is_never_hung_however_seldom_we_look(
         now += gap
         progress += moved
         assert watch.verdict(1, 0, [rank(number, progress=progress) for number in range(ranks)], now) == ""
+
+
+def test_a_rank_that_reads_no_more_of_its_weights_is_named() -> None:
+    watch = LoadWatch(LIMIT)
+    for tick in range(6):
+        ranks = [Loading(0, 100, tick, 10), Loading(1, 101, 4, 10)]
+        assert watch.verdict(1, ranks, tick / 2) == ""
+    reason = watch.verdict(1, [Loading(0, 100, 6, 10), Loading(1, 101, 4, 10)], 3.0)
+    assert reason.startswith("rank 1 (process 101) has read nothing for 3 s, after 40% of its weights")
+
+
+def test_before_and_behind_the_reading_nobody_is_judged() -> None:
+    """A download may take as long as it takes, and so may kernels that are compiled."""
+    watch = LoadWatch(LIMIT)
+    for tick in range(60):
+        assert watch.verdict(1, [Loading(0, 100, 0, 0), Loading(1, 101, 10, 10)], tick / 2) == ""
+
+
+def test_an_orchestrator_that_was_stopped_blames_no_rank_that_loads() -> None:
+    watch = LoadWatch(LIMIT)
+    assert watch.verdict(1, [Loading(0, 100, 4, 10)], 0.0) == ""
+    assert watch.verdict(1, [Loading(0, 100, 4, 10)], 60.0) == ""
+    assert watch.verdict(2, [Loading(0, 100, 4, 10)], 62.0) == "", "the next ring begins anew"
+
+
+def test_the_board_says_what_each_rank_has_read(tmp_path: Path) -> None:
+    board = RingBoard(tmp_path / "board", 2, create=True)
+    assert board.loading() == []
+    rank = board.rank(1)
+    rank.loaded(3, 8)
+    [found] = board.loading()
+    assert found._replace(pid=0) == Loading(1, 0, 3, 8)
+    board.close()
