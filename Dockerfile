@@ -1,10 +1,11 @@
 # The images of Ryzanstein: one file, a target per service.
 #
-#   docker build --target gateway .            gateway | scheduler | health-monitor | executor | cli | nats
+#   docker build --target gateway .     gateway | scheduler | health-monitor | executor | executor-gpu | cli | nats
 #
 #                requirements ──▶ *-packages ──┐
 #   build ───────────────────────▶ package ────┼──▶ gateway, scheduler, health-monitor, executor, cli
-#   runtime (no compiler, no root) ────────────┘                                             └──▶ nats
+#   runtime (no compiler, no root) ────────────┘                               │             └──▶ nats
+#                                                                              └──▶ executor-gpu (a compiler)
 #
 # An image has two layers of ours: the packages it depends on, the same until a version changes, and the project.
 # Nothing is fetched at run time but models, by `ryzanstein models pull` into the volume /models. What an image
@@ -144,6 +145,15 @@ ENV RYZANSTEIN_OPS_PORT=8081 \
 EXPOSE 8081
 HEALTHCHECK --interval=5s --timeout=5s --start-period=1800s --retries=3 CMD ["ryzanstein", "probe", "executor"]
 ENTRYPOINT ["ryzanstein", "serve", "executor"]
+
+# With a C compiler, by which Triton builds the launcher of each kernel; its cache must not be mounted noexec.
+FROM executor AS executor-gpu
+USER 0:0
+# hadolint ignore=DL3008
+RUN command -v gcc > /dev/null || { \
+      apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
+    }
+USER 10001:10001
 
 # The operator's commands; no service, so nothing to check.
 FROM runtime AS cli

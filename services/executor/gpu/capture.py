@@ -38,6 +38,8 @@ class CudaCapture:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._spoiled: list[torch.cuda.CUDAGraph] = []
+        """Kept: torch before 2.12 does not forget a capture that was spoiled, and asks its graph at allocations."""
 
     def warm_up(self, work: Work) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -55,6 +57,9 @@ class CudaCapture:
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 work()
+        except BaseException:
+            self._spoiled.append(graph)
+            raise
         finally:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own as the current one
         replay: Work = graph.replay

@@ -88,14 +88,34 @@ def gpu_runner(
 
 
 def has_triton() -> bool:
-    """Whether Triton is there, which comes with PyTorch for CUDA; says so in the log where it is not."""
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        reason = f"Triton cannot be imported ({error}); install it with torch"
+    """Whether Triton is there, which comes with PyTorch for CUDA, and can launch kernels on this process's GPU; says so
+    in the log where it is not."""
+    reason = _why_no_triton()
+    if reason:
         log.warning("attending_with_pytorch", reason=reason)
-        return False
-    return True
+    return not reason
+
+
+def _why_no_triton() -> str:
+    try:
+        import triton
+        from triton import knobs
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}); install it with torch"
+    if knobs.runtime.interpret:
+        return ""
+    try:
+        # Builds its own library for the driver where its cache has none, with a C compiler and Python's headers.
+        triton.runtime.driver.active.get_current_target()
+    except (
+        Exception
+    ) as error:  # whatever a compiler, a linker or a file system that forbids to execute answer
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return (
+            f"Triton cannot build what launches its kernels ({reason}); install a C compiler and Python's headers, "
+            "and let TRITON_CACHE_DIR be where files may be executed"
+        )
+    return ""
 
 
 def reads_compressed(

@@ -14,7 +14,7 @@ from tests.unit.compose.dockerfile import Dockerfile
 ROOT = Path(__file__).parents[3]
 FILE = Dockerfile(ROOT / "Dockerfile")
 SERVICES = ("gateway", "scheduler", "health-monitor", "executor")
-TARGETS = (*SERVICES, "cli", "nats")
+TARGETS = (*SERVICES, "executor-gpu", "cli", "nats")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -42,9 +42,17 @@ def test_there_is_a_target_for_each_image() -> None:
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "nats"])
 def test_an_image_has_the_packages_of_its_extra(target: str) -> None:
-    more = {"cli"} if target == "executor" else set()
-    assert extras_of(target) == {"core", target} | more
-    assert target in PROJECT["optional-dependencies"]
+    extra = target.removesuffix("-gpu")
+    more = {"cli"} if extra == "executor" else set()
+    assert extras_of(target) == {"core", extra} | more
+    assert extra in PROJECT["optional-dependencies"]
+
+
+def test_only_the_image_for_gpus_has_a_compiler() -> None:
+    """Triton builds the launchers of its kernels where they run."""
+    for target in TARGETS:
+        text = " ".join(one.text for stage in FILE.lineage(target) for one in stage.instructions)
+        assert ("install -y --no-install-recommends gcc" in text) == (target == "executor-gpu")
 
 
 @pytest.mark.parametrize("target", ["gateway", "scheduler", "health-monitor", "cli", "nats"])

@@ -293,3 +293,10 @@ def test_mounted_files_are_there(name: str) -> None:
             assert (FOLDER / source).exists() or source == "../monitoring/dashboards", mount
         else:
             assert source in STACK["volumes"]
+
+
+def test_triton_may_execute_what_it_builds() -> None:
+    """What Docker mounts in memory is noexec unless it is told otherwise."""
+    assert SERVICES["executor-gpu"]["tmpfs"] == ["/tmp:exec"]
+    assert SERVICES["executor-gpu"]["build"]["target"] == "executor-gpu"
+    assert SERVICES["executor"]["build"]["target"] == "executor"

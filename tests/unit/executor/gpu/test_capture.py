@@ -1,5 +1,7 @@
 """How CUDA is asked for a graph, with `torch.cuda` doubled: on which stream, and what a failure leaves."""
 
+import gc
+import weakref
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +20,7 @@ class FakeCuda:
         self.default = FakeStream("default", self)
         self.current: FakeStream = self.default
         self.done: list[str] = []
+        self.graphs: list[weakref.ref[FakeGraph]] = []
         self.broken = False
         self.kept = 2
         doubles: dict[str, Any] = {
@@ -48,6 +51,7 @@ class FakeCuda:
     def graph(self, graph: "FakeGraph", pool: Any, stream: "FakeStream", capture_error_mode: str) -> Any:
         """As torch's, whose end raises before the stream is changed back where a capture was spoiled."""
         assert (pool, capture_error_mode) == ((0, 7), "thread_local")
+        self.graphs.append(weakref.ref(graph))
         before, self.current = self.current, stream
         yield
         if self.broken:
@@ -96,3 +100,5 @@ def test_a_capture_that_was_spoiled_leaves_the_stream_as_it_was(monkeypatch: pyt
     with pytest.raises(RuntimeError, match="previous error"):
         capture.record(lambda: None)
     assert cuda.current is cuda.default
+    gc.collect()
+    assert [graph() is not None for graph in cuda.graphs] == [True], "torch may still ask it"

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton i
 from services.executor.engine.plan import to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.model.backend import reads_compressed
+from services.executor.model.backend import _why_no_triton, reads_compressed
 from services.executor.model.candidates import WANT, RowLogits
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.lowering import FAMILIES
@@ -223,3 +223,21 @@ def test_compressed_blocks_are_read_as_fast_where_triton_attends(monkeypatch: py
     assert not reads_compressed(None, torch.float32, SingleRank(), gpu, threads=1)
     monkeypatch.setitem(sys.modules, "triton", None)
     assert not reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
+
+
+class NoCompiler:
+    """What Triton says where it cannot build its part for the driver."""
+
+    @property
+    def active(self) -> object:
+        raise RuntimeError("Failed to find C compiler.\nmore")
+
+
+def test_triton_without_a_compiler_is_told_of_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(triton.runtime, "driver", NoCompiler())
+    assert not reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
+    assert "cannot build what launches its kernels (Failed to find C compiler.)" in _why_no_triton()
