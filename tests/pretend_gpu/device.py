@@ -12,20 +12,20 @@ do not wait for each other; memory that is used before it was written. What is n
 kernels as they are compiled, and of how torch's own kernels for GPUs round.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import threading
 import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from tests.pretend_gpu import graphs, tensors
-from tests.pretend_gpu.streams import HOST, Event, Stream, Host
-from tests.pretend_gpu.tensors import CUDA, DeviceTensor, Placing
+from tests.pretend_gpu import graphs
+from tests.pretend_gpu.streams import HOST, Event, Host, Stream
+from tests.pretend_gpu.tensors import DeviceTensor, Placing
 
 MEMORY = 1 << 30
 """Bytes of the device."""

@@ -26,7 +26,7 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.entries: list[Entry] = []
-        self.pool: "list[Graph]" = []
+        self.pool: list[Graph] = []
         self.replays = 0
 
     def add(self, call: Callable[[], Any], made: list[Tensor]) -> None:

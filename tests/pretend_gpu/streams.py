@@ -84,6 +84,8 @@ class _Copy(NamedTuple):
     stream: Stream
     number: int
     arrive: Callable[[], None]
+    source: int
+    """The pinned memory that it reads; 0: it writes some."""
 
 
 class _Use(NamedTuple):
@@ -165,11 +167,11 @@ class Host:
     # --- pinned memory ---------------------------------------------------------------------------
 
     def pin(self, tensor: Tensor) -> Tensor:
-        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        self._pinned[_memory(tensor)] = tensor
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._pinned
+        return _memory(tensor) in self._pinned
 
     def from_pinned(self, source: Tensor) -> None:
         """A copy out of `source` begins, which must stay as it is until it is over."""
@@ -177,20 +179,26 @@ class Host:
 
         def arrive() -> None:
             if not torch.equal(_bits(source), _bits(was)):
-                raise Misuse("pinned memory was written to while the device may still have been copying from it")
+                raise Misuse(
+                    "pinned memory was written to while the device may still have been copying from it"
+                )
 
-        self._under_way(arrive)
+        self._under_way(arrive, _memory(source))
 
     def to_pinned(self, target: Tensor, content: Tensor) -> None:
-        """A copy into `target` begins, which holds something else until it is over."""
+        """A copy into `target` begins, which holds what it did until it is over."""
+        with self._lock:  # what reads this memory comes before: from here on it may change
+            before = [copy for copy in self._copies if copy.source == _memory(target)]
+            self._copies = [copy for copy in self._copies if copy not in before]
+        for copy in before:
+            copy.arrive()
         taken = content.clone()
-        _bits(target).fill_(0x5A)
         self._under_way(lambda: void(target.copy_(taken)))
 
-    def _under_way(self, arrive: Callable[[], None]) -> None:
+    def _under_way(self, arrive: Callable[[], None], source: int = 0) -> None:
         self.stream.given += 1
         with self._lock:
-            self._copies.append(_Copy(self.stream, self.stream.given, arrive))
+            self._copies.append(_Copy(self.stream, self.stream.given, arrive, source))
 
     # --- memory of the device --------------------------------------------------------------------
 
@@ -201,12 +209,14 @@ class Host:
         stream, first = self.stream, tensor.data_ptr()
         new = _Use(first, first + tensor.nbytes, stream, stream.given, writes)
         with self._lock:
-            uses = self._uses.setdefault(tensor.untyped_storage().data_ptr(), [])
+            uses = self._uses.setdefault(_memory(tensor), [])
             for old in uses:
                 apart = old.end <= new.first or new.end <= old.first or not (old.writes or writes)
                 known = max(stream.clock.get(old.stream, 0), self._done.get(old.stream, 0))
                 if not apart and old.stream is not stream and old.number > known:
-                    raise Misuse(f"{by} and another stream use the same memory and do not wait for each other")
+                    raise Misuse(
+                        f"{by} and another stream use the same memory and do not wait for each other"
+                    )
             # What lies within the new use and came before it is known to have, from now on.
             uses[:] = [old for old in uses if not (writes and new.first <= old.first and old.end <= new.end)]
             if not any(old == new._replace(number=old.number) for old in uses):
@@ -217,15 +227,19 @@ class Host:
     def forget(self, tensor: Tensor) -> None:
         """Its memory is new."""
         with self._lock:
-            self._uses[tensor.untyped_storage().data_ptr()] = []
+            self._uses[_memory(tensor)] = []
 
 
 def void(result: object) -> None:
     """For a lambda that returns nothing."""
 
 
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 HOST = Host()

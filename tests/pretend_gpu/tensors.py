@@ -14,29 +14,37 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.pretend_gpu.graphs import spoil
+from tests.pretend_gpu.on_host import ON_HOST
 from tests.pretend_gpu.streams import HOST
 
 CUDA = torch.device("cuda", 0)
 FRESH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
-ABOUT = {"shape", "dtype", "ndim", "layout", "is_leaf", "requires_grad", "grad", "grad_fn", "names", "is_sparse",
-         "is_quantized", "is_meta", "is_nested", "itemsize", "nbytes", "_version", "retains_grad", "output_nr"}  # fmt: skip
+ABOUT = {
+    "shape", "dtype", "ndim", "layout", "is_leaf", "requires_grad", "grad", "grad_fn", "names", "is_sparse", "is_meta",
+    "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "retains_grad", "output_nr",
+}  # fmt: skip
 METADATA = {
     "size", "stride", "dim", "numel", "nelement", "is_contiguous", "element_size", "storage_offset", "data_ptr",
     "untyped_storage", "is_floating_point", "is_complex", "is_signed", "__len__", "is_inference", "is_same_size",
-    "ndimension", "type", "__hash__", "is_shared", "_is_view", "storage",
+    "ndimension", "__hash__", "is_shared", "_is_view", "storage",
 }  # fmt: skip
 """Of these nothing is launched."""
+VIEWS = {
+    "view", "reshape", "__getitem__", "unsqueeze", "squeeze", "transpose", "t", "permute", "flatten", "expand", "split",
+    "unbind", "chunk", "narrow", "select", "view_as", "unflatten", "detach", "as_strided", "contiguous", "swapaxes",
+    "movedim", "T", "mT", "data", "diagonal", "tensor_split", "unfold", "expand_as",
+}  # fmt: skip
+"""Of these no memory is read, or only by a copy."""
 ANSWERS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose", "nonzero",
     "masked_select", "unique", "unique_consecutive", "__contains__", "argwhere", "bincount", "__format__",
 }  # fmt: skip
 """What the host has of the device's numbers, or a shape that depends on them."""
-ANYWHERE = {"copy_", "to", "cpu", "cuda", "set_", "__setitem__", "__getitem__"}
-"""These take tensors of the host too."""
 
 
 class DeviceTensor(Tensor):
     held: Tensor
+    """Its numbers, in the host's memory."""
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "DeviceTensor":
@@ -85,12 +93,14 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
         return _attribute(func, args)
     if name == "requires_grad_":
         return args[0]
-    if name in METADATA:
+    if name in METADATA or (name == "type" and len(args) == 1 and not kwargs):
         return func(*tree_map(held, args), **tree_map(held, kwargs))
     if name == "__repr__":
         return f"{args[0].held!r} on cuda:0"
     if name == "numpy":
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to the host")
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to the host"
+        )
     if name in {"copy_", "to", "cpu", "cuda"}:
         return _move(func, name, args, kwargs)
     if name in ANSWERS or _by_mask(name, args):
@@ -106,6 +116,7 @@ def launch(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     kwargs, to_host = _without_device(kwargs)
     given = [one for one in _leaves(args, kwargs) if isinstance(one, DeviceTensor)]
     inner_args, inner_kwargs = tree_map(held, args), tree_map(held, kwargs)
+    func = ON_HOST.get(name, func)
 
     def again() -> list[Tensor]:
         made = _new(func(*inner_args, **inner_kwargs), given)
@@ -114,13 +125,14 @@ def launch(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if to_host:
         return func(*inner_args, **inner_kwargs)
     HOST.stream.given += 1
+    _check_uses(name, args, kwargs)
     out = func(*inner_args, **inner_kwargs)
     made = _new(out, given)
     for one in made:
         HOST.forget(one)
         if name in FRESH:
             spoil(one)
-    _note_uses(name, args, kwargs, made)
+        HOST.use(one, name, writes=True)
     if HOST.recording is not None:
         HOST.recording.add(again, made)
     known = {id(one.held): one for one in given}
@@ -138,7 +150,9 @@ def place(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "pin_memory":
         return HOST.pin(args[0].clone())
     if not is_cuda(kwargs.get("device")):
-        made = func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"} if pinned else kwargs)
+        made = func(
+            *args, **{key: value for key, value in kwargs.items() if key != "pin_memory" or not pinned}
+        )
         return HOST.pin(made) if pinned else made
     if name in {"tensor", "as_tensor", "asarray"}:
         HOST.wait_for_stream(f"torch.{name} of the host's numbers")
@@ -174,12 +188,13 @@ def _copy_begins(source: Tensor, non_blocking: bool) -> None:
 def _move(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name == "copy_":
         return _copy(args, kwargs)
-    device, dtype, non_blocking, _ = _parse(name, args, kwargs)
+    device, dtype, _, _ = _parse(name, args, kwargs)
     if device is None or is_cuda(device):
-        if dtype is None or dtype == args[0].dtype and not kwargs.get("copy"):
+        if dtype is None or (dtype == args[0].dtype and not kwargs.get("copy")):
             return args[0]
         return launch("to", lambda one: one.to(dtype), (args[0],), {})
-    HOST.wait_for_stream("a copy to memory that is not pinned")  # also where it is said not to block: it is pageable
+    # Also where it is said not to block.
+    HOST.wait_for_stream("a copy to memory that is not pinned")
     found = args[0].held.clone()
     return found if dtype is None else found.to(dtype)
 
@@ -238,7 +253,9 @@ def _by_mask(name: str, args: Any) -> bool:
 
 
 def _refuse_the_host_s(name: str, args: Any, kwargs: Any) -> None:
-    others = [one for one in _leaves(args, kwargs) if isinstance(one, Tensor) and not isinstance(one, DeviceTensor)]
+    others = [
+        one for one in _leaves(args, kwargs) if isinstance(one, Tensor) and not isinstance(one, DeviceTensor)
+    ]
     if name in {"__getitem__", "__setitem__"}:
         if any(one.dim() for one in others):
             HOST.wait_for_stream(f"{name} with a tensor of the host")
@@ -249,19 +266,19 @@ def _refuse_the_host_s(name: str, args: Any, kwargs: Any) -> None:
         )
 
 
-def _note_uses(name: str, args: Any, kwargs: Any, made: list[Tensor]) -> None:
-    out = kwargs.get("out")
-    written = [one for one in _leaves((out,), {}) if isinstance(one, DeviceTensor)]
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+def _check_uses(name: str, args: Any, kwargs: Any) -> None:
+    """That no other stream is at what this reads and writes."""
+    written = [one for one in _leaves((kwargs.get("out"),), {}) if isinstance(one, DeviceTensor)]
+    in_place = (
+        (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    )
     if in_place and isinstance(args[0], DeviceTensor):
         written.append(args[0])
-    if not written and not made:
-        return  # a view
+    if name in VIEWS and not written:
+        return
     for one in _leaves(args, kwargs):
         if isinstance(one, DeviceTensor):
             HOST.use(one.held, name, writes=any(one is other for other in written))
-    for tensor in made:
-        HOST.use(tensor, name, writes=True)
 
 
 def _new(out: Any, given: list[DeviceTensor]) -> list[Tensor]:

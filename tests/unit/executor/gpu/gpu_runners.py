@@ -82,18 +82,20 @@ def runner_of(
     codec: Codec | None = None,
     gpu: bool = True,
     limits: StepLimits | None = None,
+    device: torch.device = CPU,
 ) -> ModelRunner:
-    """`gpu`: with the decoder, else with PyTorch alone; `limits`: with steps that need not be waited for, and what
-    stands for graphs."""
+    """`gpu`: with the decoder, else with PyTorch alone; `limits`: with steps that need not be waited for, and graphs,
+    or on a CPU what stands for them."""
     config = load_config(directory)
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
-    model = load_model(directory, dtype, layout, collectives, CPU, lambda done, total: None)
+    model = load_model(directory, dtype, layout, collectives, device, lambda done, total: None)
     layers = config.num_hidden_layers
     shape = StoreShape(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
-    store = KvStore(shape, NUM_BLOCKS, CPU, NUM_BLOCKS if codec else 0)
+    store = KvStore(shape, NUM_BLOCKS, device, NUM_BLOCKS if codec else 0)
     if gpu:
-        return gpu_runner(model, store, layout, collectives, limits=limits, capture=Rerun())
-    return ModelRunner(model, store, collectives, CPU)
+        capture = Rerun() if device == CPU else None
+        return gpu_runner(model, store, layout, collectives, limits=limits, capture=capture)
+    return ModelRunner(model, store, collectives, device)
 
 
 class OneAtATime:

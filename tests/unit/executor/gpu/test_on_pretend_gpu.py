@@ -1,0 +1,230 @@
+"""A rank on a GPU that is not there (`tests/pretend_gpu`): what it computes, and that it does not wait on the way."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from torch import Tensor
+
+pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
+
+from benchmarks.on_gpu.served import Served, served
+from benchmarks.on_gpu.shapes import TINY
+from services.executor.engine.sampling import Sampler, wants_of
+from services.executor.engine.sampling_state import SamplingState
+from services.executor.gpu import coded
+from services.executor.gpu.device_progress import DeviceProgress
+from services.executor.gpu.graphed import GraphedDecoder
+from services.executor.gpu.marks import CudaMarks
+from services.executor.gpu.steps import StepLimits
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.collectives import Collectives, SingleRank
+from services.executor.model.layers import LinearShard
+from services.executor.model.loader import load_config, load_model
+from services.executor.model.quantized import Quantized
+from services.executor.model.sharding import ShardLayout
+from services.executor.progress import Progress
+from shared.messages import GenerationRequest, SamplingParams
+from tests.pretend_gpu.device import pretend_gpu
+from tests.pretend_gpu.ring import PretendNccl
+from tests.pretend_gpu.streams import Host
+from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, runner_of, small_model
+from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, Script
+from tests.unit.executor.model.tiny import build, logits_of
+
+GPU = torch.device("cuda", 0)
+LIMITS = StepLimits(max_sequences=3, max_batch_tokens=16, context_length=32, graph_memory=1 << 30)
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=0.8, top_k=7, top_p=0.9, seed=5)
+NEW = 6
+STEPS = (({0: 4}, GREEDY), ({0: 1, 1: 3}, GREEDY), ({0: 1, 1: 1}, GREEDY), ({1: 1, 0: 1}, DRAWN))
+"""Tokens of each sequence, and how all of them are sampled."""
+
+
+@pytest.fixture
+def gpu() -> Iterator[Host]:
+    with pretend_gpu() as host:
+        yield host
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def run_steps(directory: Path, codec: Codec | None, host: Host | None, collectives: Collectives) -> list[Any]:
+    """The tokens of `STEPS`; on `host`'s GPU, else on the CPU, waited for step by step."""
+    if host is None:
+        runner = runner_of(directory, collectives, codec=codec)
+    else:
+        ring = PretendNccl(collectives) if collectives.world_size > 1 else collectives
+        runner = runner_of(directory, ring, codec=codec, limits=LIMITS, device=GPU)
+        runner.warm_up()
+        assert isinstance(runner._decoder, GraphedDecoder)
+        assert runner._decoder._graphs is not None
+        assert runner._decoder._graphs.rungs == [1, 2, 3]
+        host.waits.clear()
+    script, found = Script([8, 8]), []
+    for number, (step, params) in enumerate(STEPS):
+        plan, sampled = script.step(dict(step))
+        states = [SamplingState(params, [1], [0] * number) for _ in sampled]
+        wants = wants_of(states, runner.vocab_size).tobytes()
+        plan = structs.replace(plan, candidates=wants, on_device=host is not None)
+        if host is None:
+            logits = runner.forward(plan)
+            found.append([] if logits is None else Sampler().sample(logits, states))
+        else:
+            pending = runner.launch(plan, None if collectives.rank else states, Progress.unread())
+            assert pending is not None
+            found.append([] if collectives.rank else pending.wait())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "codec", "ranks"), [("llama", None, 1), ("gemma3_text", INT8, 1), ("qwen2", FP8, 2)]
+)
+def test_graphs_and_sampling_give_the_host_s_tokens(
+    tmp_path: Path, model_type: str, codec: Codec | None, ranks: int
+) -> None:
+    directory = small_model(tmp_path, model_type)
+    on = on_gpu_ring if ranks > 1 else lambda _, work: [work(SingleRank())]
+    expected = on(ranks, partial(run_steps, directory, codec, None))[0]
+    with pretend_gpu() as gpu:
+        assert on(ranks, partial(run_steps, directory, codec, gpu))[0] == expected
+        assert gpu.waits == []
+
+
+# --- a whole engine ------------------------------------------------------------------------------
+
+
+def texts(
+    ring: Served, prompts: Sequence[Sequence[int]], gpu: Host, *, ahead: bool
+) -> tuple[dict[str, list[int]], Counter[str]]:
+    """What prompts become, and how many steps compressed blocks or were launched ahead."""
+    batcher, engine, seen = ring.batcher(), ring.engine, Counter[str]()
+    for number, prompt in enumerate(prompts):
+        sampling = DRAWN if number % 2 else GREEDY
+        request = GenerationRequest(f"{ahead}{number}", "r", "m", "c", list(prompt), NEW, sampling)
+        assert batcher.add(request) is None
+    found: dict[str, list[int]] = {}
+    under_way: list[Any] = []
+
+    def launch(scheduled: Any) -> None:
+        plan, rows = scheduled
+        seen.update(compressing=bool(plan.compressions))
+        under_way.append(engine.launch(plan, [row.sampling for row in rows]))
+
+    while batcher.has_work:
+        gpu.waits.clear()
+        if not under_way:
+            launch(batcher.schedule())
+        if ahead and (scheduled := batcher.schedule_ahead()):
+            launch(scheduled)
+            seen.update(ahead=1)
+        assert gpu.waits == []
+        for entries in batcher.update(under_way.pop(0).result()).values():
+            for entry in entries:
+                found.setdefault(entry.generation_id.removeprefix(str(ahead)), []).extend(entry.tokens)
+    batcher.check()
+    return found, seen
+
+
+def test_an_engine_waits_for_tokens_alone(gpu: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = Counter[str]()
+
+    def counted(*given: Any) -> Tensor:
+        scaled.update(products=1)
+        return coded.scaled_by_rows(*given)
+
+    monkeypatch.setattr(coded.coded_product, "__defaults__", (counted,))
+    options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 2, "context_length": 64}
+    prompts = [[7 * at % 250 + 3 for at in range(length)] for length in (40, 28)]
+    with served(TINY, GPU, weight_dtype="fp8", **options) as ring:
+        assert ring.spec.overlaps
+        assert ring.unknown == []
+        one_by_one, _ = texts(ring, prompts, gpu, ahead=False)
+        found, seen = texts(ring, prompts, gpu, ahead=True)
+    assert found == one_by_one
+    assert [len(tokens) for tokens in found.values()] == [NEW, NEW]
+    assert seen["ahead"] >= NEW - 2
+    assert seen["compressing"] >= 2
+    assert scaled["products"]  # the prompts have more rows than kernels of ours take
+
+
+# --- other models, and what lies around the steps ------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bloom", "dots1", "gpt2", "gpt_oss", "opt", "phi3/longrope"])
+def test_models_that_transformers_modules_compute(tmp_path: Path, name: str) -> None:
+    model, script = build(name, settings_of(name)), Script([9, 6])
+    expected = logits_of(model, script.sequences)
+    model.save_pretrained(str(tmp_path))
+    with pretend_gpu():
+        runner = runner_of(tmp_path, SingleRank(), device=GPU)
+        assert runner._decoder is None
+        for tokens in ({0: 7}, {0: 1, 1: 5}, {0: 1, 1: 1}):
+            plan, sampled = script.step(dict(tokens))
+            logits = runner.forward(plan)
+            assert isinstance(logits, Tensor)
+            assert logits.device == GPU
+            for row, (sequence, position) in zip(logits.cpu(), sampled, strict=True):
+                assert (row - expected[sequence][position]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("codec", [None, INT8, FP8])
+def test_weights_come_as_to_the_host(tmp_path: Path, codec: Codec | None) -> None:
+    directory = small_model(tmp_path, "qwen3")
+    config = load_config(directory)
+    layout = ShardLayout.from_config(config, 1, 0)
+
+    def weights(device: torch.device) -> dict[str, Tensor]:
+        model = load_model(
+            directory, torch.bfloat16, layout, SingleRank(), device, lambda done, total: None, codec
+        )
+        assert all(parameter.device == device for parameter in model.parameters() if parameter.numel())
+        assert all(buffer.device == device for buffer in model.buffers())
+        weights = {name: value.cpu() for name, value in model.state_dict().items()}
+        for name, module in model.named_modules():
+            if isinstance(module, LinearShard) and isinstance(module.stored, Quantized):
+                weights |= {f"{name}.{part}": value.cpu() for part, value in module.stored._asdict().items()}
+        return weights
+
+    here = weights(CPU)
+    with pretend_gpu():
+        there = weights(GPU)
+    assert here.keys() == there.keys()
+    for name, value in here.items():
+        assert torch.equal(value, there[name]), name
+
+
+@pytest.mark.usefixtures("gpu")
+def test_blocks_are_saved_and_come_back() -> None:
+    shape = StoreShape(2, BLOCK_SIZE, 1, 16, torch.bfloat16, (INT8, FP8))
+    here, there = (KvStore(shape, 4, device, 4) for device in (CPU, GPU))
+    content = [bytes([at]) * here.block_bytes(0) for at in (3, 5)]
+    for store in (here, there):
+        for block, saved in enumerate(content):
+            store.load(block, saved)
+        store.compress([(0, 4), (1, 6)])
+    for block in (0, 1, 4, 6):
+        assert here.save(block) == there.save(block)
+    assert there.save(1) == content[1]
+
+
+def test_marks_are_passed_when_the_device_has_come_to_them(gpu: Host) -> None:
+    ended: list[int] = []
+    progress = DeviceProgress(memoryview(bytearray(8)).cast("Q"), 0, CudaMarks(GPU), ended.append)
+    gpu.waits.clear()
+    progress.end(1)
+    assert not progress.look()
+    assert ended == []
+    assert gpu.waits == []
+    torch.cuda.synchronize()
+    assert progress.look()
+    assert ended == [1]
