@@ -1,5 +1,6 @@
-"""What Triton's compiler makes of the kernels for an H200, which need not be there: the interpreter takes what the
-compiler refuses. In a process of its own, since the interpreter has decorated this one's kernels."""
+"""What Triton's compiler makes of the launches for an H200, which need not be there: the interpreter takes what the
+compiler refuses, and what binds a kernel's arguments does. In a process of its own, since the interpreter has
+decorated this one's kernels."""
 
 import json
 import os
