@@ -134,8 +134,9 @@ def encode_rows(x, codes, scales, inputs, x_stride, limit, smallest, BLOCK: tl.c
     extreme = tl.max(tl.abs(values), 0)
     # NaN compares with nothing.
     strange = tl.sum(tl.where(values != values, 1, 0), 0) > 0
-    scale = tl.where(strange, float("nan"), tl.maximum(extreme / limit, smallest))
-    scaled = tl.minimum(tl.maximum(values / scale, -limit), limit)
+    # Divided as IEEE 754 rounds: the plain operator may be off by two units on a GPU.
+    scale = tl.where(strange, float("nan"), tl.maximum(tl.div_rn(extreme, limit), smallest))
+    scaled = tl.minimum(tl.maximum(tl.div_rn(values, scale + tl.zeros_like(values)), -limit), limit)
     tl.store(codes + row * inputs + at, float_to_code(scaled, CODE), mask=inside)
     tl.store(scales + row, scale)
 
