@@ -48,6 +48,7 @@ def variants(every: bool) -> Iterator[Variant]:
         yield Variant(1, "fp8", 128, 4, 8)
         yield Variant(512, "hot", 128, 4)
         yield Variant(512, "int8", 256, 8)
+        yield Variant(512, "int8", 256, 1, dtype=torch.float32)
         return
     for tokens, cold, width, group in product((1, 512), CODECS, (64, 128, 256), (1, 4, 8)):
         yield Variant(tokens, cold, width, group)
@@ -63,6 +64,7 @@ def variants(every: bool) -> Iterator[Variant]:
     for tokens in (1, 512):
         yield Variant(tokens, "fp8", 128, 4, dtype=torch.float16)
         yield Variant(tokens, "fp8", 128, 4, dtype=torch.float32)
+        yield Variant(tokens, "int8", 256, 1, dtype=torch.float32)
 
 
 def calls(variant: Variant) -> list[launch.Call]:

@@ -31,6 +31,7 @@ from tests.unit.executor.triton_kernels.ptx.cases import (
 )
 from tests.unit.executor.triton_kernels.ptx.emit import Emitted, emitted
 from tests.unit.executor.triton_kernels.ptx.memory import Memory
+from tests.unit.executor.triton_kernels.ptx.text import parse
 
 Kernels = dict[str, list[Emitted]]
 NUMBERS = 2 * KV_HEADS * SIZE * WIDTH
@@ -309,3 +310,49 @@ def give_block(memory: Memory, block: Tensor, at: int, codec: Codec | None) -> T
     memory.give(bits(codes), CODES_AT + (at - HOT_BLOCKS) * NUMBERS)
     memory.give(scales.numpy(), SCALES_AT + 4 * (at - HOT_BLOCKS) * 2 * KV_HEADS)
     return codec.decode(codes, scales).view(block.shape)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=str)
+def test_few_rows_are_multiplied_by_split_inputs_and_leave_no_arrivals(
+    kernels: Kernels, codec: Codec
+) -> None:
+    """Also by a second launch with what the first has left, as a graph that is replayed does."""
+    codes, scales = coded(80, 1040, codec)
+    x, bias, memory = normal(3, 1040, seed=2).bfloat16(), normal(80, seed=3).bfloat16(), Memory()
+    out, parts, arrivals = (
+        np.zeros((3, 80), np.int16),
+        np.full((2, 3, 80), np.nan, np.float32),
+        np.zeros(16, np.int32),
+    )
+    given = {"x": bits(x), "codes": bits(codes), "scales": scales.numpy(), "bias": bits(bias), "out": out}
+    at = {
+        name: memory.give(array) for name, array in (given | {"parts": parts, "arrivals": arrivals}).items()
+    }
+    (kernel,) = kernels[f"few rows {codec.name}"]
+    exact = x.double() @ (codes.double() * scales.double()[:, None]).T + bias.double()
+    for _ in range(2):
+        out[:] = 0
+        kernel.run((1, 2, 2), memory, **at, rows=3, outputs=80, inputs=1040, x_stride=1040, splits=2)
+        torch.testing.assert_close(bf16(out).double(), exact, rtol=2**-7, atol=2**-6)
+        assert not arrivals.any()
+
+
+def test_parts_are_handed_over_behind_barriers(kernels: Kernels) -> None:
+    """PTX ISA, "Memory Consistency Model": the barrier of a program orders the stores of all its threads before the
+    arrival of one, which releases them to the GPU; the last to arrive acquires them, and a barrier hands them on. What
+    others have stored is then read from the cache that they share (.cg), not from one's own."""
+    statements = [one.text for one in parse(kernels["few rows fp8"][0].ptx).statements]
+    arrival = next(at for at, text in enumerate(statements) if "atom.global" in text)
+    assert "atom.global.gpu.acq_rel.add" in statements[arrival]
+    reads = [at for at, text in enumerate(statements) if "ld.global.cg" in text]
+    stores = [at for at, text in enumerate(statements[:arrival]) if "st.global" in text]
+    resets = [at for at, text in enumerate(statements) if "st.global.b32" in text]
+    assert stores
+    assert min(reads) > arrival
+    assert min(resets) > max(reads)
+    assert barriers(statements[max(stores) : arrival])
+    assert barriers(statements[arrival : min(reads)])
+
+
+def barriers(statements: list[str]) -> bool:
+    return any(text.startswith("bar.sync") for text in statements)

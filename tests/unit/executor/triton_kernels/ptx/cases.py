@@ -59,6 +59,12 @@ def one_row(codec: Codec) -> None:
     product_launch.multiply_few(meta(1, 1040), codes_of, scales, meta(20), meta(8, dtype=torch.int32), 132)
 
 
+def few_rows(codec: Codec) -> None:
+    """Of few tiles, so that their inputs are split."""
+    codes_of, scales = meta(80, 1040, dtype=codec.dtype), meta(80, dtype=torch.float32)
+    product_launch.multiply_few(meta(3, 1040), codes_of, scales, meta(80), meta(16, dtype=torch.int32), 132)
+
+
 def draw(dtype: torch.dtype) -> None:
     space = drawing.space_for(ROWS, VOCABULARY, torch.device("meta"))
     params = meta(drawing.NUM_PARAMS * ROWS, dtype=torch.float64)
@@ -105,6 +111,7 @@ for _name, _codec in CODECS.items():
         f"encode {_name}": lambda codec=_codec: encode(codec),
         f"decode {_name}": lambda codec=_codec: decode(codec),
         f"one row {_name}": lambda codec=_codec: one_row(codec),
+        f"few rows {_name}": lambda codec=_codec: few_rows(codec),
         f"attend {_name}": lambda codec=_codec: attend(codec, SPLITS),
     }
 CASES |= {

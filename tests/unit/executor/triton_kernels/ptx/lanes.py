@@ -74,7 +74,7 @@ class Lanes:
         found = self._registers.get(name)
         if found is None:
             assert not name.startswith("%"), f"{name} is read before it is written"
-            found = np.full(self.count, _literal(name), UNSIGNED[64]).astype(UNSIGNED[width])
+            found = np.full(self.count, _literal(name), np.uint64)
             self._registers[name] = found
         return found if found.dtype == UNSIGNED[width] else found.astype(UNSIGNED[width])
 

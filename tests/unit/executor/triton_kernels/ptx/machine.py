@@ -149,8 +149,9 @@ DOES = {
     "lop3": instructions.logic, "bfe": instructions.extract, "popc": instructions.count_bits,
     "selp": instructions.select, "setp": instructions.compare, "cvt": instructions.convert,
     "shfl": instructions.exchange, "redux": instructions.reduce,
-    "mma": matrix.multiply, "ldmatrix": matrix.load, "stmatrix": matrix.store,
-    "ld": Program.load, "st": Program.store, "atom": Program.atomic, "cp": Program.copy, "bar": Program.nothing,
+    "mma": matrix.multiply, "ldmatrix": matrix.load, "stmatrix": matrix.store, "wgmma": matrix.multiply_by_group,
+    "ld": Program.load, "st": Program.store, "atom": Program.atomic, "cp": Program.copy,
+    "bar": Program.nothing, "fence": Program.nothing,
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-"""Matrix instructions: mma.sync of m16n8k16, ldmatrix and stmatrix, whose sections draw the fragments."""
+"""Matrix instructions: mma.sync of m16n8k16, wgmma, ldmatrix and stmatrix, whose sections draw the fragments."""
 
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,3 +67,46 @@ def store(program: "Program", it: Statement) -> None:
     addresses = program.address(it.operands[0]).reshape(-1, 32)[:, giving].reshape(-1)
     data = np.ascontiguousarray(rows[:, giving]).view(np.uint8).reshape(-1, 16)
     program.shared.store(addresses, data)
+
+
+def multiply_by_group(program: "Program", it: Statement) -> None:
+    """wgmma of four warps, and what orders it: a [64, 16] in registers, b [16, N] in shared memory, K-major."""
+    if it.opcode[1] != "mma_async":
+        return
+    found = re.fullmatch(r"m64n(\d+)k16", it.opcode[4])
+    lanes, kind = program.lanes, it.opcode[-1]
+    assert found is not None, it.text
+    assert lanes.count == 128
+    assert it.operands[1].startswith("{"), f"only a in registers is known: {it.text}"
+    assert it.operands[4:] == ("1", "1", "0"), f"only b as it lies, with its sign, is known: {it.text}"
+    width, targets, of_a = int(found[1]), inside(it.operands[0]), inside(it.operands[1])
+    b = _described(program, int(lanes.bits(it.operands[2], 64)[0]), width, kind)
+    a = np.zeros((4, 16, 16))
+    for at, name in enumerate(of_a):
+        for half, numbers in enumerate(_halves(lanes.bits(name, 32), kind)):
+            a[:, _GROUP + 8 * (at % 2), 2 * _MEMBER + half + 8 * (at // 2)] = numbers.reshape(4, 32)
+    sums = np.zeros((4, 16, width))
+    places = [
+        (_GROUP + 8 * (at // 2 % 2), 8 * (at // 4) + 2 * _MEMBER + at % 2) for at in range(len(targets))
+    ]
+    if lanes.truth(it.operands[3]).all():
+        for name, (row, column) in zip(targets, places, strict=True):
+            sums[:, row, column] = lanes.read(name, "f32").reshape(4, 32)
+    sums = (sums + a @ b).astype(np.float32)
+    for name, (row, column) in zip(targets, places, strict=True):
+        lanes.write(name, sums[:, row, column].reshape(-1), "f32")
+
+
+def _described(program: "Program", descriptor: int, width: int, kind: str) -> Array:
+    """[16, width] at a matrix descriptor: eight columns of b lie together, each in a line of as many bytes as the mode
+    of swizzling says, whose 16-byte pieces are exchanged by the line's number (sections "Matrix Descriptor Format",
+    "Swizzling Modes")."""
+    mode = descriptor >> 62
+    assert mode, "memory without swizzling is not known"
+    line = 256 >> mode
+    start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    n, k = np.meshgrid(np.arange(width), np.arange(16), indexing="ij")
+    places = start + n // 8 * stride + n % 8 * line + 2 * k
+    places ^= (places >> 7 & (line // 16 - 1)) << 4
+    bits = program.shared.load(places.reshape(-1).astype(np.uint64), 2).view(np.uint16).reshape(width, 16)
+    return to_numbers(bits, kind).T
