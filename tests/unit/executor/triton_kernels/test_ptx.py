@@ -171,7 +171,6 @@ def test_one_row_is_multiplied(kernels: Kernels, codec: Codec) -> None:
 
 def drawing_launches(kernels: Kernels, logits: Tensor, params: np.ndarray[Any, Any]) -> list[int]:
     """The tokens that the launches of `draw` leave, in their order."""
-    name = "draw bf16" if logits.dtype == torch.bfloat16 else "draw fp32"
     rows, chunks, memory = ROWS, -(-VOCABULARY // drawing.BLOCK), Memory()
     tokens = np.full(rows, -1, np.int64)
     given = {
@@ -180,9 +179,8 @@ def drawing_launches(kernels: Kernels, logits: Tensor, params: np.ndarray[Any, A
         "tallies": np.full((rows, chunks, 16), np.nan),
     }  # fmt: skip
     at = {key: memory.give(value) for key, value in given.items()}
-    shifts = iter(2 * list(range(28, (16 if "bf16" in name else 0) - 1, -4)))
-    shift = 0
-    for kernel in kernels[name]:
+    shifts, shift = iter(2 * [28, 24, 20, 16]), 0
+    for kernel in kernels["draw"]:
         if kernel.kernel == "tally":
             shift = next(shifts)
         numbers = {"width": VOCABULARY, "stride": VOCABULARY, "rows": rows, "chunks": chunks, "most": 1024}
@@ -191,25 +189,17 @@ def drawing_launches(kernels: Kernels, logits: Tensor, params: np.ndarray[Any, A
     return tokens.tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_tokens_are_drawn_as_on_the_host(kernels: Kernels, dtype: torch.dtype) -> None:
-    logits = (normal(ROWS, VOCABULARY) * 3).to(dtype)
+def test_tokens_are_drawn_as_on_the_host_and_a_row_with_nan_is_left_alone(kernels: Kernels) -> None:
+    """The largest of numbers and NaN is NaN, as `torch.max` has it: it is asked for, not found here."""
+    logits = (normal(ROWS, VOCABULARY) * 3).bfloat16()
+    logits[2, 4500] = float("nan")
     states = [
         SamplingState(SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=5), [], []),
         SamplingState(SamplingParams(temperature=1.0, top_p=0.5, min_p=0.02, seed=6), [], []),
         SamplingState(SamplingParams(temperature=1.5, top_k=7, seed=7), [], []),
     ]
     found = drawing_launches(kernels, logits, params_of(states, VOCABULARY))
-    assert found == [token.token for token in Sampler().sample(logits, states)]
-
-
-def test_a_row_with_nan_is_left_alone(kernels: Kernels) -> None:
-    logits = normal(ROWS, VOCABULARY).bfloat16()
-    logits[1, 4500] = float("nan")
-    states = [SamplingState(SamplingParams(temperature=0.8, top_p=0.9, seed=5), [], []) for _ in range(ROWS)]
-    found = drawing_launches(kernels, logits, params_of(states, VOCABULARY))
-    assert found[1] == -1
-    assert min(found[0], found[2]) >= 0
+    assert found == [*(token.token for token in Sampler().sample(logits[:2], states[:2])), -1]
 
 
 def test_norms_places_and_activations(kernels: Kernels) -> None:
