@@ -1,6 +1,7 @@
 """The kernels as Triton compiles them for an H200, run by what knows PTX: the interpreter does not show how numbers are
 packed, converted, rounded and exchanged between threads, nor in how many bits addresses are counted."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from services.executor.triton_kernels import drawing
 from shared.messages import SamplingParams
 from tests.unit.executor.triton_kernels.ptx.cases import (
     CASES,
+    CHUNK,
     CODECS,
     COLD_BLOCKS,
+    GROUP,
     HOT_BLOCKS,
     KV_HEADS,
     ROWS,
@@ -37,6 +40,10 @@ Kernels = dict[str, list[Emitted]]
 NUMBERS = 2 * KV_HEADS * SIZE * WIDTH
 """Of a block."""
 HOT_AT, CODES_AT, SCALES_AT = 0x7E0000000000, 0x7C0000000000, 0x7B0000000000
+SCORES = {
+    "hot": HOT_AT, "codes": CODES_AT, "words": CODES_AT, "scales": SCALES_AT, "sinks": 0, "slopes": 0,
+    "scale": WIDTH**-0.5, "softcap": 1.0, "window": 1 << 30, "num_hot": HOT_BLOCKS, "first_row": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -251,44 +258,66 @@ def test_keys_and_values_go_to_their_slots_of_a_large_store(kernels: Kernels) ->
 @pytest.mark.parametrize("kind", ["hot", "fp8", "int8"])
 def test_decodes_attend_to_blocks_of_a_large_store(kernels: Kernels, kind: str) -> None:
     """Two sequences, whose oldest blocks are compressed, and whose keys are split in parts, some without any."""
-    contexts, group, memory = (37, 600), 4, Memory()
+    contexts, memory = (37, 600), Memory()
     counts = [-(-context // SIZE) for context in contexts]
-    codec = CODECS.get(kind)
-    tables, keys = np.zeros(sum(counts), np.int32), torch.zeros(sum(counts), 2, KV_HEADS, SIZE, WIDTH)
-    for at, block in enumerate(normal(sum(counts), 2, KV_HEADS, SIZE, WIDTH).bfloat16()):
-        cold = codec is not None and at not in (counts[0] - 1, len(tables) - 2, len(tables) - 1)
-        tables[at] = HOT_BLOCKS + COLD_BLOCKS - 1 - at if cold else HOT_BLOCKS - 1 - at
-        keys[at] = give_block(memory, block, int(tables[at]), codec if cold else None)
-    query = normal(2, KV_HEADS, group, WIDTH, seed=3).bfloat16()
+    tables, keys = give_blocks(memory, sum(counts), CODECS.get(kind), [counts[0] - 1, -2, -1])
+    query = normal(2, KV_HEADS, GROUP, WIDTH, seed=3).bfloat16()
     out = np.zeros(query.shape, np.int16)
     parts, weights = (
         np.zeros((SPLITS, *query.shape), np.float32),
-        np.zeros((2, SPLITS, 2, KV_HEADS, group), np.float32),
+        np.zeros((2, SPLITS, *query.shape[:3]), np.float32),
     )
     at = {name: memory.give(array) for name, array in (("out", out), ("parts", parts), ("weights", weights))}
-    given = {
-        "query": bits(query), **at, "hot": HOT_AT, "codes": CODES_AT, "words": CODES_AT, "scales": SCALES_AT,
-        "tables": tables, "table_starts": np.array([0, counts[0]], np.int32),
-        "query_starts": np.arange(3, dtype=np.int32), "context_lens": np.array(contexts, np.int32),
-        "tile_sequence": np.arange(2, dtype=np.int32), "tile_first": np.zeros(2, np.int32), "sinks": 0, "slopes": 0,
-        "scale": WIDTH**-0.5, "softcap": 1.0, "window": 1 << 30, "num_hot": HOT_BLOCKS, "first_row": 0, "num_rows": 2,
-    }  # fmt: skip
     attend, merge = kernels[f"attend {kind}"]
 
-    attend.run((2, KV_HEADS, SPLITS), memory, **given)
-    merge.run((2, KV_HEADS * group), memory, **at, first_row=0, num_rows=2)
+    attend.run(
+        (2, KV_HEADS, SPLITS), memory, **SCORES, **at, query=bits(query), tables=tables,
+        table_starts=np.array([0, counts[0]], np.int32), query_starts=np.arange(3, dtype=np.int32),
+        context_lens=np.array(contexts, np.int32), tile_sequence=np.arange(2, dtype=np.int32),
+        tile_first=np.zeros(2, np.int32), num_rows=2,
+    )  # fmt: skip
+    merge.run((2, KV_HEADS * GROUP), memory, **at, first_row=0, num_rows=2)
 
-    found, begin = bf16(out).double(), 0
-    for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
-        mine = (
-            keys[begin : begin + count]
-            .double()
-            .permute(1, 2, 0, 3, 4)
-            .reshape(2, KV_HEADS, -1, WIDTH)[:, :, :context]
-        )
-        scores = query[row].double() @ mine[0].transpose(1, 2) * WIDTH**-0.5
-        torch.testing.assert_close(found[row], scores.softmax(-1) @ mine[1], rtol=2**-6, atol=2**-8)
-        begin += count
+    for row, context in enumerate(contexts):
+        mine = keys[row * counts[0] : counts[0] + row * counts[1]]
+        check_attended(bf16(out)[row], query[row], mine, context)
+
+
+def test_chunks_attend_to_blocks_of_a_large_store(kernels: Kernels) -> None:
+    context, memory = 200, Memory()
+    count = -(-context // SIZE)
+    tables, keys = give_blocks(memory, count, CODECS["int8"], range(count - 5, count))
+    query = normal(CHUNK, KV_HEADS, GROUP, WIDTH, seed=3).bfloat16()
+    out, token_of = np.zeros(query.shape, np.int16), 128 // GROUP
+    (attend,) = kernels["attend chunk"]
+
+    attend.run(
+        (2, KV_HEADS, 1), memory, **SCORES, out=out, parts=0, weights=0, query=bits(query), tables=tables,
+        table_starts=np.zeros(1, np.int32), query_starts=np.array([0, CHUNK], np.int32),
+        context_lens=np.array([context], np.int32), tile_sequence=np.zeros(2, np.int32),
+        tile_first=np.array([0, token_of], np.int32), num_rows=CHUNK,
+    )  # fmt: skip
+
+    for token in range(CHUNK):
+        check_attended(bf16(out)[token], query[token], keys, context - CHUNK + token + 1)
+
+
+def check_attended(found: Tensor, query: Tensor, blocks: Tensor, context: int) -> None:
+    """`found` and `query` [KV_HEADS, group, WIDTH]; `blocks` [count, 2, KV_HEADS, SIZE, WIDTH]."""
+    mine = blocks.double().permute(1, 2, 0, 3, 4).reshape(2, KV_HEADS, -1, WIDTH)[:, :, :context]
+    scores = query.double() @ mine[0].transpose(1, 2) * WIDTH**-0.5
+    torch.testing.assert_close(found.double(), scores.softmax(-1) @ mine[1], rtol=2**-6, atol=2**-7)
+
+
+def give_blocks(memory: Memory, count: int, codec: Codec | None, hot: Sequence[int]) -> tuple[Any, Tensor]:
+    """(a block table, what can be read in its blocks), of which those at `hot` are as they are."""
+    tables, found = np.zeros(count, np.int32), torch.zeros(count, 2, KV_HEADS, SIZE, WIDTH)
+    stay = {at % count for at in hot}
+    for at, block in enumerate(normal(*found.shape).bfloat16()):
+        cold = codec is not None and at not in stay
+        tables[at] = HOT_BLOCKS + COLD_BLOCKS - 1 - at if cold else HOT_BLOCKS - 1 - at
+        found[at] = give_block(memory, block, int(tables[at]), codec if cold else None)
+    return tables, found
 
 
 def give_block(memory: Memory, block: Tensor, at: int, codec: Codec | None) -> Tensor:

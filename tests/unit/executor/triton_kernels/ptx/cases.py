@@ -19,6 +19,8 @@ KV_HEADS, GROUP, SIZE, WIDTH = 2, 4, 16, 64
 HOT_BLOCKS, COLD_BLOCKS = 20_000_000, 12_000_000
 """164 and 49 GB of each layer: what counts them in 32 bits finds nothing."""
 SPLITS = 4
+CHUNK = 40
+"""Tokens: two tiles of the largest size, which two groups of warps multiply."""
 
 
 @triton.jit
@@ -90,14 +92,16 @@ def gated() -> None:
     fused.gated(meta(2, 600), gelu=True)
 
 
-def attend(codec: Codec | None, splits: int) -> None:
-    """Decodes of two sequences."""
+def attend(codec: Codec | None, splits: int, tokens: int = 1) -> None:
+    """Decodes of two sequences, or two tiles of a chunk."""
     index = meta(8, dtype=torch.int32)
     cold = COLD_BLOCKS if codec else 0
     code = meta(cold, 2, KV_HEADS, SIZE, WIDTH, dtype=codec.dtype if codec else torch.bfloat16)
     scales: Tensor | None = meta(cold, 2, KV_HEADS, dtype=torch.float32) if codec else None
     layer = launch.Layer(meta(HOT_BLOCKS, 2, KV_HEADS, SIZE, WIDTH), code, scales, codec)
-    batch = launch.Batch(index, index, index, index, index[:2], index[:2], rows_for(GROUP, 1), splits, 0, 2)
+    batch = launch.Batch(
+        index, index, index, index, index[:2], index[:2], rows_for(GROUP, tokens), splits, 0, 2
+    )
     query = meta(2, KV_HEADS, GROUP, WIDTH)
     launch.attend(query, layer, batch, launch.Scores(WIDTH**-0.5), query)
 
@@ -114,4 +118,8 @@ for _name, _codec in CODECS.items():
         f"few rows {_name}": lambda codec=_codec: few_rows(codec),
         f"attend {_name}": lambda codec=_codec: attend(codec, SPLITS),
     }
-CASES |= {"attend hot": lambda: attend(None, SPLITS), "draw": draw}
+CASES |= {
+    "attend hot": lambda: attend(None, SPLITS),
+    "attend chunk": lambda: attend(INT8, 1, CHUNK),
+    "draw": draw,
+}

@@ -44,6 +44,9 @@ def to_bits(numbers: Array, kind: str) -> Array:
     if kind[0] == "f":
         with np.errstate(over="ignore", under="ignore"):
             return numbers.astype(np.float32 if width == 32 else np.float64).view(UNSIGNED[width])
+    if kind in ("s8", "s16"):
+        # A register that is wider gets the sign (section "Operand Size Exceeding Instruction-Type Size").
+        return numbers.astype(SIGNED[width]).astype(np.int32).view(np.uint32)
     return numbers.astype(UNSIGNED[width])
 
 

@@ -87,6 +87,7 @@ class Program:
             value = np.full(lanes.count, self.parameters[found[1]], np.uint64)
             lanes.put(it.operands[0], value.astype(UNSIGNED[width]))
             return
+        assert it.opcode[-1] not in ("s8", "s16"), it.text
         targets = inside(it.operands[0])
         who = self._who()
         data = self.memory_of(it).load(self.address(it.operands[1])[who], len(targets) * width // 8)

@@ -70,43 +70,63 @@ def store(program: "Program", it: Statement) -> None:
 
 
 def multiply_by_group(program: "Program", it: Statement) -> None:
-    """wgmma of four warps, and what orders it: a [64, 16] in registers, b [16, N] in shared memory, K-major."""
+    """wgmma of groups of four warps, and what orders it: a [64, 16] in registers or shared memory, b [16, N] there."""
     if it.opcode[1] != "mma_async":
         return
     found = re.fullmatch(r"m64n(\d+)k16", it.opcode[4])
-    lanes, kind = program.lanes, it.opcode[-1]
     assert found is not None, it.text
-    assert lanes.count == 128
-    assert it.operands[1].startswith("{"), f"only a in registers is known: {it.text}"
-    assert it.operands[4:] == ("1", "1", "0"), f"only b as it lies, with its sign, is known: {it.text}"
-    width, targets, of_a = int(found[1]), inside(it.operands[0]), inside(it.operands[1])
-    b = _described(program, int(lanes.bits(it.operands[2], 64)[0]), width, kind)
-    a = np.zeros((4, 16, 16))
-    for at, name in enumerate(of_a):
-        for half, numbers in enumerate(_halves(lanes.bits(name, 32), kind)):
-            a[:, _GROUP + 8 * (at % 2), 2 * _MEMBER + half + 8 * (at // 2)] = numbers.reshape(4, 32)
-    sums = np.zeros((4, 16, width))
+    lanes, kind, width = program.lanes, it.opcode[-1], int(found[1])
+    targets, operand_a, operand_b, adds = (inside(it.operands[0]), *it.operands[1:4])
+    in_registers = operand_a.startswith("{")
+    signs, turned = it.operands[4:6], it.operands[6:]
+    assert signs == ("1", "1"), it.text
+    assert in_registers or turned[0] == "0", it.text
+    groups = lanes.count // 128
+    if in_registers:
+        a = np.zeros((groups, 4, 16, 16))
+        for at, name in enumerate(inside(operand_a)):
+            for half, numbers in enumerate(_halves(lanes.bits(name, 32), kind)):
+                a[:, :, _GROUP + 8 * (at % 2), 2 * _MEMBER + half + 8 * (at // 2)] = numbers.reshape(
+                    groups, 4, 32
+                )
+    else:
+        a = np.stack(
+            [_described(program, one, 64, kind, False).T for one in _descriptors(program, operand_a)]
+        )
+        a = a.reshape(groups, 4, 16, 16)
+    b = np.stack(
+        [_described(program, one, width, kind, turned[-1] == "1") for one in _descriptors(program, operand_b)]
+    )
+    sums = np.zeros((groups, 4, 16, width))
     places = [
         (_GROUP + 8 * (at // 2 % 2), 8 * (at // 4) + 2 * _MEMBER + at % 2) for at in range(len(targets))
     ]
-    if lanes.truth(it.operands[3]).all():
+    if lanes.truth(adds).all():
         for name, (row, column) in zip(targets, places, strict=True):
-            sums[:, row, column] = lanes.read(name, "f32").reshape(4, 32)
-    sums = (sums + a @ b).astype(np.float32)
+            sums[:, :, row, column] = lanes.read(name, "f32").reshape(groups, 4, 32)
+    sums = (sums + a @ b[:, None]).astype(np.float32)
     for name, (row, column) in zip(targets, places, strict=True):
-        lanes.write(name, sums[:, row, column].reshape(-1), "f32")
+        lanes.write(name, sums[:, :, row, column].reshape(-1), "f32")
 
 
-def _described(program: "Program", descriptor: int, width: int, kind: str) -> Array:
-    """[16, width] at a matrix descriptor: eight columns of b lie together, each in a line of as many bytes as the mode
-    of swizzling says, whose 16-byte pieces are exchanged by the line's number (sections "Matrix Descriptor Format",
-    "Swizzling Modes")."""
+def _descriptors(program: "Program", name: str) -> list[int]:
+    """One for each group of warps."""
+    return [int(one) for one in program.lanes.bits(name, 64)[::128]]
+
+
+def _described(program: "Program", descriptor: int, width: int, kind: str, turned: bool) -> Array:
+    """[16, width] at a matrix descriptor: lines of as many bytes as the mode of swizzling says, along the 16 (K), or
+    along the others where it is `turned`; eight lines lie together, and the 16-byte pieces of each are exchanged by its
+    number (sections "Matrix Descriptor Format", "Swizzling Modes", "Strides")."""
     mode = descriptor >> 62
     assert mode, "memory without swizzling is not known"
     line = 256 >> mode
-    start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     n, k = np.meshgrid(np.arange(width), np.arange(16), indexing="ij")
-    places = start + n // 8 * stride + n % 8 * line + 2 * k
+    if turned:
+        places = start + 2 * n // line * leading + 2 * n % line + k % 8 * line + k // 8 * stride
+    else:
+        places = start + n // 8 * stride + n % 8 * line + 2 * k
     places ^= (places >> 7 & (line // 16 - 1)) << 4
     bits = program.shared.load(places.reshape(-1).astype(np.uint64), 2).view(np.uint16).reshape(width, 16)
     return to_numbers(bits, kind).T
