@@ -17,9 +17,7 @@ from benchmarks.on_gpu.compiled_kernels.hopper import INSTRUCTIONS, SHARED_LIMIT
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.on_gpu.compiled", description=__doc__)
-    parser.add_argument(
-        "--some", action="store_true", help="few variants of attention, the largest among them"
-    )
+    parser.add_argument("--some", action="store_true", help="few variants, the largest among them")
     parser.add_argument("--only", default="", help="attention, fused, products or sampling")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each kernel, and no verdict")
     parser.add_argument("--sass", default="", help="the machine code of those that have this in their name")
@@ -27,8 +25,8 @@ def main() -> None:
     families: dict[str, Callable[[], Iterator[Compiled]]] = {
         "attention": partial(attention.kernels, not given.some),
         "fused": fused.kernels,
-        "products": products.kernels,
-        "sampling": sampling.kernels,
+        "products": partial(products.kernels, not given.some),
+        "sampling": partial(sampling.kernels, not given.some),
     }
     if given.only:
         families = {given.only: families[given.only]}

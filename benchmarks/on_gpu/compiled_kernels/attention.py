@@ -8,17 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu.compiled_kernels.hopper import Compiled, compile_kernel
+from benchmarks.on_gpu.compiled_kernels.hopper import Compiled
+from benchmarks.on_gpu.compiled_kernels.launched import compile_launched, launches
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.triton_kernels import launch
 from services.executor.triton_kernels.tiles import rows_for
 
 MOST_STACK = 160
 """Bytes of each thread: some are kept around the loops where heads have 256 numbers; a loop that spills has more."""
-TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32",
-    torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
+TYPES = {torch.float16: "fp16", torch.float32: "fp32"}
 CODECS: dict[str, Codec | None] = {"hot": None, "int8": INT8, "fp8": FP8}
 
 
@@ -50,6 +48,7 @@ def variants(every: bool) -> Iterator[Variant]:
         yield Variant(1, "fp8", 128, 4, 8)
         yield Variant(512, "hot", 128, 4)
         yield Variant(512, "int8", 256, 8)
+        yield Variant(512, "int8", 256, 1, dtype=torch.float32)
         return
     for tokens, cold, width, group in product((1, 512), CODECS, (64, 128, 256), (1, 4, 8)):
         yield Variant(tokens, cold, width, group)
@@ -65,6 +64,7 @@ def variants(every: bool) -> Iterator[Variant]:
     for tokens in (1, 512):
         yield Variant(tokens, "fp8", 128, 4, dtype=torch.float16)
         yield Variant(tokens, "fp8", 128, 4, dtype=torch.float32)
+        yield Variant(tokens, "int8", 256, 1, dtype=torch.float32)
 
 
 def calls(variant: Variant) -> list[launch.Call]:
@@ -120,28 +120,8 @@ def block_calls() -> Iterator[tuple[str, launch.Call]]:
 
 def compile_call(name: str, call: launch.Call) -> Compiled:
     """As Triton would at the first launch."""
-    signature: dict[str, str] = {}
-    aligned: set[str] = set()
-    for parameter in call.kernel.params:
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            continue
-        value = call.arguments[parameter.name]
-        signature[parameter.name] = _type(value)
-        pointer = isinstance(value, Tensor) and not parameter.do_not_specialize_on_alignment
-        multiple = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-        if pointer or multiple:
-            aligned.add(parameter.name)
-    return compile_kernel(name, call.kernel, signature, call.constants, aligned, call.warps, call.stages)
-
-
-def _type(value: object) -> str:
-    if isinstance(value, Tensor):
-        return "*" + TYPES[value.dtype]
-    if isinstance(value, float):
-        return "fp32"
-    assert isinstance(value, int)
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
+    (launched,) = launches(call.run)
+    return compile_launched(name, launched)
 
 
 def compile_variant(variant: Variant) -> list[Compiled]:

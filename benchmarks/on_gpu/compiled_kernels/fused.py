@@ -1,60 +1,74 @@
 """The kernels between a decoder's products: norms, places, activations."""
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
-import triton
+import torch
 
-from benchmarks.on_gpu.compiled_kernels.hopper import Compiled, compile_kernel, pointers, with_types
-from services.executor.triton_kernels import activations, fused, norms, rotary
+from benchmarks.on_gpu.compiled_kernels.hopper import Compiled
+from benchmarks.on_gpu.compiled_kernels.launched import compile_work, meta
+from services.executor.triton_kernels import fused
 
-
-def measure(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Compiled:
-    signature = with_types(kernel, types)
-    assert {name for name, kind in signature.items() if kind == "constexpr"} == constants.keys()
-    return compile_kernel("", kernel, signature, constants, pointers(signature) | {"width"}, warps)
-
-
-def add_norm(width: int, dtype: str = "*bf16", **switches: Any) -> Compiled:
-    types = dict.fromkeys(("x", "residual", "out"), dtype) | dict.fromkeys(("after", "weight"), "*fp32")
-    types |= {"scale": "fp32", "eps": "fp32", "width": "i32"}
-    constants = {"BLOCK": triton.next_power_of_2(width), **switches}
-    return measure(norms.add_norm, types, constants, fused.norm_warps(constants["BLOCK"]))
+TOKENS = 64
+PLAIN, GEMMA = fused.Norms(1e-6, offset=False), fused.Norms(1e-6, offset=True)
+FP32 = torch.float32
 
 
-def place(q_heads: int, kv_heads: int, width: int, half: int, normed: bool, dtype: str = "*bf16") -> Compiled:
-    types = dict.fromkeys(("qkv", "query", "hot"), dtype) | {"slots": "*i32", "eps": "fp32"}
-    types |= dict.fromkeys(("cosines", "sines"), "*fp32" if half else "*bf16")
-    types |= dict.fromkeys(("query_norm", "key_norm"), "*fp32" if normed else "*bf16")
-    block = triton.next_power_of_2(width)
-    constants = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "SIZE": 16, "WIDTH": width, "HALF": half}
-    constants |= {"BLOCK_H": fused.VALUES // block, "BLOCK_D": block, "NORMS": normed, "OFFSET": False}
-    return measure(rotary.place, types, constants, 4)
+def norm(width: int, how: fused.Norms) -> None:
+    fused.norm(meta(TOKENS, width), meta(width, dtype=FP32), how)
 
 
-def gated(gelu: bool) -> Compiled:
-    types = {"x": "*bf16", "out": "*bf16", "width": "i32"}
-    return measure(activations.gated, types, {"BLOCK": fused.VALUES, "GELU": gelu}, 4)
+def add_norm(width: int, how: fused.Norms, after: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Launches one; `after`: with the norm behind attention, and a scale."""
+    x, residual = meta(TOKENS, width, dtype=dtype), meta(TOKENS, width, dtype=dtype)
+    weight = meta(width, dtype=FP32)
+    fused.add_norm(x, residual, weight, how, weight if after else None, 0.5 if after else 1.0)
+
+
+def place(
+    q_heads: int,
+    kv_heads: int,
+    width: int,
+    half: int,
+    normed: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    slots: torch.dtype = torch.int32,
+) -> None:
+    angles = meta(TOKENS, half, dtype=FP32)
+    norms = (meta(width, dtype=FP32), meta(width, dtype=FP32))
+    fused.place(
+        meta(TOKENS, (q_heads + 2 * kv_heads) * width, dtype=dtype),
+        q_heads,
+        fused.Rotation(angles, angles) if half else None,
+        meta(TOKENS, dtype=slots),
+        meta(1000, 2, kv_heads, 16, width, dtype=dtype),
+        norms if normed else None,
+        PLAIN,
+    )
+
+
+def gated(width: int, gelu: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+    fused.gated(meta(TOKENS, 2 * width, dtype=dtype), gelu=gelu)
 
 
 def kernels() -> Iterator[Compiled]:
-    plain = {"ADD": True, "AFTER": False, "SCALED": False, "OFFSET": False}
-    whole = {"ADD": True, "AFTER": True, "SCALED": True, "OFFSET": True}
     found = {
-        "norm, 4096": add_norm(4096, **{**plain, "ADD": False}),
-        "add and norm, 4096": add_norm(4096, **plain),
-        "add and norm, 5120": add_norm(5120, **plain),
-        "add and norm, 4096, fp32": add_norm(4096, "*fp32", **plain),
-        "norm, add and norm, 8192": add_norm(8192, **whole),
-        "norm, add and norm, 16384": add_norm(16384, **whole),
-        "place, 32 and 8 heads": place(32, 8, 128, 64, normed=False),
-        "place, norms": place(32, 8, 128, 64, normed=True),
-        "place, norms, fp32": place(32, 8, 128, 64, normed=True, dtype="*fp32"),
-        "place, heads of 256, norms": place(8, 4, 256, 128, normed=True),
-        "place, heads of 96": place(32, 32, 96, 48, normed=False),
-        "place, not turned": place(16, 4, 128, 0, normed=False),
-        "silu": gated(gelu=False),
-        "gelu": gated(gelu=True),
+        "norm, 4096": partial(norm, 4096, PLAIN),
+        "add and norm, 4096": partial(add_norm, 4096, PLAIN),
+        "add and norm, 5120": partial(add_norm, 5120, PLAIN),
+        "add and norm, 4096, fp32": partial(add_norm, 4096, PLAIN, dtype=FP32),
+        "norm, add and norm, 8192": partial(add_norm, 8192, GEMMA, after=True),
+        "norm, add and norm, 16384": partial(add_norm, 16384, GEMMA, after=True),
+        "place, 32 and 8 heads": partial(place, 32, 8, 128, 64, normed=False),
+        "place, int64 slots": partial(place, 32, 8, 128, 64, normed=False, slots=torch.int64),
+        "place, norms": partial(place, 32, 8, 128, 64, normed=True),
+        "place, norms, fp32": partial(place, 32, 8, 128, 64, normed=True, dtype=FP32),
+        "place, heads of 256, norms": partial(place, 8, 4, 256, 128, normed=True),
+        "place, heads of 96": partial(place, 32, 32, 96, 48, normed=False),
+        "place, not turned": partial(place, 16, 4, 128, 0, normed=False),
+        "silu": partial(gated, 14336, gelu=False),
+        "silu, fp32": partial(gated, 14336, gelu=False, dtype=FP32),
+        "gelu": partial(gated, 14336, gelu=True),
     }
-    for name, compiled in found.items():
-        yield compiled._replace(name=name)
+    for name, work in found.items():
+        yield from compile_work(name, work)

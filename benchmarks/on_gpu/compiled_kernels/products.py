@@ -1,39 +1,54 @@
 """Matrix products by weights of eight bits."""
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
-from benchmarks.on_gpu.compiled_kernels.hopper import Compiled, compile_kernel, pointers, with_types
-from services.executor.triton_kernels import product_launch, products
+import torch
 
-TYPES = {
-    **dict.fromkeys(("x", "bias", "out"), "*bf16"),
-    **dict.fromkeys(("scales", "parts"), "*fp32"),
-    **dict.fromkeys(("rows", "outputs", "inputs", "x_stride", "splits"), "i32"),
-    **dict.fromkeys(("limit", "smallest"), "fp32"),
-    "codes": "*i8",
-    "arrivals": "*i32",
-}
-EVEN = {"outputs", "inputs", "x_stride"}
+from benchmarks.on_gpu.compiled_kernels.hopper import Compiled
+from benchmarks.on_gpu.compiled_kernels.launched import compile_work, meta
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.triton_kernels.product_launch import (
+    arrivals_for,
+    decode_rows,
+    encode_rows,
+    multiply_few,
+    multiply_one,
+)
+
+PROCESSORS = 132
+SHAPES = (
+    (2, 6144, 4096, False), (17, 6144, 4096, False), (33, 1024, 4096, True), (128, 6144, 4096, False),
+    (16, 152_064, 5120, False), (8, 100, 131, True), (1, 100, 131, True),
+)  # fmt: skip
+"""Rows, outputs, inputs, and whether there is a bias."""
 
 
-def measure(kernel: Any, warps: int, stages: int, constants: dict[str, Any]) -> Compiled:
-    signature = with_types(kernel, {name: kind for name, kind in TYPES.items() if name not in constants})
-    return compile_kernel("", kernel, signature, constants, pointers(signature) | EVEN, warps, stages)
+def few(rows: int, outputs: int, inputs: int, codec: Codec, bias: bool) -> None:
+    """Launches a product of `rows`."""
+    codes, scales = meta(outputs, inputs, dtype=codec.dtype), meta(outputs, dtype=torch.float32)
+    arrivals = arrivals_for(outputs, codes.device)
+    multiply_few(meta(rows, inputs), codes, scales, meta(outputs) if bias else None, arrivals, PROCESSORS)
 
 
-def kernels() -> Iterator[Compiled]:
-    coded = {"CODE": 2, "BIAS": True, "WIDE": False}
-    few = {"BLOCK_T": 64, "BLOCK_N": product_launch.BLOCK_N, "BLOCK_K": product_launch.BLOCK_K, "SPLIT": True}
-    one = {
-        "BLOCK_N": product_launch.ONE_ROW_N,
-        "BLOCK_K": product_launch.ONE_ROW_K,
-        "STAGES": product_launch.STAGES,
-    }
-    found = {
-        "few rows": measure(products.few_rows, 4, product_launch.STAGES, {**few, **coded}),
-        "one row": measure(products.one_row, 4, 3, {**one, **coded}),
-        "encode": measure(products.encode_rows, 16, 3, {"BLOCK": 32768, "CODE": 2}),
-    }
-    for name, compiled in found.items():
-        yield compiled._replace(name=name)
+def widen(codec: Codec) -> None:
+    """Launches the widening of rows."""
+    decode_rows(meta(64, 4096, dtype=codec.dtype), meta(64, dtype=torch.float32), meta(64, 4096))
+
+
+def kernels(every: bool) -> Iterator[Compiled]:
+    """What serving uses; or the most demanding of it."""
+    yield from compile_work("few rows", partial(few, 64, 4096, 4096, FP8, bias=True))
+    yield from compile_work("one row", partial(few, 1, 4096, 4096, FP8, bias=True))
+    yield from compile_work("encode", partial(encode_rows, meta(64, 28_672), FP8))
+    if not every:
+        return
+    for codec in (FP8, INT8):
+        for rows, outputs, inputs, bias in SHAPES:
+            name = f"{codec.name} {rows} x {outputs} x {inputs}"
+            yield from compile_work(name, partial(few, rows, outputs, inputs, codec, bias))
+        yield from compile_work(f"widen {codec.name}", partial(widen, codec))
+    yield from compile_work("encode 5120", partial(encode_rows, meta(64, 5120), FP8))
+    yield from compile_work(
+        "one row bf16", partial(multiply_one, meta(1, 4096), meta(4096, 4096), None, None)
+    )

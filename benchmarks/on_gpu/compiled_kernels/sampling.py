@@ -1,29 +1,43 @@
 """The kernels that sample."""
 
 from collections.abc import Iterator
-from typing import Any
+from itertools import product
 
-from benchmarks.on_gpu.compiled_kernels.hopper import Compiled, compile_kernel
-from services.executor.triton_kernels import sampling
-from services.executor.triton_kernels.drawing import BLOCK, WARPS
+import torch
 
-POINTERS = {
-    "logits": "*bf16", "largest": "*fp32", "params": "*fp64", "prefixes": "*i32", "tallies": "*fp64",
-    "needs": "*fp64", "sums": "*fp64", "tokens": "*i64",
-}  # fmt: skip
-CHUNKS = 32
+from benchmarks.on_gpu.compiled_kernels.hopper import Compiled
+from benchmarks.on_gpu.compiled_kernels.launched import Launched, compile_launched, launches, meta
+from services.executor.triton_kernels import drawing
 
-
-def measure(name: str, kernel: Any, **constants: int | bool) -> Compiled:
-    signature = {argument: POINTERS.get(argument, "i32") for argument in kernel.arg_names}
-    signature |= dict.fromkeys(constants, "constexpr")
-    return compile_kernel(name, kernel, signature, constants, set(), WARPS)
+MOST_BY_LOGIT = 1024
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def kernels() -> Iterator[Compiled]:
-    for weights in (False, True):
-        what = "weights" if weights else "counts"
-        yield measure(f"tally {what}", sampling.tally, WEIGHTS=weights, FILL=0xFFFF, BLOCK=BLOCK)
-        yield measure(f"choose by {what}", sampling.choose, WEIGHTS=weights, CHUNKS=CHUNKS)
-    yield measure("weigh", sampling.weigh, FILL=0xFFFF, BLOCK=BLOCK)
-    yield measure("draw", sampling.draw, FILL=0xFFFF, BLOCK=BLOCK, CHUNKS=CHUNKS)
+def draw(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    """Launches the draws of `rows`, of which some have top-k and some top-p."""
+    space = drawing.space_for(256, vocabulary, torch.device("meta"))
+    largest, params = meta(rows, dtype=torch.float32), meta(drawing.NUM_PARAMS * rows, dtype=torch.float64)
+    tokens = meta(rows, dtype=torch.int64)
+    logits = meta(rows, vocabulary, dtype=dtype)
+    drawing.draw(logits, largest, params, tokens, space, MOST_BY_LOGIT, top_k=True, top_p=True)
+
+
+def named(launched: Launched) -> str:
+    """`launched` by what it does."""
+    weights = launched.values().get("WEIGHTS")
+    if weights is None:
+        return launched.name
+    return f"{launched.name} {'weights' if weights else 'counts'}"
+
+
+def kernels(every: bool) -> Iterator[Compiled]:
+    """What serving uses; or some of it."""
+    cases = [(16, 128_256, torch.bfloat16)]
+    if every:
+        cases += list(product((1, 5, 256), (100, 4096, 4097, 32_000, 152_064), TYPES))
+    seen: list[Launched] = []
+    for rows, vocabulary, dtype in cases:
+        for launched in launches(lambda: draw(rows, vocabulary, dtype)):  # noqa: B023  # called at once
+            if launched not in seen:
+                seen.append(launched)
+                yield compile_launched(f"{named(launched)} {rows} x {vocabulary} {TYPES[dtype]}", launched)

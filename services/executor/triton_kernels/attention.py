@@ -150,10 +150,11 @@ def attend(
         a = tl.maximum(begin, tl.minimum(first_hot // BLOCK_N * BLOCK_N, clear))
         b = tl.maximum(a, tl.cdiv(last_cold, BLOCK_N) * BLOCK_N)
         if CODE != 3:
-            # Over the power of two below the largest number, so that float16 holds what bf16 does.
-            bits = tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0).to(tl.int32, bitcast=True) & 0x7F800000
-            q_unit = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
             unit = 1.0e-30
+            if q.dtype != tl.float32 and (WORDS or BLOCK_D <= 256):
+                # Over the power of two below the largest number, so that float16 holds what bf16 does.
+                bits = tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0).to(tl.int32, bitcast=True) & 0x7F800000
+                q_unit = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
         if WORDS:
             q0 = _question(query, row, real, q_unit, 0, 4, WIDTH, BLOCK_D, HALF)
             q1 = _question(query, row, real, q_unit, 1, 4, WIDTH, BLOCK_D, HALF)
@@ -174,7 +175,7 @@ def attend(
             sums = tl.interleave(tl.interleave(sums0, sums2), tl.interleave(sums1, sums3))
         else:
             q_cold = q
-            if CODE != 3:
+            if CODE != 3 and q.dtype != tl.float32 and BLOCK_D <= 256:  # more would not fit beside them
                 q_cold = _question(query, row, real, q_unit, 0, 1, WIDTH, BLOCK_D, HALF)
             for start in tl.range(begin, a, BLOCK_N, num_stages=STAGES):
                 following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)

@@ -66,7 +66,7 @@ def multiply_few(
     if rows == 1:
         return multiply_one(x, codes, scales, bias)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    shared = {"CODE": _code(codes), "BIAS": bias is not None, "WIDE": not x.is_cuda}
+    shared = {"CODE": _code(codes), "BIAS": bias is not None, "WIDE": x.device.type == "cpu"}
     addend = scales if bias is None else bias
     if rows:
         cut = tiles_of(rows, outputs, inputs, processors)
@@ -88,7 +88,7 @@ def multiply_one(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor 
     products.one_row[(triton.cdiv(outputs, ONE_ROW_N),)](
         x, values, out if scales is None else scales, out if bias is None else bias, out, outputs, inputs,
         BLOCK_N=ONE_ROW_N, BLOCK_K=ONE_ROW_K // values.element_size(), STAGES=STAGES,
-        CODE=code, BIAS=bias is not None, WIDE=not x.is_cuda,
+        CODE=code, BIAS=bias is not None, WIDE=x.device.type == "cpu",
     )  # fmt: skip
     return out
 

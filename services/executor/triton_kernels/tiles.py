@@ -20,6 +20,10 @@ PREFILL_ROWS = 128
 """Two groups of four warps, whose matrix instruction takes 64 rows each."""
 
 
+SHARED = 227 << 10
+"""Bytes of shared memory that a program can have on Hopper."""
+
+
 class TileShape(NamedTuple):
     """How a program of `attend` is laid out."""
 
@@ -50,7 +54,9 @@ def tile_shape(rows: int, width: int, number_bytes: int, compressed: bool) -> Ti
         # Codes are half as long; but widths that are no power of two are read byte by byte, which takes registers.
         keys = _within((32768 if compressed and width == padded else 16384) // line, 16, 128)
         return TileShape(keys, _within(16384 // line, 16, min(keys, 64)), 4, 3, 2 if compressed else 3)
-    keys = _within(32768 // line, 16, 64 if compressed else 128)
+    # Beside the queries two turns of keys and values lie in shared memory.
+    room = max(SHARED - rows * line, 0) // (4 * line)
+    keys = _within(min(32768 // line, 1 << room.bit_length() >> 1), 16, 64 if compressed else 128)
     if compressed:
         keys = _within(16384 // line, 16, keys)
     edge = _within((8192 if compressed else 16384) // line, 16, min(keys, 64))

@@ -162,7 +162,7 @@ def test_a_tile_has_whole_tokens(group: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-@pytest.mark.parametrize("width", [64, 80, 128, 256])
+@pytest.mark.parametrize("width", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("compressed", [False, True])
 def test_turns_fit_into_shared_memory(rows: int, width: int, compressed: bool) -> None:
     shape = tile_shape(rows, width, 2, compressed)

@@ -1,5 +1,6 @@
-"""What Triton's compiler makes of the kernels for an H200, which need not be there: the interpreter takes what the
-compiler refuses. In a process of its own, since the interpreter has decorated this one's kernels."""
+"""What Triton's compiler makes of the launches for an H200, which need not be there: the interpreter takes what the
+compiler refuses, and what binds a kernel's arguments does. In a process of its own, since the interpreter has
+decorated this one's kernels."""
 
 import json
 import os
@@ -37,7 +38,9 @@ def test_attention_multiplies_by_tensor_cores_and_spills_in_no_loop() -> None:
     found = compiled("attention")
     decode, prefill = found["decode fp8 d128 group4 splits8"], found["prefill512 hot d128 group4 splits1"]
     assert {"decode fp8 d128 group4 splits8 merge", "write", "compress fp8"} <= found.keys()
-    assert all(one["stack"] <= MOST_STACK and one["shared"] <= MOST_SHARED for one in found.values())
+    assert max(one["shared"] for one in found.values()) <= MOST_SHARED
+    # Models in float32 are for checks: they have to run, not to be fast.
+    assert max(one["stack"] for name, one in found.items() if "fp32" not in name) <= MOST_STACK
     assert prefill["counts"]["wgmma"] > 0
     assert decode["counts"]["mma"] > 0
     assert decode["counts"]["wide async"] > 0
