@@ -27,9 +27,9 @@ SECTIONS = (
     Section("transformers", "against transformers", 90, 40, f"{HERE}.against_transformers:run"),
     Section("loading", "loading, 13B", 75, 45, f"{HERE}.partners:loading"),
     Section("decode-fp8", "decode, 8B, fp8 and int8 weights", 90, 35, f"{HERE}.decode:coded_8b"),
-    Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),
-    Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
     Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.decode:all_13b"),
+    Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
+    Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),
     Section("collectives", "sums over ranks", 40, 25, f"{HERE}.partners:collectives"),
 )
 """What may fail for good (a wrong address in one kernel ends all work of its process on the GPU) has a section of its

@@ -8,7 +8,7 @@ from services.executor.triton_kernels import sampling
 from services.executor.triton_kernels.drawing import BLOCK, WARPS
 
 POINTERS = {
-    "logits": "*bf16", "largest": "*fp32", "rules": "*fp64", "prefixes": "*i32", "tallies": "*fp64",
+    "logits": "*bf16", "largest": "*fp32", "row_params": "*fp64", "prefixes": "*i32", "tallies": "*fp64",
     "needs": "*fp64", "sums": "*fp64", "tokens": "*i64",
 }  # fmt: skip
 CHUNKS = 32

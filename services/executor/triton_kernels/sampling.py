@@ -19,6 +19,7 @@ sampler on the host has them; what differs between the two is the last bit of `e
 import triton
 import triton.language as tl
 
+# No argument is called `params`: Triton's binder has a variable of that name, and would pass that instead.
 LOWEST = tl.constexpr(-2147483648)
 WAYS = tl.constexpr(16)
 
@@ -40,16 +41,18 @@ def _number_of(prefix, FILL: tl.constexpr):
 
 
 @triton.jit
-def _is_drawn(rules, largest, row):
+def _is_drawn(row_params, largest, row):
     """Whether the row is not greedy, and all of it numbers: others are told of, and nothing is drawn from them."""
-    return (tl.load(rules + row) > 0.0) & (tl.abs(tl.load(largest + row)) < float("inf"))
+    return (tl.load(row_params + row) > 0.0) & (tl.abs(tl.load(largest + row)) < float("inf"))
 
 
 @triton.jit
-def _is_off(rules, row, rows, WEIGHTS: tl.constexpr):
+def _is_off(row_params, row, rows, WEIGHTS: tl.constexpr):
     """Whether the row is greedy, or does without the filter that is sought: top-p (WEIGHTS), or top-k."""
-    filtered = tl.load(rules + 2 * rows + row) < 1.0 if WEIGHTS else tl.load(rules + rows + row) > 0.0
-    return (tl.load(rules + row) <= 0.0) | (filtered == 0)
+    filtered = (
+        tl.load(row_params + 2 * rows + row) < 1.0 if WEIGHTS else tl.load(row_params + rows + row) > 0.0
+    )
+    return (tl.load(row_params + row) <= 0.0) | (filtered == 0)
 
 
 @triton.jit
@@ -66,9 +69,11 @@ def _tile(logits, row, chunk, width, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _in_top_k(x, weights, inside, row, largest, temperature, rules, prefixes, rows, most, FILL: tl.constexpr):
+def _in_top_k(
+    x, weights, inside, row, largest, temperature, row_params, prefixes, rows, most, FILL: tl.constexpr
+):
     """What top-k leaves. Up to `most` it is the logits that count, beyond it their weights, as on the host."""
-    k = tl.load(rules + rows + row).to(tl.int32)
+    k = tl.load(row_params + rows + row).to(tl.int32)
     threshold = tl.load(prefixes + row)
     least = _weights_of(_number_of(threshold, FILL), largest, temperature)
     by_logit = (k <= most) & (_key_of(x) >= (threshold ^ LOWEST))
@@ -77,25 +82,27 @@ def _in_top_k(x, weights, inside, row, largest, temperature, rules, prefixes, ro
 
 @triton.jit(do_not_specialize=["rows", "chunks", "most", "shift"])
 def tally(
-    logits, largest, rules, prefixes, tallies, width, stride, rows, chunks, most, shift,
+    logits, largest, row_params, prefixes, tallies, width, stride, rows, chunks, most, shift,
     WEIGHTS: tl.constexpr, FILL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, chunks): how many logits (WEIGHTS: how much weight of those that top-k leaves) reach each of the 16
     thresholds that the row's prefix allows.
 
-    `logits` [rows, width]; `largest` float32 [rows]; `rules` float64 [5, rows]: temperature, top-k (0: off), top-p,
+    `logits` [rows, width]; `largest` float32 [rows]; `row_params` float64 [5, rows]: temperature, top-k (0: off), top-p,
     min-p, uniform; `prefixes` int32 [2, rows], of top-k and top-p; `tallies` float64 [rows, chunks, 16].
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if _is_off(rules, row, rows, WEIGHTS) | (_is_drawn(rules, largest, row) == 0):
+    if _is_off(row_params, row, rows, WEIGHTS) | (_is_drawn(row_params, largest, row) == 0):
         return
     x, _, inside = _tile(logits, row, chunk, width, stride, BLOCK)
     prefix = tl.load(prefixes + row + (rows if WEIGHTS else 0))
     key = _key_of(x)
     if WEIGHTS:
-        highest, temperature = tl.load(largest + row), tl.load(rules + row).to(tl.float32)
+        highest, temperature = tl.load(largest + row), tl.load(row_params + row).to(tl.float32)
         weights = _weights_of(x, highest, temperature)
-        inside = _in_top_k(x, weights, inside, row, highest, temperature, rules, prefixes, rows, most, FILL)
+        inside = _in_top_k(
+            x, weights, inside, row, highest, temperature, row_params, prefixes, rows, most, FILL
+        )
         amounts = weights.to(tl.float64)
     else:
         amounts = tl.full([BLOCK], 1, tl.int32)
@@ -108,13 +115,13 @@ def tally(
 
 @triton.jit(do_not_specialize=["rows", "chunks", "shift", "first"])
 def choose(
-    rules, prefixes, tallies, needs, rows, chunks, shift, first,
+    row_params, prefixes, tallies, needs, rows, chunks, shift, first,
     WEIGHTS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,): the next four bits of the row's prefix. CHUNKS: up to a power of two; `needs` float64 [rows]: what
     the weights must reach, noted by the first turn, which sees the whole."""
     row = tl.program_id(0)
-    if _is_off(rules, row, rows, WEIGHTS):
+    if _is_off(row_params, row, rows, WEIGHTS):
         return
     place = prefixes + row + (rows if WEIGHTS else 0)
     chunk, way = tl.arange(0, CHUNKS)[:, None], tl.arange(0, 16)[None, :]
@@ -123,10 +130,10 @@ def choose(
     ways = tl.arange(0, 16)
     if WEIGHTS:
         whole = tl.sum(tl.where(ways == 0, totals, 0.0), 0)
-        need = tl.where(first != 0, tl.load(rules + 2 * rows + row) * whole, tl.load(needs + row))
+        need = tl.where(first != 0, tl.load(row_params + 2 * rows + row) * whole, tl.load(needs + row))
         tl.store(needs + row, need)
     else:
-        need = tl.load(rules + rows + row)
+        need = tl.load(row_params + rows + row)
     # A share of 0 is reached by nothing at all: the most likely token is what it keeps.
     best = tl.max(tl.where((totals >= need) & (totals > 0.0), ways, 0), 0)
     tl.store(place, tl.load(place) | (best << shift))
@@ -134,53 +141,53 @@ def choose(
 
 @triton.jit
 def _kept_weights(
-    logits, largest, rules, prefixes, row, chunk, width, stride, rows, most, FILL: tl.constexpr, BLOCK: tl.constexpr
+    logits, largest, row_params, prefixes, row, chunk, width, stride, rows, most, FILL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """float64 weights of a chunk, 0 for what a filter drops, and their columns."""
     x, columns, inside = _tile(logits, row, chunk, width, stride, BLOCK)
-    highest, temperature = tl.load(largest + row), tl.load(rules + row).to(tl.float32)
+    highest, temperature = tl.load(largest + row), tl.load(row_params + row).to(tl.float32)
     weights = _weights_of(x, highest, temperature)
-    kept = _in_top_k(x, weights, inside, row, highest, temperature, rules, prefixes, rows, most, FILL)
+    kept = _in_top_k(x, weights, inside, row, highest, temperature, row_params, prefixes, rows, most, FILL)
     nucleus = _weights_of(_number_of(tl.load(prefixes + rows + row), FILL), highest, temperature)
-    whole = tl.where(tl.load(rules + 2 * rows + row) >= 1.0, 1, 0)
+    whole = tl.where(tl.load(row_params + 2 * rows + row) >= 1.0, 1, 0)
     kept = kept & ((whole == 1) | (weights >= nucleus))
-    kept = kept & (weights >= tl.load(rules + 3 * rows + row).to(tl.float32))
+    kept = kept & (weights >= tl.load(row_params + 3 * rows + row).to(tl.float32))
     return tl.where(kept, weights, 0.0).to(tl.float64), columns
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "most"])
 def weigh(
-    logits, largest, rules, prefixes, sums, width, stride, rows, chunks, most,
+    logits, largest, row_params, prefixes, sums, width, stride, rows, chunks, most,
     FILL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, chunks): what a chunk's kept tokens weigh together: `sums` float64 [rows, chunks]."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if _is_drawn(rules, largest, row) == 0:
+    if _is_drawn(row_params, largest, row) == 0:
         return
     weights, _ = _kept_weights(
-        logits, largest, rules, prefixes, row, chunk, width, stride, rows, most, FILL, BLOCK
+        logits, largest, row_params, prefixes, row, chunk, width, stride, rows, most, FILL, BLOCK
     )
     tl.store(sums + row * chunks + chunk, tl.sum(weights, 0))
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "most"])
 def draw(
-    logits, largest, rules, prefixes, sums, tokens, width, stride, rows, chunks, most,
+    logits, largest, row_params, prefixes, sums, tokens, width, stride, rows, chunks, most,
     FILL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,): the drawn token into `tokens` int64 [rows]; rows that are not drawn keep what is there."""
     row = tl.program_id(0)
-    if _is_drawn(rules, largest, row) == 0:
+    if _is_drawn(row_params, largest, row) == 0:
         return
     chunk = tl.arange(0, CHUNKS)
     running = tl.cumsum(tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=0.0), 0)
     total = tl.max(running, 0)
-    target = tl.load(rules + 4 * rows + row) * total
+    target = tl.load(row_params + 4 * rows + row) * total
     # Sums differ in their last bits by how they are taken: where none exceeds the target, the last kept token is it.
     there = tl.min(tl.where((running > target) & (chunk < chunks), chunk, chunks - 1), 0)
     before = tl.sum(tl.where(chunk == there - 1, running, 0.0), 0)
     weights, columns = _kept_weights(
-        logits, largest, rules, prefixes, row, there, width, stride, rows, most, FILL, BLOCK
+        logits, largest, row_params, prefixes, row, there, width, stride, rows, most, FILL, BLOCK
     )
     beyond = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
     found = tl.min(tl.where(beyond, columns, width), 0)
