@@ -33,8 +33,11 @@ LOGITS = 1e-4
 TOP_1 = 0.04
 """By how much the share of equal top-1 tokens may be below that of transformers' own bf16: of 2,048 positions of which
 nine in ten are equal, chance alone takes 0.01."""
-ERROR = 1.6
-"""How many times as large as transformers' own the bf16 error of logits may be, as a root mean square."""
+ERROR = 1.25
+"""How many times as large as transformers' own the bf16 error of logits may be, as a root mean square: kernels that cut
+numbers off instead of rounding them have 1.5."""
+INTERPRETED = 2.5
+"""The same in Triton's interpreter, which does cut them off."""
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -121,13 +124,20 @@ def _models(bench: Bench) -> None:
 def _logit_error(name: str, device: torch.device) -> float:
     """The largest, over a prompt in one step and tokens after it one at a time."""
     config = _config(name)
-    ids = [random.Random(3).randrange(3, 250) for _ in range(PROMPT + DECODED)]
+    ids = different_ids(PROMPT + DECODED, 250)
     with served(config, device, torch.float32, kv_dtype="bf16", kv_memory=8 << 20, max_sequences=2) as ring:
         found = torch.cat([_all_logits(ring, plan) for plan in _plans(ids, ring)])
     plain = plain_model(config, torch.float32, device, attention="eager")
     expected = plain(input_ids=torch.tensor([ids], device=device)).logits[0]
     expected = expected.to(found.device)
     return float((found - expected).abs().max() / expected.std())
+
+
+def different_ids(count: int, below: int) -> list[int]:
+    """Tokens that differ: of a prompt of one token alone all values are alike, and attention to whatever keys gives the
+    same."""
+    draw = random.Random(3)
+    return [draw.randrange(3, below) for _ in range(count)]
 
 
 def _config(name: str) -> Any:
@@ -167,7 +177,7 @@ def _bf16(bench: Bench) -> None:
     shape = TINY if bench.tiny else MIDDLE
     tokens = 32 if bench.tiny else 2048
     config = shape.config()
-    ids = [random.Random(4).randrange(3, shape.vocabulary) for _ in range(tokens)]
+    ids = different_ids(tokens, shape.vocabulary)
     batch = torch.tensor([ids], device=bench.device)
     config.dtype = "bfloat16"
     model = plain_model(config, torch.bfloat16, bench.device)
@@ -199,8 +209,8 @@ def _judge(bench: Bench, what: str, true: torch.Tensor, ours: torch.Tensor, thei
     )
     note = f"root mean squares of the errors of logits: {off:.2g} and {peer_off:.2g} of their deviation"
     key, what = "correctness/bf16-error", f"{what}: its error over that of transformers' bf16"
-    times = off / max(peer_off, 1e-9)
-    bench.report(Row(key, what, times, "times", ERROR, note=note, ok=times <= ERROR))
+    times, most = off / max(peer_off, 1e-9), INTERPRETED if bench.tiny else ERROR
+    bench.report(Row(key, what, times, "times", most, note=note, ok=times <= most))
 
 
 # --- graphs and sampling -------------------------------------------------------------------------
