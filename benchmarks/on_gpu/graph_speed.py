@@ -79,17 +79,26 @@ def _sampling(device: torch.device, tiny: bool) -> Rows:
     logits = logits.to(torch.bfloat16)
     largest, tokens = logits.max(dim=-1)
     sampler = DeviceSampler(count, vocabulary, device)
-    for name, params in KINDS:
-        states = [SamplingState(SamplingParams(seed=row, **params), [], []) for row in range(count)]
+    kinds = [
+        (name, [SamplingState(SamplingParams(seed=row, **params), [], []) for row in range(count)])
+        for name, params in KINDS
+    ]
+    for name, states in kinds:
         call = took(lambda: sampler.sample(logits, largest, tokens, states), device, 2 if tiny else 40)  # noqa: B023
         what = f"sampling {count} rows of {vocabulary}, {name}"
-        key = name.replace(", ", "+").replace(" ", "-")
         note = f"{call.wall * 1e3:.2f} ms from launch to launch"
-        yield _row(f"sampling/device/{key}", what, call.device * 1e3, "ms", note)
+        yield _row(f"sampling/device/{_key(name)}", what, call.device * 1e3, "ms", note)
+    for name, states in kinds:  # after all of the device's: one call may take seconds
         same = _same(sampler, logits, largest, tokens, states)
-        host = took(lambda: Sampler().sample(logits, states), device, 1 if tiny else 3, warm=1)  # noqa: B023
-        note = f"{same} of {count} tokens are equal"
-        yield _row(f"sampling/host/{key}", f"{what}, waited for", host.wall * 1e3, "ms", note)
+        host = took(lambda: Sampler().sample(logits, states), device, 1, warm=0)  # noqa: B023
+        what = f"sampling {count} rows of {vocabulary}, {name}, on the host, waited for"
+        yield _row(
+            f"sampling/host/{_key(name)}", what, host.wall * 1e3, "ms", f"{same} of {count} tokens are equal"
+        )
+
+
+def _key(name: str) -> str:
+    return name.replace(", ", "+").replace(" ", "-")
 
 
 def _same(
