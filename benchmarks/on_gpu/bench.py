@@ -1,12 +1,14 @@
 """What a section is given: where it runs, what is known already, and where its rows go."""
 
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.on_gpu.rows import Row, append_row
+from services.executor.gpu_errors import is_gpu_error
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,9 @@ DATA_SHEET = {
     "L40": (8.64e11, 1.81e14, 3.62e14),
     "L4": (3.0e11, 1.21e14, 2.42e14),
 }
+ROOT = Path(__file__).parents[2]
+PLACES = 4
+"""Lines of the project's code that an error is told with."""
 COPY, BF16, FP8 = "machine/copy", "machine/bf16", "machine/fp8"
 """Keys of the rows that limits are taken from."""
 
@@ -62,6 +67,14 @@ class Bench:
         """A case that was not measured."""
         self.report(Row(key, what, None, note=why))
 
+    def failed(self, key: str, what: str, error: Exception, *, wrong: bool = False) -> None:
+        """A case that raised `error`; `wrong`: where a check did, so that what it checks counts as wrong. Raises
+        `error` again where nothing more can be computed in this process."""
+        self.report(Row(key, what, None, note=told(error), ok=not wrong))
+        traceback.print_exception(error)
+        if is_gpu_error(error):
+            raise error
+
     def wrong_or_right(
         self, key: str, what: str, ok: bool, figure: float, limit: float, note: str = ""
     ) -> None:
@@ -91,6 +104,15 @@ def data_sheet(card: str, column: int) -> float | None:
     """What is printed of a card whose name holds one that is known."""
     found = next((figures[column] for name, figures in DATA_SHEET.items() if name in card), 0.0)
     return found or None
+
+
+def told(error: BaseException) -> str:
+    """An error in a line: what it says, and where in the project it came up, the innermost place last."""
+    words = (str(error).strip().splitlines() or ["no words"])[0][:300]
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)]
+    places = " > ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in ours[-PLACES:])
+    return f"{type(error).__name__}: {words}" + (f" ({places})" if places else "")
 
 
 def line(row: Row) -> str:

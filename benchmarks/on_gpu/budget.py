@@ -3,11 +3,13 @@
     budget   | section 1 (at most `most`) | section 2 | ... | kept for those that follow: `least` each | end |
 
 A section may take what is left, less what those after it need at least, and never more than its own `most`.
-Time that a section leaves goes to those after it. Where not even `least` is left, it is skipped.
+Time that a section leaves goes to those after it. Where not even `least` is left, it is skipped. Neighbours that
+measure no time run beside each other, and need as much as the longest of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 END = 6.0
 """Seconds kept for ending processes, and for the table."""
@@ -25,14 +27,26 @@ class Section:
     """Seconds without which it is not worth starting: imports, compilation and a first figure."""
     code: str = ""
     """`module:function`, given a `Bench`."""
+    beside: bool = False
+    """It measures no time: it may run while its neighbours do that measure none either."""
+
+
+def together(sections: Iterable[Section]) -> list[list[Section]]:
+    """The sections in their order, those that run beside each other in one list."""
+    found: list[list[Section]] = []
+    for beside, group in groupby(sections, lambda section: section.beside):
+        members = list(group)
+        found += [members] if beside else [[section] for section in members]
+    return found
 
 
 def allot(section: Section, later: Sequence[Section], left: float) -> float | None:
-    """Seconds for `section` with `left` left of the budget and `later` still to come; None: it does not fit."""
+    """Seconds for `section` with `left` left of the budget and `later` still to come, none of which runs beside it;
+    None: it does not fit."""
     usable = left - END
     if usable < section.least:
         return None
-    kept = sum(other.least for other in later)
+    kept = sum(max(other.least for other in group) for group in together(later))
     return min(section.most, max(section.least, usable - kept))
 
 

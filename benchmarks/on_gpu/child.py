@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.on_gpu.bench import Bench
 from benchmarks.on_gpu.budget import Section, soft_limit
 from benchmarks.on_gpu.rows import Report
-from benchmarks.on_gpu.sections import SECTIONS
+from benchmarks.on_gpu.sections import section_of
 
 BEFORE_END = 2.0
 """Seconds before its limit at which a section that still runs says where it stands."""
@@ -34,7 +34,7 @@ def command_of(section: Section, rows: Path, limit: float, report: Report) -> li
 def main() -> None:
     began = time.monotonic()
     parser = argparse.ArgumentParser()
-    parser.add_argument("section", choices=[section.name for section in SECTIONS])
+    parser.add_argument("section", type=section_of)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--limit", type=float, required=True)
     parser.add_argument("--known", type=json.loads, default={})
@@ -51,8 +51,7 @@ def main() -> None:
         torch.set_num_threads(1)
     deadline = began + soft_limit(options.limit)
     bench = Bench(device, options.tiny, options.rows, deadline, options.known)
-    code = next(section.code for section in SECTIONS if section.name == options.section)
-    module, _, function = code.partition(":")
+    module, _, function = options.section.code.partition(":")
     getattr(importlib.import_module(module), function)(bench)
     # What threads or libraries still hold must not keep a section that is done.
     sys.stdout.flush()

@@ -54,7 +54,9 @@ class Row(msgspec.Struct, frozen=True):
     """False: a ring has failed, or what it added up was wrong."""
 
 
-def collective_speed(device: torch.device | None = None, tiny: bool = False) -> list[Row]:
+def collective_speed(
+    device: torch.device | None = None, tiny: bool = False, sizes: tuple[int, ...] = SIZES
+) -> list[Row]:
     """A row for each ring, way and size. `device`: whose kind counts; None: a GPU's. `tiny`, or a CPU: a dry run, two
     ranks over gloo. Raises nothing that a ring can cause: one that fails is a row that says so."""
     if tiny or (device is not None and device.type != "cuda"):
@@ -62,7 +64,7 @@ def collective_speed(device: torch.device | None = None, tiny: bool = False) -> 
     gpus = torch.cuda.device_count()
     if not gpus:
         return [Row("collectives/none", "sums over the ranks", None, note="there is no GPU")]
-    return [row for ranks in RINGS if ranks <= gpus for row in _ring(ranks, SIZES, on_gpu=True)]
+    return [row for ranks in RINGS if ranks <= gpus for row in _ring(ranks, sizes, on_gpu=True)]
 
 
 def _ring(ranks: int, sizes: tuple[int, ...], on_gpu: bool) -> list[Row]:

@@ -21,7 +21,7 @@ from benchmarks.on_gpu.card import card, driver
 from benchmarks.on_gpu.child import command_of
 from benchmarks.on_gpu.rows import Report, read_report
 from benchmarks.on_gpu.running import Runner
-from benchmarks.on_gpu.sections import SECTIONS
+from benchmarks.on_gpu.sections import HEADLINE, SECTIONS, chosen
 from benchmarks.on_gpu.table import markdown, put_into, show
 from benchmarks.report import machine
 
@@ -30,9 +30,18 @@ WIDTH = 170
 
 def main(
     only: Annotated[str, typer.Option(help="Some of the sections, with commas; see --list.")] = "",
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="A first look, in two minutes: is everything right, and how fast is it."
+        ),
+    ] = False,
     list_sections: Annotated[bool, typer.Option("--list", help="Name the sections, and end.")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Where the figures go; else $OUT/gpu.json, or ./gpu.json.")
+        Path | None,
+        typer.Option(
+            "--json", help="Where the figures go; else gpu.json in $OUT or here. The log lies beside it."
+        ),
     ] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds for everything.", min=10.0)] = 570.0,
     dry_run: Annotated[
@@ -50,14 +59,15 @@ def main(
     """Measure everything that only a GPU can say."""
     with told_in_a_sentence():
         if list_sections:
-            for section in SECTIONS:
+            for section in (*SECTIONS, HEADLINE):
                 print(f"{section.name:13} {section.title} (at most {section.most:.0f} s)")
         elif markdown_of is not None:
             _page(markdown_of, into)
         elif wheels is not None:
             _download(wheels, python)
         else:
-            raise typer.Exit(_measure(chosen(only), json_file or default_json(dry_run), budget_s, dry_run))
+            sections = named(only, quick)
+            raise typer.Exit(_measure(sections, json_file or default_json(dry_run, quick), budget_s, dry_run))
 
 
 def run() -> None:
@@ -65,19 +75,19 @@ def run() -> None:
     typer.run(main)
 
 
-def chosen(only: str) -> Sequence[Section]:
-    """The sections of those names, in their usual order. Raises `BenchError`."""
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    unknown = set(names) - {section.name for section in SECTIONS}
-    if unknown:
-        known = ", ".join(section.name for section in SECTIONS)
-        raise BenchError(f"There is no section {', '.join(sorted(unknown))}; there are {known}.")
-    return [section for section in SECTIONS if not names or section.name in names]
+def named(only: str, quick: bool) -> Sequence[Section]:
+    """The sections that were asked for. Raises `BenchError`."""
+    try:
+        return chosen([name.strip() for name in only.split(",") if name.strip()], quick=quick)
+    except KeyError as unknown:
+        known = ", ".join(section.name for section in (*SECTIONS, HEADLINE))
+        raise BenchError(f"There is no section {', '.join(unknown.args)}; there are {known}.") from None
 
 
-def default_json(dry_run: bool) -> Path:
-    """Where results go that nobody has given a place."""
-    return Path(os.environ.get("OUT") or ".", "gpu-dry-run.json" if dry_run else "gpu.json")
+def default_json(dry_run: bool, quick: bool) -> Path:
+    """Where results go that nobody has given a place. Those of a quick run leave those of a whole one alone."""
+    name = "gpu" + "-quick" * quick + "-dry-run" * dry_run
+    return Path(os.environ.get("OUT") or ".", f"{name}.json")
 
 
 def about(dry_run: bool) -> dict[str, str]:
@@ -119,7 +129,9 @@ def _measure(sections: Sequence[Section], path: Path, budget_s: float, dry_run: 
     finally:
         # To a file too: who reads it later has no terminal's width to go by.
         show(report, Console(width=WIDTH if not sys.stdout.isatty() else None))
-        print(f"{path}: all figures, for --markdown {path}")
+        print(
+            f"{path}: all figures, for --markdown {path}; {runner.log}: all that sections have said of errors"
+        )
     return verdict(report)
 
 
@@ -146,6 +158,4 @@ def _download(directory: Path, python: str) -> None:
     print(
         f"{len(list(directory.glob('*.whl')))} wheels, {size / 1e6:.0f} MB, are in {directory}. On the other machine:"
     )
-    print(
-        "pip install --no-index --find-links wheels, and the names that `python -m benchmarks.gpu` says are missing."
-    )
+    print(wheelhouse.INSTALL.format(directory=directory))

@@ -1,13 +1,16 @@
 """Whether what a GPU computes is right, before how fast it is.
 
-kernels      against float64, over shapes                                    (`kernel_cases.py`)
+kernels      attention against float64, over shapes                          (`kernel_cases.py`, `kernel_shard.py`)
 models       tiny ones of several architectures in fp32, against transformers' own forward on the same device
-bf16         a middle-sized model: the likeliest token as often that of fp32 as transformers' bf16 has it
-graphs       the tokens of replayed graphs against those of eager launches
+bf16         a middle-sized model: its logits as near to those of fp32 as transformers' bf16 has them
+graphs       the tokens of replayed graphs against those of eager launches, in fp32: bf16 may tie, and then
+             the order of sums decides
 sampling     tokens drawn on the device against those that the host draws
 """
 
+import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,17 +19,25 @@ import torch
 from msgspec import structs
 
 from benchmarks.on_gpu.bench import Bench
+from benchmarks.on_gpu.kernel_shard import run_shards
 from benchmarks.on_gpu.random_models import plain_model
 from benchmarks.on_gpu.rows import Row
 from benchmarks.on_gpu.served import GREEDY, Served, generate, prefill_plan, served
 from benchmarks.on_gpu.shapes import BLOCK, MIDDLE, TINY
+from benchmarks.on_gpu.timing import release
 from services.executor.engine.plan import StepPlan, to_bytes
 from shared.messages import SamplingParams
 
 LOGITS = 1e-4
-"""Largest error of logits in fp32, as the requirement R1 has it; the logits are about one."""
-TOP_1 = 0.02
-"""By how much the share of equal top-1 tokens may be below that of transformers' own bf16."""
+"""Largest error of logits in fp32, in parts of their standard deviation. TF32 would be off by 1e-3."""
+TOP_1 = 0.04
+"""By how much the share of equal top-1 tokens may be below that of transformers' own bf16: of 2,048 positions of which
+nine in ten are equal, chance alone takes 0.01."""
+ERROR = 1.25
+"""How many times as large as transformers' own the bf16 error of logits may be, as a root mean square: kernels that cut
+numbers off instead of rounding them have 1.5."""
+INTERPRETED = 2.5
+"""The same in Triton's interpreter, which does cut them off."""
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -48,6 +59,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
 }
 PROMPT, DECODED = 37, 5
+SHARDS = 14
+"""Processes that check attention's kernels."""
 
 
 def models(bench: Bench) -> None:
@@ -69,39 +82,28 @@ def _run(bench: Bench, parts: Sequence[Callable[[Bench], None]]) -> None:
             continue
         try:
             part(bench)
-        except ImportError as error:
-            bench.missing(f"correctness/{name}", name, f"this version has none ({error})")
         except Exception as error:
-            why = f"{type(error).__name__}: {(str(error).splitlines() or ['no words'])[0][:200]}"
-            bench.report(Row(f"correctness/{name}", name, None, note=why, ok=False))
+            bench.failed(f"correctness/{name}", name, error, wrong=True)
+        release(bench.device)
 
 
 # --- kernels -------------------------------------------------------------------------------------
 
 
 def _kernels(bench: Bench) -> None:
-    from benchmarks.on_gpu.kernel_cases import cases, check
-
-    errors: list[float] = []
-    wrong: list[str] = []
-    wanted = list(cases(large=not bench.tiny))
-    if bench.tiny:
-        wanted = wanted[:3]
-    count = 0
-    for case in wanted:  # each compiles kernels of its own
-        if bench.left() <= 0:
-            break
-        count += 1
-        try:
-            errors.append(check(case, bench.device))
-        except AssertionError as failed:
-            wrong.append(str(failed).splitlines()[0] if str(failed) else str(case))
-    largest = max(errors, default=0.0)
-    note = f"{count} of {len(wanted)} cases" + (
-        f"; {len(wrong)} wrong: {'; '.join(wrong[:3])}" if wrong else ""
-    )
-    row = Row("correctness/kernels", "kernels against float64", largest, "error", note=note, ok=not wrong)
-    bench.report(row)
+    """In processes beside each other, since most of it is compiling."""
+    shards = 1 if bench.tiny else min(SHARDS, len(os.sched_getaffinity(0)))
+    found = run_shards(shards, bench.tiny, max(bench.left(), 1.0))
+    wrong = [f"{one.case}: {one.wrong}" for one in found.checked if one.wrong]
+    largest = max((one.error for one in found.checked if not one.wrong), default=0.0)
+    note = f"{len(found.checked)} of {found.wanted} cases" + "".join(f"; {why}" for why in found.ended)
+    for why in wrong:
+        print(f"wrong: {why}", file=sys.stderr)
+    if wrong:
+        note += f"; {len(wrong)} wrong: {'; '.join(wrong[:3])}"
+    ok = not wrong and bool(found.checked)
+    what = "attention's kernels against float64, in parts of what is allowed"
+    bench.report(Row("correctness/kernels", what, largest, "error", 1.0, note=note, ok=ok))
 
 
 # --- whole models --------------------------------------------------------------------------------
@@ -114,8 +116,7 @@ def _models(bench: Bench) -> None:
         try:
             error = _logit_error(name, bench.device)
         except Exception as failed:
-            why = f"{type(failed).__name__}: {(str(failed).splitlines() or ['no words'])[0][:200]}"
-            bench.report(Row(key, what, None, note=why, ok=False))
+            bench.failed(key, what, failed, wrong=True)
             continue
         bench.wrong_or_right(key, what, error < LOGITS, error, LOGITS)
 
@@ -123,12 +124,20 @@ def _models(bench: Bench) -> None:
 def _logit_error(name: str, device: torch.device) -> float:
     """The largest, over a prompt in one step and tokens after it one at a time."""
     config = _config(name)
-    ids = [random.Random(3).randrange(3, 250) for _ in range(PROMPT + DECODED)]
+    ids = different_ids(PROMPT + DECODED, 250)
     with served(config, device, torch.float32, kv_dtype="bf16", kv_memory=8 << 20, max_sequences=2) as ring:
         found = torch.cat([_all_logits(ring, plan) for plan in _plans(ids, ring)])
     plain = plain_model(config, torch.float32, device, attention="eager")
     expected = plain(input_ids=torch.tensor([ids], device=device)).logits[0]
-    return float((found - expected.to(found.device)).abs().max())
+    expected = expected.to(found.device)
+    return float((found - expected).abs().max() / expected.std())
+
+
+def different_ids(count: int, below: int) -> list[int]:
+    """Tokens that differ: of a prompt of one token alone all values are alike, and attention to whatever keys gives the
+    same."""
+    draw = random.Random(3)
+    return [draw.randrange(3, below) for _ in range(count)]
 
 
 def _config(name: str) -> Any:
@@ -166,37 +175,50 @@ def _all_logits(ring: Served, plan: StepPlan) -> torch.Tensor:
 
 def _bf16(bench: Bench) -> None:
     shape = TINY if bench.tiny else MIDDLE
-    tokens = 32 if bench.tiny else 512
+    tokens = 32 if bench.tiny else 2048
     config = shape.config()
-    ids = [random.Random(4).randrange(3, shape.vocabulary) for _ in range(tokens)]
+    ids = different_ids(tokens, shape.vocabulary)
     batch = torch.tensor([ids], device=bench.device)
-    config.dtype = "float32"
-    best = plain_model(config, torch.float32, bench.device)(input_ids=batch).logits[0].argmax(-1).cpu()
     config.dtype = "bfloat16"
-    theirs = plain_model(config, torch.bfloat16, bench.device)(input_ids=batch).logits[0].argmax(-1).cpu()
+    model = plain_model(config, torch.bfloat16, bench.device)
+    theirs = model(input_ids=batch).logits[0].float()
+    true = model.float()(input_ids=batch).logits[0]  # of the same weights: what differs is how it is computed
+    del model
     memory = int(4 * tokens * shape.kv_bytes("bf16")) + (1 << 20)
     options = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": 1, "context_length": 2 * tokens}
     with served(config, bench.device, **options) as ring:
         plan = prefill_plan(tokens, 0, ring.spec.num_blocks, ring.spec.num_cold, last=True)
         plan = structs.replace(plan, token_ids=to_bytes(ids), sample_rows=to_bytes(np.arange(tokens)))
-        ours = _all_logits(ring, plan).argmax(-1).cpu()
-    share, peer = float((ours == best).float().mean()), float((theirs == best).float().mean())
+        ours = _all_logits(ring, plan).float().to(true.device)
+    _judge(bench, f"{shape.name} in bf16", true, ours, theirs)
+
+
+def _judge(bench: Bench, what: str, true: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Logits in bf16, by us and by transformers, by those of fp32: [T, vocabulary]."""
+    share, peer = (float((one.argmax(-1) == true.argmax(-1)).float().mean()) for one in (ours, theirs))
+    off, peer_off = (float((one - true).square().mean().sqrt() / true.std()) for one in (ours, theirs))
     bench.report(
         Row(
             "correctness/bf16",
-            f"{shape.name} in bf16: top-1 of {tokens} positions equal to fp32's",
+            f"{what}: top-1 of {len(true)} positions equal to fp32's",
             share,
             "share",
             note=f"transformers' bf16: {peer:.3f}; random weights decide more narrowly than trained ones",
             ok=share >= peer - TOP_1,
         )
     )
+    note = f"root mean squares of the errors of logits: {off:.2g} and {peer_off:.2g} of their deviation"
+    key, what = "correctness/bf16-error", f"{what}: its error over that of transformers' bf16"
+    times, most = off / max(peer_off, 1e-9), INTERPRETED if bench.tiny else ERROR
+    bench.report(Row(key, what, times, "times", most, note=note, ok=times <= most))
 
 
 # --- graphs and sampling -------------------------------------------------------------------------
 
 
-def _tokens(bench: Bench, sampling: SamplingParams, **settings: Any) -> tuple[list[list[int]], list[str]]:
+def _tokens(
+    bench: Bench, sampling: SamplingParams, dtype: torch.dtype = torch.bfloat16, **settings: Any
+) -> tuple[list[list[int]], list[str]]:
     """What prompts of different lengths become, and which settings this version does not have."""
     shape = TINY
     draw = random.Random(9)
@@ -206,18 +228,18 @@ def _tokens(bench: Bench, sampling: SamplingParams, **settings: Any) -> tuple[li
     ]
     most = 2 if bench.tiny else 8
     known = {"kv_dtype": "bf16", "kv_memory": 8 << 20, "max_sequences": most, "context_length": 256}
-    with served(shape, bench.device, **known, **settings) as ring:
+    with served(shape, bench.device, dtype, **known, **settings) as ring:
         run = generate(ring, prompts, 4 if bench.tiny else 40, sampling)
         return [run.tokens[str(at)] for at in range(len(prompts))], ring.unknown
 
 
 def _graphs(bench: Bench) -> None:
     key, what = "correctness/graphs", "tokens of graphs against those of eager launches"
-    eager, unknown = _tokens(bench, GREEDY, cuda_graphs="off")
+    eager, unknown = _tokens(bench, GREEDY, torch.float32, cuda_graphs="off")
     if unknown:
         bench.missing(key, what, "this version has no --cuda-graphs")
         return
-    graphs, _ = _tokens(bench, GREEDY)
+    graphs, _ = _tokens(bench, GREEDY, torch.float32)
     _equal(bench, key, what, graphs, eager)
 
 

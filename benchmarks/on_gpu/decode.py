@@ -5,7 +5,6 @@ the bandwidth that a copy has; what is written is a thousandth of it. The cache 
 contexts of 8k for 128 sequences would take minutes, and changes no byte of what a step reads.
 """
 
-import gc
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from benchmarks.on_gpu.shapes import (
     WeightDType,
     at_most,
 )
-from benchmarks.on_gpu.timing import took
+from benchmarks.on_gpu.timing import release, took
 
 SHORT, LONG = 1024, 8192
 CHUNK = 512
@@ -70,19 +69,20 @@ TINY_CODED = [Case("fp8", "bf16", 40, 1)]
 
 
 def bf16_8b(bench: Bench) -> None:
-    _run(bench, TINY if bench.tiny else LLAMA_8B, TINY_CASES if bench.tiny else CASES_8B)
+    measure(bench, TINY if bench.tiny else LLAMA_8B, TINY_CASES if bench.tiny else CASES_8B)
 
 
 def coded_8b(bench: Bench) -> None:
     """Weights of eight bits are for GPUs alone: a dry run learns that they are refused."""
-    _run(bench, TINY if bench.tiny else LLAMA_8B, TINY_CODED if bench.tiny else CODED_8B)
+    measure(bench, TINY if bench.tiny else LLAMA_8B, TINY_CODED if bench.tiny else CODED_8B)
 
 
 def all_13b(bench: Bench) -> None:
-    _run(bench, TINY if bench.tiny else LLAMA_13B, TINY_CASES[:1] if bench.tiny else CASES_13B)
+    measure(bench, TINY if bench.tiny else LLAMA_13B, TINY_CASES[:1] if bench.tiny else CASES_13B)
 
 
-def _run(bench: Bench, shape: Shape, cases: Sequence[Case]) -> None:
+def measure(bench: Bench, shape: Shape, cases: Sequence[Case]) -> None:
+    """Cases of one ring stand together."""
     for (weights, kv), group in groupby(cases, lambda case: (case.weights, case.kv)):
         fitting = list(_that_fit(bench, shape, list(group)))
         if not fitting:
@@ -93,13 +93,9 @@ def _run(bench: Bench, shape: Shape, cases: Sequence[Case]) -> None:
         try:
             _ring(bench, shape, weights, kv, fitting)
         except Exception as error:  # one kind of weights or blocks that fails leaves the others
-            why = f"{type(error).__name__}: {(str(error).splitlines() or ['no words'])[0][:200]}"
-            bench.missing(
-                f"decode/{shape.name.lower()}/{weights}/kv-{kv}", f"{weights} weights, {kv} KV", why
-            )
-        gc.collect()
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
+            key = f"decode/{shape.name.lower()}/{weights}/kv-{kv}"
+            bench.failed(key, f"decode {shape.name}, {weights} weights, {kv} KV", error)
+        release(bench.device)
 
 
 def _that_fit(bench: Bench, shape: Shape, cases: Sequence[Case]) -> Iterator[Case]:
@@ -136,7 +132,7 @@ def _ring(bench: Bench, shape: Shape, weights: WeightDType, kv: KvDType, cases: 
             try:
                 _measure(bench, ring, shape, case)
             except (ValueError, torch.OutOfMemoryError) as error:  # of this case alone
-                bench.missing(case.key(shape), case.what(shape), str(error).splitlines()[0][:200])
+                bench.failed(case.key(shape), case.what(shape), error)
 
 
 def _longest(cases: Sequence[Case]) -> int:

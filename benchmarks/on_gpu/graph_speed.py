@@ -2,6 +2,7 @@
 capture of the ladder, and draws from the logits of a large vocabulary."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from benchmarks.on_gpu.random_models import served_model
 from benchmarks.on_gpu.served import decode_plan
 from benchmarks.on_gpu.shapes import BLOCK, LLAMA_8B, TINY, Shape
-from benchmarks.on_gpu.timing import took, wait
+from benchmarks.on_gpu.timing import release, took, wait
 from services.executor.engine.sampling import Sampler
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.gpu.capture import CudaCapture, Rerun
@@ -25,7 +26,7 @@ from services.executor.model.sharding import ShardLayout
 from services.executor.progress import Progress
 from shared.messages import SamplingParams
 
-Rows = list[dict[str, Any]]
+Rows = Iterator[dict[str, Any]]
 MEMORY = 4 << 30
 KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("greedy", {"temperature": 0.0}),
@@ -36,11 +37,11 @@ KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def graph_speed(device: torch.device, tiny: bool = False) -> Rows:
-    """Rows with `key`, `what`, `figure`, `unit` and `note`. `tiny`: small shapes, on a CPU as a dry run."""
-    rows = _steps(device, tiny)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # of the model, which is gone
-    return rows + _sampling(device, tiny)
+    """Rows with `key`, `what`, `figure`, `unit` and `note`, each as soon as it is known. `tiny`: small shapes, on a CPU
+    as a dry run."""
+    yield from _steps(device, tiny)
+    release(device)  # of the model, which is gone
+    yield from _sampling(device, tiny)
 
 
 def _steps(device: torch.device, tiny: bool) -> Rows:
@@ -56,10 +57,8 @@ def _steps(device: torch.device, tiny: bool) -> Rows:
     graphed.prepare()
     wait(device)
     seconds, memory = time.perf_counter() - began, _used(device) - before
-    rows = [
-        _row("capture/seconds", f"capturing batches of 1 to {max(batches)}", seconds, "s", shape.name),
-        _row("capture/memory", "memory of these graphs", memory / 2**20, "MiB", shape.name),
-    ]
+    yield _row("capture/seconds", f"capturing batches of 1 to {max(batches)}", seconds, "s", shape.name)
+    yield _row("capture/memory", "memory of these graphs", memory / 2**20, "MiB", shape.name)
     for batch in batches:
         plan = decode_plan(batch, context, store.num_hot, 0)
         spent: dict[str, float] = {}
@@ -68,10 +67,9 @@ def _steps(device: torch.device, tiny: bool) -> Rows:
             spent[name] = step.device
             what = f"decode step of {batch} at {context} tokens, {name}"
             note = f"{step.wall * 1e3:.2f} ms from launch to launch"
-            rows.append(_row(f"step/{name}/{batch}", what, step.device * 1e3, "ms", note))
+            yield _row(f"step/{name}/{batch}", what, step.device * 1e3, "ms", note)
         gain = spent["eager"] / spent["graph"]
-        rows.append(_row(f"step/gain/{batch}", f"eager over graph, {batch} sequences", gain, "times"))
-    return rows
+        yield _row(f"step/gain/{batch}", f"eager over graph, {batch} sequences", gain, "times")
 
 
 def _sampling(device: torch.device, tiny: bool) -> Rows:
@@ -81,19 +79,26 @@ def _sampling(device: torch.device, tiny: bool) -> Rows:
     logits = logits.to(torch.bfloat16)
     largest, tokens = logits.max(dim=-1)
     sampler = DeviceSampler(count, vocabulary, device)
-    rows = []
-    for name, params in KINDS:
-        states = [SamplingState(SamplingParams(seed=row, **params), [], []) for row in range(count)]
+    kinds = [
+        (name, [SamplingState(SamplingParams(seed=row, **params), [], []) for row in range(count)])
+        for name, params in KINDS
+    ]
+    for name, states in kinds:
         call = took(lambda: sampler.sample(logits, largest, tokens, states), device, 2 if tiny else 40)  # noqa: B023
         what = f"sampling {count} rows of {vocabulary}, {name}"
-        key = name.replace(", ", "+").replace(" ", "-")
         note = f"{call.wall * 1e3:.2f} ms from launch to launch"
-        rows.append(_row(f"sampling/device/{key}", what, call.device * 1e3, "ms", note))
+        yield _row(f"sampling/device/{_key(name)}", what, call.device * 1e3, "ms", note)
+    for name, states in kinds:  # after all of the device's: one call may take seconds
         same = _same(sampler, logits, largest, tokens, states)
-        host = took(lambda: Sampler().sample(logits, states), device, 1 if tiny else 5)  # noqa: B023
-        note = f"{same} of {count} tokens are equal"
-        rows.append(_row(f"sampling/host/{key}", f"{what}, waited for", host.wall * 1e3, "ms", note))
-    return rows
+        host = took(lambda: Sampler().sample(logits, states), device, 1, warm=0)  # noqa: B023
+        what = f"sampling {count} rows of {vocabulary}, {name}, on the host, waited for"
+        yield _row(
+            f"sampling/host/{_key(name)}", what, host.wall * 1e3, "ms", f"{same} of {count} tokens are equal"
+        )
+
+
+def _key(name: str) -> str:
+    return name.replace(", ", "+").replace(" ", "-")
 
 
 def _same(

@@ -30,8 +30,10 @@ from services.executor.triton_kernels.tiles import (  # noqa: E402
 )
 
 CODECS: dict[BlockDType, Codec | None] = {"bf16": None, "int8": INT8, "fp8": FP8}
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Absolute, of values of about 1: weights and results are rounded to the model's numbers, as everywhere."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""What an error may be, in parts of the number itself or of its row's root mean square, whichever is larger: weights
+and results are rounded to the model's numbers, as everywhere. An absolute error would let long contexts pass, whose
+means are small: a block too few of 3,000 tokens changes them by 0.0013, a fourteenth of their size."""
 LAYER = 1
 """Of two: a kernel that reads the wrong one is seen."""
 
@@ -80,13 +82,17 @@ def cases(large: bool | None = None) -> Iterator[Case]:
 
 
 def check(case: Case, device: torch.device) -> float:
-    """The largest absolute error of `case`. Raises `Wrong` where it is beyond `TOLERANCE`, or not a number."""
+    """The largest error of `case`, in parts of what `TOLERANCE` allows. Raises `Wrong` where it is beyond it, or not a
+    number."""
     problem = Problem(case, device)
     found, expected = problem.attended().double(), problem.expected()
-    error = float((found - expected).abs().max())
+    scale = expected.square().mean(dim=-1, keepdim=True).sqrt().maximum(expected.abs()).clamp(min=1e-6)
+    error = float(((found - expected).abs() / scale).max())
     if not error <= TOLERANCE[case.dtype]:
-        raise Wrong(f"attention is off by {error:.2g}, more than {TOLERANCE[case.dtype]:.2g}: {case}")
-    return error
+        raise Wrong(
+            f"attention is off by {error:.2g} of its size, more than {TOLERANCE[case.dtype]:.2g}: {case}"
+        )
+    return error / TOLERANCE[case.dtype]
 
 
 class Problem:

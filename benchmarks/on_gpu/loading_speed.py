@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ import torch
 import typer
 
 from benchmarks.on_gpu.random_checkpoint import SHAPES, bytes_of, write_checkpoint
+from benchmarks.on_gpu.timing import release
 from benchmarks.random_model import LlamaShape
 from services.executor.kv_cache.codecs import FP8, Codec
 from services.executor.model.collectives import SingleRank
@@ -33,15 +34,16 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # the page cache itself, on purp
 Row = dict[str, Any]
 
 
-def loading_speed(device: torch.device, directory: Path | None = None, tiny: bool = False) -> list[Row]:
-    """Rows of `loading/...`. `directory`: a model; None: one of random weights in shared memory, of the shape of a 13B
-    model, or of one that is tiny."""
+def loading_speed(device: torch.device, directory: Path | None = None, tiny: bool = False) -> Iterator[Row]:
+    """Rows of `loading/...`, each as soon as it is known. `directory`: a model; None: one of random weights in shared
+    memory, of the shape of a 13B model, or of one that is tiny."""
     if directory is not None:
-        return _measured(device, directory)
+        yield from _measured(device, directory)
+        return
     shape = SHAPES["tiny" if tiny else "13b"]
     with tempfile.TemporaryDirectory(prefix="ryzanstein-loading-", dir=_room_for(shape)) as scratch:
         write_checkpoint(Path(scratch), shape)
-        return _measured(device, Path(scratch))
+        yield from _measured(device, Path(scratch))
 
 
 def _room_for(shape: LlamaShape) -> Path:
@@ -55,16 +57,14 @@ def _room_for(shape: LlamaShape) -> Path:
     raise OSError(f"{names} have no room for {needed / 1e9:.1f} GB; set TMPDIR to a directory that has.")
 
 
-def _measured(device: torch.device, directory: Path) -> list[Row]:
+def _measured(device: torch.device, directory: Path) -> Iterator[Row]:
     total, reading, loading = _best_load(device, directory, None)
-    _, _, quantizing = _best_load(device, directory, FP8)
     plain = min(_plain_copy(device, total) for _ in range(ROUNDS))
-    return [
-        _row("plain", "plain pinned copy of as many bytes", plain, plain, total),
-        _row("reading", "reading, page cache to device", reading, plain, total),
-        _row("load", "load_model in all", loading, plain, total),
-        _row("load-fp8", "load_model in all, weights to fp8", quantizing, plain, total),
-    ]
+    yield _row("plain", "plain pinned copy of as many bytes", plain, plain, total)
+    yield _row("reading", "reading, page cache to device", reading, plain, total)
+    yield _row("load", "load_model in all", loading, plain, total)
+    _, _, quantizing = _best_load(device, directory, FP8)
+    yield _row("load-fp8", "load_model in all, weights to fp8", quantizing, plain, total)
 
 
 def _row(key: str, what: str, seconds: float, limit: float, total: int) -> Row:
@@ -94,8 +94,7 @@ def _best_load(device: torch.device, directory: Path, codec: Codec | None) -> tu
         _wait(device)
         found.append((reports[-1][1], reports[-1][0] - reports[0][0], time.perf_counter() - begin))
         del model
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(device)
     return found[0][0], min(one[1] for one in found), min(one[2] for one in found)
 
 
@@ -135,7 +134,7 @@ def main(
     tiny: Annotated[bool, typer.Option(help="A tiny random model, to see that it runs.")] = False,
 ) -> None:
     """Loading from the page cache against a plain copy, as JSON."""
-    print(json.dumps(loading_speed(torch.device(device), directory, tiny), indent=2))
+    print(json.dumps(list(loading_speed(torch.device(device), directory, tiny)), indent=2))
 
 
 if __name__ == "__main__":

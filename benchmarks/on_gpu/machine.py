@@ -23,7 +23,7 @@ def run(bench: Bench) -> None:
             part(bench)
         except Exception as error:
             name = part.__name__.lstrip("_")
-            bench.missing(f"machine/{name}", name, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            bench.failed(f"machine/{name}", name, error)
 
 
 def _copy(bench: Bench) -> None:

@@ -66,6 +66,9 @@ def _measure(bench: Bench, section: str, name: str, **options: Any) -> None:
 def _tell(bench: Bench, section: str, found: Any) -> None:
     for row in rows_from(found, section):
         bench.report(row)
+        if bench.left() <= 0:
+            bench.missing(f"{section}/rest", "what comes after it", "no time was left")
+            return
 
 
 def rows_from(found: Any, section: str) -> Iterable[Row]:

@@ -1,7 +1,7 @@
-"""Runs sections, each in a process of its own, one after the other, in a budget of time.
+"""Runs sections, each in a process of its own, one after the other but for those that measure no time, in a budget.
 
     run ──▶ allot ──▶ process: section ──appends──▶ rows.jsonl ──▶ report ──▶ JSON, after every section
-                         └─ standard error ──▶ errors.txt, its last lines where it fails
+                         └─ standard error ──▶ errors.txt, its last lines where it fails; all of it in the log
 
 A section that fails, hangs or takes the whole process with it costs its own time and nothing else; what it had
 measured by then is kept. A GPU's memory is free again once the process is gone.
@@ -12,18 +12,23 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.on_gpu.budget import Section, allot
+from benchmarks.on_gpu.budget import Section, allot, together
 from benchmarks.on_gpu.rows import Report, SectionResult, read_rows, write_report
 
 ROOT = Path(__file__).parents[2]
 ERROR_LINES = 25
 LAST_WAIT = 5.0
 """Seconds for a killed process to be gone; one that hangs in the driver is left behind."""
+
+LOGGED = 400_000
+"""Bytes of a section's standard error that the log keeps, the last ones."""
 
 Command = Callable[[Section, Path, float], list[str]]
 """What to run for a section that appends its rows to a file, and is ended after so many seconds."""
@@ -39,17 +44,42 @@ class Runner:
     command: Command
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+    _running: "set[subprocess.Popen[bytes]]" = field(default_factory=set)
+
+    @property
+    def log(self) -> Path:
+        """What sections have written to standard error, beside the JSON."""
+        return self.path.with_suffix(".errors.log")
 
     def run(self, sections: Sequence[Section]) -> None:
         """All of them, as far as the report's budget goes; the report is complete after each."""
         began = self.clock()
         self.report.sections = [SectionResult(section.name) for section in sections]
+        results = iter(self.report.sections)
         write_report(self.report, self.path)
-        for at, section in enumerate(sections):
+        self.log.write_bytes(b"")
+        groups = together(sections)
+        for at, group in enumerate(groups):
             left = self.report.budget_s - (self.clock() - began)
+            later = [section for other in groups[at + 1 :] for section in other]
+            self._beside([(section, next(results), allot(section, later, left), left) for section in group])
+
+    def _beside(self, jobs: Sequence[tuple[Section, SectionResult, float | None, float]]) -> None:
+        """At the same time; an interrupt ends all of them."""
+        with ThreadPoolExecutor(len(jobs)) as threads:
             try:
-                self._one(section, self.report.sections[at], allot(section, sections[at + 1 :], left), left)
+                for job in [threads.submit(self._written, *job) for job in jobs]:
+                    job.result()
             finally:
+                for process in list(self._running):
+                    _end(process)
+
+    def _written(self, section: Section, result: SectionResult, limit: float | None, left: float) -> None:
+        try:
+            self._one(section, result, limit, left)
+        finally:
+            with self._writing:
                 write_report(self.report, self.path)
 
     def _one(self, section: Section, result: SectionResult, limit: float | None, left: float) -> None:
@@ -68,6 +98,7 @@ class Runner:
             finally:  # of an interrupt too: what was measured by then counts
                 result.rows = read_rows(rows)
                 result.seconds = round(self.clock() - began, 1)
+                self._keep(section, errors)
             result.status = {0: "done", None: "timed out"}.get(code, "failed")  # type: ignore[assignment]
             if code != 0:
                 result.error = last_lines(errors, ERROR_LINES) or [_no_words(code)]
@@ -81,12 +112,21 @@ class Runner:
             process = subprocess.Popen(
                 command, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True, cwd=ROOT
             )
+            self._running.add(process)
             try:
                 return process.wait(limit)
             except subprocess.TimeoutExpired:
                 return None
             finally:
                 _end(process)
+                self._running.discard(process)
+
+    def _keep(self, section: Section, errors: Path) -> None:
+        """Puts what the section has written to standard error into the log."""
+        with contextlib.suppress(OSError):
+            text = errors.read_bytes()[-LOGGED:]
+            with self._writing, self.log.open("ab") as log:
+                log.write(f"== {section.name}\n".encode() + text)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

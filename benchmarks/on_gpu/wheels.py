@@ -31,6 +31,12 @@ LEFT_OUT = ("torch", "triton", "numpy", "nvidia-", "cuda-")
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "manylinux2014_x86_64")
 """What runs where glibc is 2.39 or newer, as in Ubuntu 24.04."""
 
+INSTALL = (
+    "python3 -m pip install --no-index --no-deps --target /tmp/site {directory}/*.whl "
+    "&& export PYTHONPATH=/tmp/site"
+)
+"""What makes them importable there, without touching what is installed there."""
+
 
 def missing(needed: dict[str, str]) -> list[str]:
     """Distributions whose modules cannot be found."""
@@ -43,7 +49,7 @@ def sentence(absent: list[str]) -> str:
     return (
         f"Missing here: {', '.join(absent)}; with a network run `pip install {names}`, without one run "
         "`python -m benchmarks.gpu --wheels wheels` where there is one, carry that directory here and run "
-        f"`pip install --no-index --find-links wheels {names}`."
+        f"`{INSTALL.format(directory='wheels')}`."
     )
 
 

@@ -30,7 +30,7 @@ def test_a_random_checkpoint_loads(tmp_path: Path) -> None:
 
 
 def test_loading_is_measured() -> None:
-    rows = loading_speed(CPU, tiny=True)
+    rows = list(loading_speed(CPU, tiny=True))
     assert [row["key"] for row in rows] == [
         "loading/plain",
         "loading/reading",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.on_gpu.card import card
-from benchmarks.on_gpu.sections import SECTIONS
+from benchmarks.on_gpu.sections import HEADLINE, QUICK, SECTIONS, chosen
 from benchmarks.on_gpu.wheels import download_command, missing, sentence
 
 ROOT = Path(__file__).parents[4]
@@ -42,6 +42,12 @@ def test_without_a_gpu_it_refuses_in_a_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "gpu.json").exists()
 
 
+def test_a_quick_run_is_a_few_sections_and_names_go_before_it() -> None:
+    assert chosen([], quick=True) == list(QUICK)
+    assert chosen([]) == list(SECTIONS)
+    assert [section.name for section in chosen(["headline", "decode"], quick=True)] == ["decode", "headline"]
+
+
 def test_an_unknown_section_is_named() -> None:
     done = run("--dry-run", "--only", "decode,nonsense")
     assert done.returncode == 2
@@ -50,13 +56,13 @@ def test_an_unknown_section_is_named() -> None:
 
 def test_sections_are_listed_by_their_names() -> None:
     lines = run("--list").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [section.name for section in SECTIONS]
+    assert [line.split()[0] for line in lines] == [section.name for section in (*SECTIONS, HEADLINE)]
 
 
 def test_what_is_missing_is_said_with_the_remedy() -> None:
     absent = missing({"json": "here", "no_such_module_anywhere": "not-here"})
     assert absent == ["not-here"]
-    assert "pip install --no-index --find-links wheels not-here" in sentence(absent)
+    assert "pip install --no-index --no-deps --target /tmp/site wheels/*.whl" in sentence(absent)
 
 
 def test_wheels_are_asked_for_another_machine(tmp_path: Path) -> None:

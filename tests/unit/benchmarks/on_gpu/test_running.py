@@ -1,6 +1,7 @@
 """Sections as processes: those that do their work, that fail, that hang, and that take everything with them."""
 
 import json
+import os
 import sys
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,9 @@ CODES = {
     "import threading; threading.Event().wait()",
     "dies": WRITE + "import os; os.kill(os.getpid(), 9)",
     "ends": WRITE + "import os; os._exit(3)",
+    # Each end of a pipe opens when the other does.
+    "left": WRITE + "open(sys.argv[2], 'w').close()",
+    "right": WRITE + "open(sys.argv[2]).close()",
     "half": WRITE + 'file.write(\'{"key": "cut\'); file.flush()',
 }
 
@@ -29,9 +33,10 @@ def run(names: list[str], path: Path, budget: float = 60.0, most: float = 30.0) 
     said: list[str] = []
 
     def command(section: Section, rows: Path, limit: float) -> list[str]:
-        return [sys.executable, "-c", CODES[section.name], str(rows)]
+        return [sys.executable, "-c", CODES[section.name], str(rows), str(path.with_name("pipe"))]
 
-    Runner(report, path, command, said.append).run([Section(name, "a title", most, 0.1) for name in names])
+    sections = [Section(name, "a title", most, 0.1, beside=name in ("left", "right")) for name in names]
+    Runner(report, path, command, said.append).run(sections)
     return report, said
 
 
@@ -68,6 +73,21 @@ def test_a_section_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> N
     assert (first.status, first.error[-1:]) == ("timed out", ["here it hangs"])
     assert [row.key for row in first.rows] == ["a/b"]
     assert second.status == "done"
+
+
+def test_sections_that_measure_no_time_run_at_the_same_time(tmp_path: Path) -> None:
+    """Neither ends before the other has begun."""
+    os.mkfifo(tmp_path / "pipe")
+    report, _ = run(["left", "right", "fine"], tmp_path / "r.json")
+    assert [section.status for section in report.sections] == ["done"] * 3
+    assert read_report(tmp_path / "r.json") == report
+
+
+def test_what_sections_say_of_errors_is_kept_whole(tmp_path: Path) -> None:
+    run(["fails", "fine"], tmp_path / "r.json")
+    log = (tmp_path / "r.errors.log").read_text()
+    assert log.startswith("== fails\nTraceback (most recent call last)")
+    assert log.endswith("ValueError: the kernel is wrong\n== fine\n")
 
 
 def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -35,9 +35,26 @@ def test_attention_is_what_float64_says(case: Case) -> None:
 
 
 def test_a_check_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Problem, "attended", lambda problem: problem.expected() + 1e-3)
+    monkeypatch.setattr(Problem, "attended", lambda problem: problem.expected() * 1.001)
     with pytest.raises(Wrong, match=r"off by 0\.001"):
         check(Case(), DEVICE)
+
+
+def test_a_check_sees_a_block_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long context in bf16, whose means are small."""
+
+    def without_a_block(problem: Problem, sequence: int) -> torch.Tensor:
+        return real(problem, sequence).index_fill(2, torch.arange(64, 80), 0.0)
+
+    real = Problem._keys_and_values
+    expected = Problem.expected
+    case = Case(query=(1,), context=(600,), dtype=torch.bfloat16, width=32)
+    right = expected(Problem(case, DEVICE))
+    monkeypatch.setattr(Problem, "attended", lambda problem: right.to(problem.query.dtype))
+    check(case, DEVICE)
+    monkeypatch.setattr(Problem, "_keys_and_values", without_a_block)
+    with pytest.raises(Wrong):
+        check(case, DEVICE)
 
 
 def test_a_graphs_batch_is_cut_into_parts() -> None:
