@@ -81,10 +81,13 @@ async def service_process(
     variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[ServiceProcess]:
     """Starts `python -m module arguments` on the test's NATS; whatever happens, nothing is left running.
-    `variables` of its environment, besides those that say where NATS is."""
+    `variables` of its environment, besides those that say where NATS is.
+
+    An executor that is told to end hands back what still runs at once; a test of its grace names one."""
     log = directory / f"{instance}.log"
     environment = {
         **os.environ,
+        "RYZANSTEIN_DRAIN_GRACE": "0",
         **(variables or {}),
         "RYZANSTEIN_DUMP_DIRECTORY": str(directory / "dumps"),
         "RYZANSTEIN_NATS_URL": settings.nats_url,
