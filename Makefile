@@ -50,7 +50,9 @@ serve: $(INSTALLED) ## Serve the default model on http://127.0.0.1:8000 until Ct
 .PHONY: test
 test: lint test-only ## Lint, types and all tests, with coverage
 
+# Hundreds of processes are started: one that keeps no bytecode compiles the project anew.
 .PHONY: test-only
+test-only: export PYTHONDONTWRITEBYTECODE :=
 test-only: $(INSTALLED) ## All tests, with coverage, without lint
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)

@@ -301,7 +301,7 @@ static void open_loop(void) {
     }
     while ((run.in_flight || run.backlog_at < run.backlog_size) && now() < run.seconds + LATE_SECONDS) {
         start_waiting();
-        wait_for_events(run.seconds + LATE_SECONDS);
+        if (run.in_flight) wait_for_events(run.seconds + LATE_SECONDS); // where nobody listens, nothing is
     }
 }
 
@@ -309,7 +309,8 @@ static void closed_loop(void) {
     while (now() < run.seconds || (run.in_flight && now() < run.seconds + LATE_SECONDS)) {
         struct connection *c;
         while (now() < run.seconds && (c = free_connection())) begin(c, now());
-        wait_for_events(now() < run.seconds ? run.seconds : run.seconds + LATE_SECONDS);
+        if (now() < run.seconds) wait_for_events(run.seconds);
+        else if (run.in_flight) wait_for_events(run.seconds + LATE_SECONDS);
     }
 }
 

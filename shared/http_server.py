@@ -13,6 +13,8 @@ from shared.errors import ConfigurationError, PortInUse
 
 SETTLE = 0.1
 """Seconds for which requests are still read from connections without one, once there are no new connections."""
+TICKS = 10
+"""uvicorn's of a second; at each tenth it writes the date that answers bear."""
 
 
 def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
@@ -66,11 +68,45 @@ async def stop_listening(servers: Iterable[asyncio.Server]) -> None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the service's own life cycle."""
+    """Leaves signals to the service's own life cycle, and waits for nothing that is not there when it ends."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def tell_to_exit(self) -> None:
+        self.should_exit = True
+        self._told.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn looks ten times a second whether it is to exit; this one is told."""
+        ticks = 0
+        while not await self.on_tick(ticks):
+            ticks = (ticks + TICKS) % (86400 * TICKS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await self._told.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn gives connections a tenth of a second before it looks whether they have ended."""
+        await stop_listening(self.servers)
+        if await self.may_have_connections() or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for sock in sockets or []:
+            sock.close()
+        for server in self.servers:
+            await server.wait_closed()
+
+    async def may_have_connections(self) -> bool:
+        """Once nothing is accepted any more. One that is shaking hands for TLS cannot be seen."""
+        for _ in range(2):
+            await asyncio.sleep(0)  # what was accepted comes to be
+        return bool(self.server_state.connections) or self.config.is_ssl or self.config.ssl is not None
 
 
 class HttpServer:
@@ -99,12 +135,13 @@ class HttpServer:
         """Refuses new connections and closes idle ones; answers and WebSockets under way go on.
 
         A client finds another server then, instead of an error here. What was sent before it could know is read:
-        it takes `SETTLE` seconds. Twice is safe.
+        it takes `SETTLE` seconds where there are connections. Twice is safe.
         """
         if not self._server.started:
             return
         await stop_listening(self._server.servers)
-        await asyncio.sleep(SETTLE)
+        if await self._server.may_have_connections():
+            await asyncio.sleep(SETTLE)
         for connection in list(self._server.server_state.connections):
             # uvicorn's `shutdown` of a connection: HTTP ends after the answer, a WebSocket at once.
             if not _is_websocket(connection):
@@ -115,7 +152,7 @@ class HttpServer:
         if self._task is None:
             self._sock.close()
             return
-        self._server.should_exit = True
+        self._server.tell_to_exit()
         try:
             await asyncio.wait_for(asyncio.shield(self._task), grace)
         except TimeoutError:

@@ -63,6 +63,18 @@ class ServiceProcess:
             timeout,
         )
 
+    async def leave(self) -> None:
+        """Tells it to end, unless it has; whatever its exit code, and killed where it does not."""
+        if self.process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.process.wait(), 20)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
     async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Sends the signal and returns the exit code."""
         with contextlib.suppress(ProcessLookupError):
@@ -81,10 +93,13 @@ async def service_process(
     variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[ServiceProcess]:
     """Starts `python -m module arguments` on the test's NATS; whatever happens, nothing is left running.
-    `variables` of its environment, besides those that say where NATS is."""
+    `variables` of its environment, besides those that say where NATS is.
+
+    An executor that is told to end hands back what still runs at once; a test of its grace names one."""
     log = directory / f"{instance}.log"
     environment = {
         **os.environ,
+        "RYZANSTEIN_DRAIN_GRACE": "0",
         **(variables or {}),
         "RYZANSTEIN_DUMP_DIRECTORY": str(directory / "dumps"),
         "RYZANSTEIN_NATS_URL": settings.nats_url,
@@ -113,11 +128,4 @@ async def service_process(
         yield running
     finally:
         await subscription.unsubscribe()
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(process.wait(), 20)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+        await running.leave()

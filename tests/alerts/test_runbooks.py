@@ -80,11 +80,16 @@ def test_commands_that_runbooks_name_work_on_a_local_stack(stack: Stack, tmp_pat
         "no_proxy": "*",
     }
     failed = []
+
+    def group_for(command: str) -> dict[str, str]:
+        """Those that name no group need not wait for one to be asked for."""
+        return {"GROUP": ready_group(stack)} if "$GROUP" in command else {}
+
     for kind in runbooks.RUN:
         for command, runbook in runbooks.commands(kind).items():
             result = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", command],
-                env={**environment, "GROUP": ready_group(stack)},
+                env={**environment, **group_for(command)},
                 capture_output=True,
                 text=True,
                 timeout=60,

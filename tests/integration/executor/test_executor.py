@@ -157,7 +157,9 @@ async def test_cancel_ends_a_generation(
 async def test_drain_finishes_what_runs_and_leaves(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5") as process:
+    async with executor(
+        bus, nats_settings, tmp_path, "--stub-step-ms", "5", "--drain-grace", "10"
+    ) as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=40))
         await control(bus, Drain())
@@ -221,7 +223,9 @@ async def test_starved_batch_work_ends_at_its_deadline(
 async def test_a_drain_can_be_taken_back_until_the_executor_stops(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5") as process:
+    async with executor(
+        bus, nats_settings, tmp_path, "--stub-step-ms", "5", "--drain-grace", "30"
+    ) as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=8000))
         assert (await control(bus, Drain(600.0))).ok
@@ -236,6 +240,7 @@ async def test_a_drain_can_be_taken_back_until_the_executor_stops(
         reply = await control(bus, Undrain())
         assert not reply.ok
         assert reply.error == "The executor of the group g is stopping; start it again."
+        process.process.kill()  # it would wait for the long one
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -42,6 +42,10 @@ class House:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        """Gateways leave first, with what their clients still read; the rest is told at once."""
+        gateways = [process for name, process in self.processes.items() if name.startswith("gateway")]
+        for wave in (gateways, self.processes.values()):
+            await asyncio.gather(*(process.leave() for process in wave))
         await self._stack.aclose()
 
     async def start(self, instance: str, module: str, *arguments: str) -> None:

@@ -114,6 +114,7 @@ def last_one_dies(ring: SharedMemory) -> None:
 
 
 def rank_process(work: Work, path: str, rank: int, world_size: int) -> None:
+    torch.set_num_threads(1)  # the ranks are more than the cores
     area = SharedArea.open(path)
     ring = SharedMemory(area, rank, world_size, LANES)
     ring.meet(MEETING)

@@ -60,6 +60,7 @@ def test_any_head_split_equals_transformers(
 
 
 def _rank_process(rank: int, directory: Path, scratch: Path) -> None:
+    torch.set_num_threads(1)
     store = dist.FileStore(str(scratch / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     group = dist.group.WORLD
