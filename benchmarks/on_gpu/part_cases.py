@@ -94,7 +94,7 @@ def _products(x: Tensor, weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Te
 
 
 def blocks(bench: Bench) -> None:
-    from services.executor.triton_kernels.backend import GpuKernels
+    from services.executor.gpu.kernels import GpuKernels
 
     for codec in (INT8, FP8):
         width = 16 if bench.tiny else 128

@@ -27,9 +27,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from services.executor.gpu.kernels import processors_of
 from services.executor.kv_cache.codecs import FP8
 from services.executor.model.quantized import Quantized
-from services.executor.triton_kernels.backend import processors_of
 from services.executor.triton_kernels.product_launch import (
     MOST_ROWS,
     arrivals_for,

@@ -15,6 +15,7 @@ from torch.nn import functional
 from services.executor.engine.plan import Int32Array, StepPlan
 from services.executor.engine.vectors import Floats
 from services.executor.gpu.inputs import StepInputs, inputs_of
+from services.executor.gpu.kernels import GpuKernels
 from services.executor.gpu.products import MakeProduct, Product, make_product
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.candidates import largest_of
@@ -33,7 +34,6 @@ from services.executor.model.lowering import (
 from services.executor.model.sharding import ShardLayout
 from services.executor.progress import Progress
 from services.executor.triton_kernels import fused, launch
-from services.executor.triton_kernels.backend import GpuKernels
 
 
 @dataclass(frozen=True)

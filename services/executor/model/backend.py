@@ -69,8 +69,8 @@ def gpu_runner(
     """A runner for `model`, loaded, on the GPU of `store`, where there is Triton: its decoder where the model can be
     lowered, else the model's own code with its attention. `capture` makes graphs in place of CUDA."""
     from services.executor.gpu.decoder import GpuDecoder
+    from services.executor.gpu.kernels import GpuKernels
     from services.executor.gpu.steps import GpuSteps
-    from services.executor.triton_kernels.backend import GpuKernels
 
     try:
         lowered = lowering.lower(model, store.shape.dtype)

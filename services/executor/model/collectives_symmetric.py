@@ -46,6 +46,8 @@ ONE_SHOT_MORE = 384 << 10
 ONE_SHOT_BYTES = 1 << 20
 ALIGNMENT = 16
 """Bytes that a thread loads at a time."""
+CHECKED = 16 << 10
+"""Numbers of the sums that are tried at the start."""
 DTYPES = (torch.bfloat16, torch.float32)
 """What PyTorch's operators add."""
 OPERATORS = ("one_shot_all_reduce_out", "two_shot_all_reduce_", "multimem_all_reduce_")
@@ -213,13 +215,35 @@ def with_symmetric_memory(
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if not _all_agree(others, device, sums is not None):
             sums = None
+    multicast = False
+    if sums is not None:
+        multicast = _all_agree(others, device, sums.multicast)
+        right = adds_up(sums, others, device, multicast)
+        if not _all_agree(others, device, right):
+            reason = "" if right else "what it adds up is wrong here"
+            sums = None
     if sums is None:
         log.info("summing_by_nccl_alone", reason=reason or "another rank of the ring cannot, see its log")
         return others
-    multicast = _all_agree(others, device, sums.multicast)
     limit = one_shot_limit(others.world_size)
     log.info("summing_small_tensors_in_symmetric_memory", multicast=multicast, one_shot_bytes=limit)
     return SymmetricCollectives(others, sums, multicast)
+
+
+def adds_up(sums: SharedSums, others: TorchDistributed, device: torch.device, multicast: bool) -> bool:
+    """Whether sums that are known come out of each way through the buffer. Called by all ranks together.
+
+    An alpha interface over drivers and switches of many kinds: where it is wrong, it is so without a word.
+    """
+    some = torch.arange(CHECKED, device=device) % 3 == 0  # small whole numbers, which bf16 has
+    whole = others.world_size * (others.world_size + 1) // 2
+    found = []
+    for way in (Way.ONE_SHOT, Way.MULTIMEM if multicast else Way.TWO_SHOT):
+        for dtype in DTYPES:
+            tensor = (some * (others.rank + 1)).to(dtype)
+            sums.run(way, tensor)
+            found.append((tensor == (some * whole).to(dtype)).all())
+    return bool(torch.stack(found).all())
 
 
 def circumstances(others: TorchDistributed, device: torch.device, one_host: bool) -> Circumstances:

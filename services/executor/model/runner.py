@@ -32,9 +32,9 @@ from services.executor.progress import Progress
 from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # they import Triton, which not every host has
+    from services.executor.gpu.kernels import GpuKernels
     from services.executor.gpu.sampling import Pending
     from services.executor.gpu.steps import GpuSteps
-    from services.executor.triton_kernels.backend import GpuKernels
 
 
 def widths_of(model: Any) -> list[int]:

@@ -29,7 +29,7 @@ _PADDING = 0.75
 Int64Array = NDArray[np.int64]
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has
-    from services.executor.triton_kernels.backend import GpuKernels
+    from services.executor.gpu.kernels import GpuKernels
 
 
 @dataclass(frozen=True)

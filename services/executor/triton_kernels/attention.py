@@ -1,7 +1,7 @@
 """Paged attention over hot and compressed blocks, one launch for a step's prefill chunks or its decodes.
 
     tile     up to BLOCK_M rows of one sequence: (token, query head of one KV head), heads of a token together
-    program  one tile of one KV head, over all keys that its rows see, or over one of SPLITS parts of them
+    program  one tile of one KV head, over all keys that its rows see, or over one of `splits` parts of them
 
 A program's keys fall into up to four runs of turns, BLOCK_N keys each or, where both stores are read or keys are
 masked, EDGE keys, since that takes registers; so that a turn reads one store and asks
@@ -74,25 +74,25 @@ def _question(
 
 
 @triton.jit(
-    do_not_specialize=["window", "num_hot", "first_row", "num_rows"],
+    do_not_specialize=["window", "num_hot", "first_row", "num_rows", "splits"],
     do_not_specialize_on_alignment=["tables", "table_starts", "query_starts", "context_lens", "tile_sequence", "tile_first"],
 )  # fmt: skip
 def attend(
     query, out, parts, weights, hot, codes, words, scales, tables, table_starts, query_starts, context_lens,
-    tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_hot, first_row, num_rows,
+    tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_hot, first_row, num_rows, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
     WORDS: tl.constexpr, STAGES: tl.constexpr, HOT_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV heads, SPLITS).
+    """Grid (tiles, KV heads, `splits`).
 
     WIDE: products in float32 whatever the tensors are, for the interpreter, which knows no bf16. HALF: codes become
     float16. WORDS: they are read from `words` int32, which are `codes` four by four.
 
-    `query`, `out` [T, KV_HEADS, GROUP, WIDTH]; where SPLITS > 1 `parts` float32 [SPLITS, R, KV_HEADS, GROUP, WIDTH] and
-    `weights` float32 [2, SPLITS, R, KV_HEADS, GROUP] (largest score, sum) of the R = `num_rows` rows from `first_row`
+    `query`, `out` [T, KV_HEADS, GROUP, WIDTH]; with SPLIT `parts` float32 [splits, R, KV_HEADS, GROUP, WIDTH] and
+    `weights` float32 [2, splits, R, KV_HEADS, GROUP] (largest score, sum) of the R = `num_rows` rows from `first_row`
     on take the place of `out`; a part has LEAST turns or more, so long as there are keys.
     `hot`, `codes` [blocks, 2, KV_HEADS, SIZE, WIDTH], `scales` float32 [blocks, 2, KV_HEADS]; `tables` int32, each
     sequence's from its `table_starts`; `query_starts` int32 [S + 1]; `sinks`, `slopes` float32 [KV_HEADS * GROUP].
@@ -120,8 +120,8 @@ def attend(
     newest = tl.minimum(oldest + BLOCK_M // GROUP, context)
     begin = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
     end = newest
-    if SPLITS > 1:
-        share = tl.maximum(tl.cdiv(tl.cdiv(newest - begin, BLOCK_N), SPLITS), LEAST) * BLOCK_N
+    if SPLIT:
+        share = tl.maximum(tl.cdiv(tl.cdiv(newest - begin, BLOCK_N), splits), LEAST) * BLOCK_N
         begin += split * share
         end = tl.minimum(begin + share, newest)
     clear = tl.minimum((oldest + 1) // BLOCK_N * BLOCK_N, end)
@@ -216,7 +216,7 @@ def attend(
     again = tl.load(tile_first + tile, volatile=True)
     row, real = _rows(query_start, query_len, again, head, KV_HEADS, GROUP, BLOCK_M)
     wide = real[:, None] & (columns < WIDTH)[None, :]
-    if SPLITS == 1:
+    if not SPLIT:
         sums = sums / tl.where(total != 0.0, total, 1.0)[:, None]
         tl.store(out + row[:, None] * WIDTH + columns[None, :], sums.to(out.dtype.element_ty), mask=wide)
     else:
@@ -224,24 +224,24 @@ def attend(
         stride = num_rows.to(tl.int64) * heads
         place = split * stride + row - first_row.to(tl.int64) * heads
         tl.store(weights + place, largest, mask=real)
-        tl.store(weights + SPLITS * stride + place, total, mask=real)
+        tl.store(weights + splits * stride + place, total, mask=real)
         # What `merge` does not read need not be written: a part whose keys a row does not see has a total of 0.
         tl.store(parts + place[:, None] * WIDTH + columns[None, :], sums, mask=wide & (total != 0.0)[:, None])
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "splits"])
 def merge(
-    parts, weights, out, first_row, num_rows,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    parts, weights, out, first_row, num_rows, splits,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Grid (`num_rows`, HEADS): the parts of `attend`, put together into the rows of `out` from `first_row` on.
-    BLOCK_S: SPLITS, up to a power of two."""
+    BLOCK_S: `splits`, up to a power of two."""
     row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     stride = num_rows.to(tl.int64) * HEADS
     split = tl.arange(0, BLOCK_S)
-    there = split < SPLITS
+    there = split < splits
     largest = tl.load(weights + split * stride + row, mask=there, other=NEVER)
-    total = tl.load(weights + SPLITS * stride + split * stride + row, mask=there, other=0.0)
+    total = tl.load(weights + splits * stride + split * stride + row, mask=there, other=0.0)
     there &= total != 0.0
     factor = tl.exp2(largest - tl.max(largest, 0))
     columns = tl.arange(0, BLOCK_D)

@@ -105,11 +105,11 @@ def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out:
         "context_lens": batch.context_lens, "tile_sequence": batch.tile_sequence, "tile_first": batch.tile_first,
         "sinks": _or(scores.sinks, out), "slopes": _or(scores.slopes, out),
         "scale": float(scores.scale), "softcap": float(scores.softcap or 1.0), "window": scores.window or NO_WINDOW,
-        "num_hot": layer.hot.shape[0], "first_row": batch.first_row, "num_rows": batch.num_rows,
+        "num_hot": layer.hot.shape[0], "first_row": batch.first_row, "num_rows": batch.num_rows, "splits": splits,
     }  # fmt: skip
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "SIZE": layer.hot.shape[3], "WIDTH": width, "BLOCK_D": padded,
-        "BLOCK_M": batch.rows_per_tile, "BLOCK_N": shape.keys, "EDGE": shape.edge, "SPLITS": splits,
+        "BLOCK_M": batch.rows_per_tile, "BLOCK_N": shape.keys, "EDGE": shape.edge, "SPLIT": splits > 1,
         "LEAST": max(1, LEAST_KEYS // shape.keys), "CODE": code,
         "CAPPED": scores.softcap is not None, "WINDOWED": bool(scores.window),
         "SINKS": scores.sinks is not None, "SLOPES": scores.slopes is not None,
@@ -120,8 +120,10 @@ def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out:
     grid = (len(batch.tile_sequence), kv_heads, splits)
     calls = [Call(attention.attend, grid, arguments, constants, shape.warps, shape.stages)]
     if splits > 1:
-        given = {name: arguments[name] for name in ("parts", "weights", "out", "first_row", "num_rows")}
-        sizes = {"HEADS": heads, "WIDTH": width, "BLOCK_D": padded, "SPLITS": splits}
+        given = {
+            name: arguments[name] for name in ("parts", "weights", "out", "first_row", "num_rows", "splits")
+        }
+        sizes = {"HEADS": heads, "WIDTH": width, "BLOCK_D": padded}
         sizes["BLOCK_S"] = triton.next_power_of_2(splits)
         calls.append(Call(attention.merge, (batch.num_rows, heads), given, sizes))
     return calls

@@ -118,10 +118,13 @@ class FakeSums:
         self.multicast = multicast
         self._member = member
         self.ways: list[Way] = []
+        self.wrong: Way | None = None
 
     def run(self, way: Way, tensor: Tensor) -> None:
         self.ways.append(way)
         ThreadMember.all_reduce(self._member, tensor)
+        if way is self.wrong:
+            tensor[-1] += 1
 
 
 def on_members(work: Any, ranks: int = 2) -> list[Any]:
@@ -142,6 +145,8 @@ def test_small_sums_go_through_the_buffer_and_others_through_nccl() -> None:
             make=lambda *_: sums,
         )
         assert isinstance(ring, SymmetricCollectives)
+        assert sums.ways == [Way.ONE_SHOT, Way.ONE_SHOT, Way.MULTIMEM, Way.MULTIMEM], "tried at the start"
+        sums.ways.clear()
         before = member.sums
         small = ring.all_reduce(torch.full((4, 1024), 1.0 + member.rank, dtype=BF16))
         odd = ring.all_reduce(torch.full((3,), 1.0 + member.rank, dtype=BF16))
@@ -179,6 +184,23 @@ def test_one_rank_that_cannot_means_that_none_does(fault: str, caplog: pytest.Lo
 
     assert on_members(work) == [True, True]
     assert sorted(made) == ([] if fault == "circumstances" else [0, 1])
+
+
+@pytest.mark.parametrize("wrong", [Way.ONE_SHOT, Way.TWO_SHOT])
+def test_sums_that_are_wrong_on_one_rank_are_not_used(wrong: Way) -> None:
+    def work(member: Member) -> bool:
+        sums = FakeSums(member, multicast=False)
+        sums.wrong = wrong if member.rank == 1 else None
+        ring = with_symmetric_memory(
+            member,  # type: ignore[arg-type]
+            CPU,
+            True,
+            look=lambda *_: GOOD,
+            make=lambda *_: sums,
+        )
+        return ring is member
+
+    assert on_members(work) == [True, True]
 
 
 def test_multicast_counts_where_all_have_it() -> None:

@@ -11,12 +11,12 @@ pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is
 from benchmarks.on_gpu.interpreter import interprets
 from benchmarks.on_gpu.kernel_cases import LAYER, Case, Problem, Wrong, cases, check
 from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.gpu.kernels import GpuKernels
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.scores import ScoreRule
 from services.executor.triton_kernels import launch
-from services.executor.triton_kernels.backend import GpuKernels
 from services.executor.triton_kernels.tiles import (
     LEAST_KEYS,
     rows_for,

@@ -82,8 +82,8 @@ class GpuKernels:
             launch.attend(query.contiguous(), self.layers[layer], batch, scores, out)
 
     def compress(self, pairs: NDArray[np.int32]) -> None:
-        """Pairs int32 [C, 2] (hot id, cold id), in all layers. Waits for nothing: most steps of many sequences fill some
-        block, and the step before is still being computed."""
+        """Pairs int32 [C, 2] (hot id, cold id), in all layers. Waits for nothing: most steps of many sequences fill
+        some block, and the step before is still being computed."""
         on_device = sent(pairs.astype(np.int64) - (0, self._store.num_hot), self._device)
         hot = self._store.hot_layers()
         for layers, cold in self._compressed:
