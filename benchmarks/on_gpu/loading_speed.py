@@ -7,6 +7,7 @@ fp8           the same, with weights quantised as they come
 """
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -47,9 +48,12 @@ def loading_speed(device: torch.device, directory: Path | None = None, tiny: boo
 
 
 def _room_for(shape: LlamaShape) -> Path:
-    """Shared memory, or where files for a while go, whose pages stay in memory too. Raises `OSError`."""
+    """Where files for a while go that somebody has named, who clears it away if need be; else shared memory; else
+    where such files go by themselves, whose pages stay in memory too. Raises `OSError`."""
     needed = bytes_of(shape)
-    rooms = [path for path in (SHARED_MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]
+    usual = Path(tempfile.gettempdir())
+    rooms = [usual, SHARED_MEMORY] if "TMPDIR" in os.environ else [SHARED_MEMORY, usual]
+    rooms = [path for path in rooms if path.is_dir()]
     for room in rooms:
         if shutil.disk_usage(room).free > 1.05 * needed:
             return room

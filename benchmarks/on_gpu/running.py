@@ -23,6 +23,7 @@ from benchmarks.on_gpu.budget import Section, allot, together
 from benchmarks.on_gpu.rows import Report, SectionResult, read_rows, write_report
 
 ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # the page cache itself, on purpose
 ERROR_LINES = 25
 LAST_WAIT = 5.0
 """Seconds for a killed process to be gone; one that hangs in the driver is left behind."""
@@ -91,7 +92,7 @@ class Runner:
         self.say(f"{section.name}: {section.title} (at most {limit:.0f} s)")
         result.limit_s = round(limit, 1)
         began = self.clock()
-        with tempfile.TemporaryDirectory() as scratch:
+        with _scratch() as scratch:
             rows, errors = Path(scratch, "rows.jsonl"), Path(scratch, "errors.txt")
             try:
                 code = self._process(self.command(section, rows, limit), errors, limit)
@@ -110,7 +111,12 @@ class Runner:
         """Its exit code; None where it had to be ended. Its process group goes with it."""
         with errors.open("wb") as file:
             process = subprocess.Popen(
-                command, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True, cwd=ROOT
+                command,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=ROOT,
+                env={**os.environ, "TMPDIR": str(errors.parent)},
             )
             self._running.add(process)
             try:
@@ -127,6 +133,13 @@ class Runner:
             text = errors.read_bytes()[-LOGGED:]
             with self._writing, self.log.open("ab") as log:
                 log.write(f"== {section.name}\n".encode() + text)
+
+
+def _scratch() -> "tempfile.TemporaryDirectory[str]":
+    """For all files of a section, so that nothing stays of one that was killed: a checkpoint of 13B is 26 GB. In memory
+    where that is a file system of its own."""
+    shared = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
+    return tempfile.TemporaryDirectory(prefix="ryzanstein-gpu-", dir=shared, ignore_cleanup_errors=True)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -21,6 +21,7 @@ CODES = {
     "import threading; threading.Event().wait()",
     "dies": WRITE + "import os; os.kill(os.getpid(), 9)",
     "ends": WRITE + "import os; os._exit(3)",
+    "litters": "import os, sys, tempfile; open(sys.argv[2], 'w').write(tempfile.mkdtemp()); os.kill(os.getpid(), 9)",
     # Each end of a pipe opens when the other does.
     "left": WRITE + "open(sys.argv[2], 'w').close()",
     "right": WRITE + "open(sys.argv[2]).close()",
@@ -73,6 +74,13 @@ def test_a_section_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> N
     assert (first.status, first.error[-1:]) == ("timed out", ["here it hangs"])
     assert [row.key for row in first.rows] == ["a/b"]
     assert second.status == "done"
+
+
+def test_nothing_stays_of_a_section_that_was_killed(tmp_path: Path) -> None:
+    run(["litters"], tmp_path / "r.json")
+    left = Path((tmp_path / "pipe").read_text())
+    assert left.is_absolute()
+    assert not left.exists()
 
 
 def test_sections_that_measure_no_time_run_at_the_same_time(tmp_path: Path) -> None:
