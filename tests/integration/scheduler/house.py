@@ -186,6 +186,12 @@ class House:
             while any(received.labels(lane)._value.get() < count for lane, count in counts.items()):
                 await self.bus.flush()
 
+    async def until_known(self, service: SchedulerService, leader: Leader) -> None:
+        """Waits until a scheduler has read of the leader's present life."""
+        async with asyncio.timeout(15):
+            while (group := service._table.get(leader.name)) is None or group.epoch != leader.epoch:
+                await self.bus.flush()
+
     async def left(self) -> int:
         """Requests in the stream that are not settled yet."""
         info = await self.bus.jetstream().stream_info(subjects.INTAKE_STREAM)

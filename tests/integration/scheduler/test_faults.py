@@ -30,7 +30,7 @@ async def test_a_delivery_that_is_repeated_is_settled_while_its_ring_lives(
     house: House, nats_settings: CommonSettings
 ) -> None:
     leaders = [await house.leader("one"), await house.leader("two")]
-    async with scheduler(nats_settings):
+    async with scheduler(nats_settings) as service:
         await house.ask("a", attempt=1)
         await house.until(lambda: any(leader.ids for leader in leaders))
         await house.until_settled()
@@ -42,6 +42,7 @@ async def test_a_delivery_that_is_repeated_is_settled_while_its_ring_lives(
 
         home.epoch = 2
         await home.record("starting")
+        await house.until_known(service, home)
         await house.ask("a", attempt=1)
         await house.until(lambda: other.ids == ["a"])
         await house.until_settled()

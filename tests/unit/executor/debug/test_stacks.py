@@ -89,12 +89,13 @@ def test_files_are_named_below_the_nearest_directory() -> None:
 
 
 def test_a_process_is_seen_as_it_is() -> None:
-    with process("print('ready', flush=True); import time; time.sleep(600)") as child:
+    catching = "import signal; signal.signal(signal.SIGTERM, lambda *_: None);"
+    with process(f"{catching} print('ready', flush=True); import time; time.sleep(600)") as child:
         sleeping = processes.sample(child.pid)
         assert sleeping.memory_bytes > 1 << 20
         assert [thread.tid for thread in sleeping.threads] == [child.pid]
         assert not processes.catches(child.pid, stacks.SIGNAL)
-        assert processes.catches(child.pid, signal.SIGINT)
+        assert processes.catches(child.pid, signal.SIGTERM)
         os.kill(child.pid, signal.SIGSTOP)
         until(lambda: processes.sample(child.pid).state == "stopped")
         child.kill()
