@@ -47,3 +47,7 @@ def test_a_rank_on_a_gpu_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [beat.in_flight for beat in board.beats()] == [True], "somebody must look first"
     looked[0].look()
     assert [beat.in_flight for beat in board.beats()] == [False]
+
+
+def test_a_gpu_is_known_however_its_name_is_written() -> None:
+    assert watched.uuid_of(UUID) == watched.uuid_of(f"GPU-{UUID}") == watched.uuid_of(f"MIG-{UUID}")
