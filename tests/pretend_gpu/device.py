@@ -39,7 +39,7 @@ def pretend_gpu() -> Iterator[Host]:
     with ExitStack() as stack:
         for name, value in _cuda().items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        stack.enter_context(patch.object(torch, "Generator", lambda device=None: _generator()))
+        stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(patch.object(interpreter.GridExecutor, "__call__", _launch_kernel))
         stack.enter_context(patch.object(threading.Thread, "run", _run_thread))
         stack.enter_context(Placing())
@@ -88,7 +88,13 @@ def _use_stream(stream: Stream) -> Iterator[None]:
         HOST.stream = before
 
 
-_generator = torch.Generator
+class _Generator(torch.Generator):
+    """The host's, wherever it is meant to be."""
+
+    def __new__(cls, device: object = None) -> "_Generator":
+        return super().__new__(cls)
+
+
 _run_by_itself = threading.Thread.run
 
 

@@ -7,7 +7,7 @@ the health monitor does, so that it decides who is a peer of whom.
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -77,7 +77,14 @@ class Rings:
         self.reader = Reader()
         self.processes: dict[str, ServiceProcess] = {}
 
-    async def begin(self, group: str, model: Path, *arguments: str, memory: int = 4 << 20) -> None:
+    async def begin(
+        self,
+        group: str,
+        model: Path,
+        *arguments: str,
+        memory: int = 4 << 20,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         more = ("--model", str(model), "--group", group, "--kv-memory", str(memory))
         context = service_process(
             self.bus,
@@ -88,6 +95,7 @@ class Rings:
             *more,
             *arguments,
             instance=f"executor-{group}",
+            variables=variables,
         )
         self.processes[group] = await self._stack.enter_async_context(context)
 

@@ -1,0 +1,64 @@
+"""A whole executor whose rank pretends to have a GPU says what one on the CPU says, and tells of its GPU."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
+
+from shared import subjects
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, SamplingParams
+from tests import pretend_gpu
+from tests.integration.executor.rings import MODEL, VOCABULARY, Rings, make_served_model, rings
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).parents[3]
+SITE = Path(pretend_gpu.__file__).with_name("site")
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=6),
+    SamplingParams(temperature=0.0, logprobs=1),
+]
+
+
+async def texts(house: Rings, group: str) -> list[tuple[list[int], str]]:
+    requests = [
+        GenerationRequest(
+            generation_id=f"{group}-{number}",
+            request_id="r",
+            model=MODEL,
+            consumer="me",
+            prompt=[3 + (number * 31 + i * 7) % (VOCABULARY - 3) for i in range(6 + 5 * number)],
+            max_tokens=6,
+            sampling=sampling,
+        )
+        for number, sampling in enumerate(SAMPLINGS)
+    ]
+    reply = await house.bus.request(
+        subjects.dispatch(group), DispatchBatch(requests), DispatchReply, timeout=10
+    )
+    assert len(reply.accepted) == len(requests), reply.refused
+    found = [await house.reader.finish(one.generation_id) for one in requests]
+    return [(tokens, last.finish) for tokens, last in found]
+
+
+async def test_an_executor_on_a_gpu_says_what_one_on_the_cpu_says(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    model = make_served_model(tmp_path / "model")
+    paths = os.pathsep.join([str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    options = ("--kv-dtype", "bf16", "--max-sequences", "3", "--max-batch-tokens", "32")
+    async with rings(bus, nats_settings, tmp_path) as house:
+        await house.begin("cpu", model, *options)
+        await house.begin("gpu", model, *options, "--device", "cuda", variables={"PYTHONPATH": paths})
+        await house.ready("cpu", "gpu")
+        expected, found = await asyncio.gather(texts(house, "cpu"), texts(house, "gpu"))
+        assert found == expected
+        logged = await house.leave("gpu")
+    for said in ("computing_with_gpu_decoder", '"sizes": [1, 2, 3]', '"lookahead": true'):
+        assert said in logged
