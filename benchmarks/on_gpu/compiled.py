@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from benchmarks.on_gpu.compiled_kernels import attention, fused, products, sampling
-from benchmarks.on_gpu.compiled_kernels.hopper import INSTRUCTIONS, SHARED_LIMIT, Compiled
+from benchmarks.on_gpu.compiled_kernels.hopper import INSTRUCTIONS, Compiled
+from services.executor.triton_kernels.tiles import SHARED
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
 
 def _is_bad(one: Compiled) -> bool:
     """Models in float32 are for checks: their products take registers that no one has."""
-    return (one.stack > attention.MOST_STACK and "fp32" not in one.name) or one.shared > SHARED_LIMIT
+    return (one.stack > attention.MOST_STACK and "fp32" not in one.name) or one.shared > SHARED
 
 
 if __name__ == "__main__":

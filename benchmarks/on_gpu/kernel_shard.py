@@ -96,10 +96,9 @@ def main() -> None:
         except Exception as failed:
             wrong = str(failed) if isinstance(failed, AssertionError) else told(failed)
             if is_gpu_error(failed):
-                print(Checked(str(case), error, wrong)._asdict(), flush=True, file=sys.stderr)
-                print(json.dumps(Checked(str(case), error, wrong)._asdict()), flush=True)
-                raise
-        print(json.dumps(Checked(str(case), error, wrong)._asdict()), flush=True)
+                raise  # nothing more can be computed in this process
+        finally:
+            print(json.dumps(Checked(str(case), error, wrong)._asdict()), flush=True)
 
 
 if __name__ == "__main__":

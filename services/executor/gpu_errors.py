@@ -72,9 +72,8 @@ def told(error: BaseException, who: str) -> RyzansteinError | None:
     """`error` of the rank `who` ("Rank 1 of group g") as the sentence to end with; None where it is not a GPU's."""
     reason = str(error).strip().partition("\n")[0].rstrip(".")
     if _is_out_of_memory(error):
-        reason = reason.partition(" If reserved but")[0].rstrip(
-            "."
-        )  # torch's own advice, and where it is written
+        # Without torch's own advice, and where it is written.
+        reason = reason.partition(" If reserved but")[0].rstrip(".")
         return InternalError(f"{who} has run out of GPU memory ({reason}); {_OUT_OF_MEMORY}.")
     if not is_gpu_error(error):
         return None

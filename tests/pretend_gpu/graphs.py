@@ -24,17 +24,15 @@ class Entry(NamedTuple):
 class Graph:
     """`torch.cuda.CUDAGraph`."""
 
-    def __init__(self, keep_graph: bool = False) -> None:
+    def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.pool: list[Graph] = []
-        self.replays = 0
 
     def add(self, call: Callable[[], Any], made: list[Tensor]) -> None:
         self.entries.append(Entry(call, made))
 
     def replay(self) -> None:
         HOST.stream.given += 1
-        self.replays += 1
         for graph in self.pool:
             if graph is not self:
                 graph.spoil()
@@ -47,12 +45,6 @@ class Graph:
         for entry in self.entries:
             for tensor in entry.made:
                 spoil(tensor)
-
-    def pool_handle(self) -> "list[Graph]":
-        return self.pool
-
-    def reset(self) -> None:
-        self.entries.clear()
 
 
 class capture(AbstractContextManager[None]):  # noqa: N801  # as torch.cuda.graph is called

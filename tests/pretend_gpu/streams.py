@@ -43,11 +43,6 @@ class Stream:
     def wait_event(self, event: "Event") -> None:
         join(self.clock, event.clock)
 
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event()
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         HOST.wait(self.now(), "Stream.synchronize")
 
@@ -150,10 +145,7 @@ class Host:
         self.wait(self.stream.now(), by)
 
     def wait_for_all(self, by: str) -> None:
-        if self.recording is not None:
-            raise RuntimeError(f"operation not permitted when stream is capturing ({by})")
-        self.waits.append(by)
-        self.arrive({stream: stream.given for stream in list(Stream.all)})
+        self.wait({stream: stream.given for stream in list(Stream.all)}, by)
 
     def arrive(self, clock: Clock) -> None:
         """Has copies that are over by `clock` be seen."""

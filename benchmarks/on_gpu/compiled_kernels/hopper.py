@@ -10,8 +10,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 TARGET = GPUTarget("cuda", 90, 32)
-SHARED_LIMIT = 227 << 10
-"""Bytes of shared memory that one program can have there."""
 INSTRUCTIONS = {
     "wgmma": r"HGMMA",
     "mma": r"\bHMMA",

@@ -107,9 +107,7 @@ def _why_no_triton() -> str:
     try:
         # Builds its own library for the driver where its cache has none, with a C compiler and Python's headers.
         triton.runtime.driver.active.get_current_target()
-    except (
-        Exception
-    ) as error:  # whatever a compiler, a linker or a file system that forbids to execute answer
+    except Exception as error:  # of a compiler, a linker, a file system that forbids to execute
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return (
             f"Triton cannot build what launches its kernels ({reason}); install a C compiler and Python's headers, "

@@ -7,7 +7,7 @@ the health monitor does, so that it decides who is a peer of whom.
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -130,6 +130,17 @@ class Rings:
                     return
                 await asyncio.sleep(0.05)
 
+    async def hand_in(self, group: str, requests: Sequence[GenerationRequest]) -> None:
+        """All at once, and all are taken."""
+        batch = DispatchBatch(list(requests))
+        reply = await self.bus.request(subjects.dispatch(group), batch, DispatchReply, timeout=10)
+        assert len(reply.accepted) == len(requests), reply.refused
+
+    async def texts(self, requests: Sequence[GenerationRequest]) -> list[tuple[list[int], str]]:
+        """The tokens of requests that were handed in, and how they ended."""
+        found = [await self.reader.finish(one.generation_id) for one in requests]
+        return [(tokens, last.finish) for tokens, last in found]
+
     async def leave(self, group: str) -> str:
         """Ends it by its signal; returns what it logged."""
         process = self.processes[group]
@@ -180,9 +191,7 @@ class Session:
             sampling=SamplingParams(temperature=0.0),
             session=self.name,
         )
-        subject = subjects.dispatch(group)
-        reply = await self._rings.bus.request(subject, DispatchBatch([request]), DispatchReply, timeout=10)
-        assert reply.accepted == [name], reply.refused
+        await self._rings.hand_in(group, [request])
         tokens, last = await self._rings.reader.finish(name)
         assert last.finish == "length", last.error
         self._turns += 1

@@ -11,8 +11,6 @@ from shared.config import CommonSettings
 from shared.messages import (
     Cancel,
     ControlReply,
-    DispatchBatch,
-    DispatchReply,
     GenerationRequest,
     SamplingParams,
 )
@@ -50,13 +48,9 @@ def load(group: str) -> list[GenerationRequest]:
 async def texts(house: Rings, group: str) -> list[tuple[list[int], str]]:
     requests = load(group)
     for some in (requests[:6], requests[6:]):
-        reply = await house.bus.request(
-            subjects.dispatch(group), DispatchBatch(some), DispatchReply, timeout=10
-        )
-        assert len(reply.accepted) == len(some), reply.refused
+        await house.hand_in(group, some)
         await house.reader.finish(some[0].generation_id)
-    found = [await house.reader.finish(one.generation_id) for one in requests]
-    return [(tokens, last.finish) for tokens, last in found]
+    return await house.texts(requests)
 
 
 async def test_texts_are_those_without_lookahead(
@@ -72,8 +66,7 @@ async def test_texts_are_those_without_lookahead(
         assert found == expected
         assert {finish for _, finish in found} == {"length", "stop"}
         endless = GenerationRequest("on-x", "r", MODEL, "me", [5, 6, 7], 900)
-        batch = DispatchBatch([endless])
-        await house.bus.request(subjects.dispatch("on"), batch, DispatchReply, timeout=10)
+        await house.hand_in("on", [endless])
         await house.reader.more()
         await house.bus.request(subjects.control("on"), Cancel(["on-x"]), ControlReply, timeout=5)
         tokens, last = await house.reader.finish("on-x")

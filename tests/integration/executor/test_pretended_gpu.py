@@ -8,10 +8,9 @@ import pytest
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, SamplingParams
+from shared.messages import GenerationRequest, SamplingParams
 from tests import pretend_gpu
 from tests.integration.executor.rings import MODEL, VOCABULARY, Rings, make_served_model, rings
 
@@ -26,8 +25,8 @@ SAMPLINGS = [
 ]
 
 
-async def texts(house: Rings, group: str) -> list[tuple[list[int], str]]:
-    requests = [
+def load(group: str) -> list[GenerationRequest]:
+    return [
         GenerationRequest(
             generation_id=f"{group}-{number}",
             request_id="r",
@@ -39,12 +38,11 @@ async def texts(house: Rings, group: str) -> list[tuple[list[int], str]]:
         )
         for number, sampling in enumerate(SAMPLINGS)
     ]
-    reply = await house.bus.request(
-        subjects.dispatch(group), DispatchBatch(requests), DispatchReply, timeout=10
-    )
-    assert len(reply.accepted) == len(requests), reply.refused
-    found = [await house.reader.finish(one.generation_id) for one in requests]
-    return [(tokens, last.finish) for tokens, last in found]
+
+
+async def texts(house: Rings, group: str) -> list[tuple[list[int], str]]:
+    await house.hand_in(group, load(group))
+    return await house.texts(load(group))
 
 
 async def test_an_executor_on_a_gpu_says_what_one_on_the_cpu_says(

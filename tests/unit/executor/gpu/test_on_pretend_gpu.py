@@ -13,8 +13,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from benchmarks.on_gpu.served import Served, served
+from benchmarks.on_gpu.served import served
 from benchmarks.on_gpu.shapes import TINY
+from services.executor.engine.plan import StepPlan
+from services.executor.engine.protocol import Launched
 from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.gpu import coded
@@ -31,19 +33,17 @@ from services.executor.model.loader import load_config, load_model
 from services.executor.model.quantized import Quantized
 from services.executor.model.sharding import ShardLayout
 from services.executor.progress import Progress
-from shared.messages import GenerationRequest, SamplingParams
 from tests.pretend_gpu.device import pretend_gpu
 from tests.pretend_gpu.ring import PretendNccl
 from tests.pretend_gpu.streams import Host
 from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, runner_of, small_model
+from tests.unit.executor.gpu.texts import DRAWN, GREEDY, requests, texts
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, Script
 from tests.unit.executor.model.tiny import build, logits_of
 
 GPU = torch.device("cuda", 0)
 LIMITS = StepLimits(max_sequences=3, max_batch_tokens=16, context_length=32, graph_memory=1 << 30)
-GREEDY = SamplingParams(temperature=0.0)
-DRAWN = SamplingParams(temperature=0.8, top_k=7, top_p=0.9, seed=5)
 NEW = 6
 STEPS = (({0: 4}, GREEDY), ({0: 1, 1: 3}, GREEDY), ({0: 1, 1: 1}, GREEDY), ({1: 1, 0: 1}, DRAWN))
 """Tokens of each sequence, and how all of them are sampled."""
@@ -103,58 +103,34 @@ def test_graphs_and_sampling_give_the_host_s_tokens(
 # --- a whole engine ------------------------------------------------------------------------------
 
 
-def texts(
-    ring: Served, prompts: Sequence[Sequence[int]], gpu: Host, *, ahead: bool
-) -> tuple[dict[str, list[int]], Counter[str]]:
-    """What prompts become, and how many steps compressed blocks or were launched ahead."""
-    batcher, engine, seen = ring.batcher(), ring.engine, Counter[str]()
-    for number, prompt in enumerate(prompts):
-        sampling = DRAWN if number % 2 else GREEDY
-        request = GenerationRequest(f"{ahead}{number}", "r", "m", "c", list(prompt), NEW, sampling)
-        assert batcher.add(request) is None
-    found: dict[str, list[int]] = {}
-    under_way: list[Any] = []
-
-    def launch(scheduled: Any) -> None:
-        plan, rows = scheduled
-        seen.update(compressing=bool(plan.compressions))
-        under_way.append(engine.launch(plan, [row.sampling for row in rows]))
-
-    while batcher.has_work:
-        gpu.waits.clear()
-        if not under_way:
-            launch(batcher.schedule())
-        if ahead and (scheduled := batcher.schedule_ahead()):
-            launch(scheduled)
-            seen.update(ahead=1)
-        assert gpu.waits == []
-        for entries in batcher.update(under_way.pop(0).result()).values():
-            for entry in entries:
-                found.setdefault(entry.generation_id.removeprefix(str(ahead)), []).extend(entry.tokens)
-    batcher.check()
-    return found, seen
-
-
 def test_an_engine_waits_for_tokens_alone(gpu: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled = Counter[str]()
+    seen = Counter[str]()
 
     def counted(*given: Any) -> Tensor:
-        scaled.update(products=1)
+        seen.update(scaled=1)
         return coded.scaled_by_rows(*given)
+
+    def watched(plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        gpu.waits.clear()
+        launched: Launched = ring.engine.launch(plan, samples)
+        assert gpu.waits == []
+        seen.update(compressing=bool(plan.compressions))
+        return launched
 
     monkeypatch.setattr(coded.coded_product, "__defaults__", (counted,))
     options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 2, "context_length": 64}
     prompts = [[7 * at % 250 + 3 for at in range(length)] for length in (40, 28)]
+    wanted = requests(prompts, (GREEDY, DRAWN), NEW)
     with served(TINY, GPU, weight_dtype="fp8", **options) as ring:
         assert ring.spec.overlaps
         assert ring.unknown == []
-        one_by_one, _ = texts(ring, prompts, gpu, ahead=False)
-        found, seen = texts(ring, prompts, gpu, ahead=True)
+        one_by_one, _ = texts(ring, wanted, ahead=False, launch=watched)
+        found, launched_ahead = texts(ring, wanted, ahead=True, launch=watched)
     assert found == one_by_one
-    assert [len(tokens) for tokens in found.values()] == [NEW, NEW]
-    assert seen["ahead"] >= NEW - 2
+    assert [len(tokens) for tokens in found] == [NEW, NEW]
+    assert launched_ahead >= NEW - 2
     assert seen["compressing"] >= 2
-    assert scaled["products"]  # the prompts have more rows than kernels of ours take
+    assert seen["scaled"]  # the prompts have more rows than kernels of ours take
 
 
 # --- other models, and what lies around the steps ------------------------------------------------
