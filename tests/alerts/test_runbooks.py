@@ -23,6 +23,7 @@ from tests.e2e.stack import Stack
 
 ELSEWHERE = {"up", "ryzanstein_gateway_certificate_expiry_timestamp_seconds"}
 """Prometheus' own, and what only a gateway with TLS tells (tests/integration/gateway/test_tls.py)."""
+SERVICES = {"gateway", "scheduler", "health-monitor", "executor"}
 SUFFIXES = ("", "_total", "_bucket", "_count", "_sum")
 
 
@@ -51,15 +52,24 @@ async def families(stack: Stack) -> set[str]:
     bus = await Bus.connect(nats_of_stack(stack.data_dir, ""), "test")
     try:
         bucket = await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)
-        records = await bucket.items()
+        records = await ready_of_each_kind(bucket)
     finally:
         await bus.close()
     found: set[str] = set()
     async with httpx.AsyncClient(trust_env=False) as http:
-        for record in (each for each in records.values() if each.state == "ready"):
+        for record in records:
             text = (await http.get(f"http://{record.address}/metrics")).raise_for_status().text
             found |= {name.removesuffix("_total") for name in re.findall(r"(?m)^# TYPE (\S+)", text)}
     return found
+
+
+async def ready_of_each_kind(bucket: Bucket[ServiceRecord]) -> list[ServiceRecord]:
+    """The health monitor may hear a moment later than the stack that a service is ready."""
+    async with asyncio.timeout(60):
+        while True:
+            ready = [record for record in (await bucket.items()).values() if record.state == "ready"]
+            if {record.name for record in ready} >= SERVICES:
+                return ready
 
 
 @pytest.mark.e2e
