@@ -63,6 +63,10 @@ class ServiceProcess:
             timeout,
         )
 
+    def logged_last(self, characters: int = 4000) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-characters:]
+
     async def leave(self) -> None:
         """Tells it to end, unless it has; whatever its exit code, and killed where it does not."""
         if self.process.returncode is not None:
@@ -126,6 +130,9 @@ async def service_process(
     )
     try:
         yield running
+    except BaseException as error:
+        error.add_note(f"what {instance} logged last:\n{running.logged_last()}")
+        raise
     finally:
         await subscription.unsubscribe()
         await running.leave()

@@ -51,9 +51,13 @@ async def test_an_executor_on_a_gpu_says_what_one_on_the_cpu_says(
     model = make_served_model(tmp_path / "model")
     paths = os.pathsep.join([str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     options = ("--kv-dtype", "bf16", "--max-sequences", "3", "--max-batch-tokens", "32")
+    # A layer that Triton's interpreter computes takes seconds on a busy machine, and tells of no progress meanwhile.
+    patient = ("--hung-after", "60")
     async with rings(bus, nats_settings, tmp_path) as house:
         await house.begin("cpu", model, *options)
-        await house.begin("gpu", model, *options, "--device", "cuda", variables={"PYTHONPATH": paths})
+        await house.begin(
+            "gpu", model, *options, *patient, "--device", "cuda", variables={"PYTHONPATH": paths}
+        )
         await house.ready("cpu", "gpu")
         expected, found = await asyncio.gather(texts(house, "cpu"), texts(house, "gpu"))
         assert found == expected

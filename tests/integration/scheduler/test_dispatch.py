@@ -187,7 +187,7 @@ async def test_the_less_loaded_group_is_preferred(house: House, nats_settings: C
         for index in range(10):
             await house.ask(str(index))
         await house.until(lambda: len(idle.requests) == 10)
-    assert busy.batches == []
+    assert not any(busy.batches), "more than the question whether a full ring has room"
 
 
 async def test_while_a_batch_is_under_way_the_next_one_gathers(
