@@ -2,6 +2,9 @@
 
 spawn all ranks ─▶ rank 0 says where to meet ─▶ told to the others ─▶ all load ─▶ rank 0: ready
      └── any rank ends, in whatever way ──▶ the ring is lost ──▶ all are killed
+
+A rank that misses another may say so before that one's end is seen. Which rank ended, and how, says more than who
+missed it: that is waited for a moment.
 """
 
 import asyncio
@@ -21,10 +24,13 @@ from services.executor.handover.board import HandoverBoard
 from services.executor.nodes.head import NodesHead, RemoteRank
 from services.executor.rank_process import LocalRank
 from services.executor.settings import ExecutorSettings
+from shared.errors import RingLost
 
 log = structlog.get_logger(__name__)
 
 LEAVE_TIMEOUT = 5.0
+NAMING_PATIENCE = 1.0
+"""Seconds in which the end of a rank is noticed after another has missed it."""
 KILL_PATIENCE = 10.0
 """Seconds after which a process that has been killed and does not end is worth a word."""
 
@@ -130,6 +136,8 @@ class Ring:
         self._processes: list[LocalRank | RemoteRank] = []
         self._events: dict[int, asyncio.Task[None]] = {}
         self._exits: list[asyncio.Task[None]] = []
+        self._told: set[int] = set()
+        """Ranks that have said why they end."""
         self._killed = False
         self._end: asyncio.Future[RingEnd] = asyncio.get_running_loop().create_future()
 
@@ -241,12 +249,19 @@ class Ring:
             case Drained():
                 self._finish(RingEnd("drained", "the group was drained"))
             case Failed(code, message):
-                self._finish(RingEnd("failed", message, code))
+                self._told.add(rank)
+                end = RingEnd("failed", message, code)
+                if code == RingLost.code:
+                    asyncio.get_running_loop().call_later(NAMING_PATIENCE, self._finish, end)
+                else:
+                    self._finish(end)
 
     async def _follow_exit(self, rank: int, process: LocalRank | RemoteRank) -> None:
         code = await process.wait()
         # What the rank said last may still be in the pipe, which ends with the process.
         await asyncio.wait({self._events[rank]}, timeout=LEAVE_TIMEOUT)
+        if rank in self._told:
+            return
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
         where = f"process {process.pid}" if isinstance(process, LocalRank) else process.where
         self._finish(RingEnd("died", f"rank {rank} ({where}) ended with {how}"))
