@@ -147,12 +147,13 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=1800s --retries=3 CMD ["ry
 ENTRYPOINT ["ryzanstein", "serve", "executor"]
 
 # With a C compiler, by which Triton builds the launcher of each kernel; its cache must not be mounted noexec.
+# Volume: /kernels, for TRITON_CACHE_DIR: what a container has compiled, the next one need not.
 FROM executor AS executor-gpu
 USER 0:0
 # hadolint ignore=DL3008
 RUN command -v gcc > /dev/null || { \
       apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
-    }
+    } && install -d -o 10001 -g 10001 /kernels
 USER 10001:10001
 
 # The operator's commands; no service, so nothing to check.

@@ -109,7 +109,7 @@ def served(
     model: Shape | Any, device: torch.device, dtype: torch.dtype = torch.bfloat16, **wanted: Any
 ) -> Iterator[Served]:
     """A ring of one that serves a random model of a shape, or of a configuration of transformers'; `wanted`: settings
-    of the executor."""
+    of the executor. Kernels are compiled as they come up: what is measured is run before."""
     config = model.config() if isinstance(model, Shape) else model
     config.dtype = "float32" if dtype == torch.float32 else "bfloat16"
     known = {name: value for name, value in wanted.items() if name in ExecutorSettings.model_fields}
@@ -121,7 +121,7 @@ def served(
             model=str(directory),
             device=device.type,
             dtype="fp32" if dtype == torch.float32 else "bf16",
-            **{"block_size": BLOCK, "threads": 1 if device.type == "cpu" else 0, **known},
+            **{"block_size": BLOCK, "threads": 1 if device.type == "cpu" else 0, "warm_up": "off", **known},
         )
         board = Path(scratch, "board")
         spec = RankSpec(0, 1, "benchmark", "benchmark", 1, str(board), {})

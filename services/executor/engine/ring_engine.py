@@ -274,7 +274,7 @@ class RingMember:
         runner = make_runner(model, store, layout, collectives, device, threads, spill, cores, limits)
         if runner.is_native:
             spans.count_native(runner.spent)
-        runner.warm_up()
+        runner.warm_up(rehearsal(settings, layout, store, limits))
         handover = HandoverBoard.beside(spec.board, spec.world_size)
         if handover is not None:
             place = (spec.rank, settings.ring_host, settings.handover_port)
@@ -307,6 +307,18 @@ def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None"
 
     memory = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
     return StepLimits(settings.max_sequences, settings.max_batch_tokens, context, memory)
+
+
+def rehearsal(
+    settings: ExecutorSettings, layout: ShardLayout, store: KvStore, limits: "StepLimits | None"
+) -> list[StepPlan]:
+    """Steps that compile what requests will need on a GPU; none where nothing is compiled."""
+    if limits is None or settings.warm_up == "off":
+        return []
+    from services.executor.gpu.rehearsal import chunks, plans
+
+    found = chunks(limits.max_batch_tokens, limits.context_length, layout.q_per_kv)
+    return plans(found, store.block_size, (0, store.num_hot) if store.num_cold else None)
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

@@ -1,9 +1,11 @@
 """One rank's forward pass over a step plan."""
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:  # they import Triton, which not every host has
     from services.executor.gpu.kernels import GpuKernels
     from services.executor.gpu.sampling import Pending
     from services.executor.gpu.steps import GpuSteps
+
+log = structlog.get_logger(__name__)
 
 
 def widths_of(model: Any) -> list[int]:
@@ -209,9 +213,9 @@ class ModelRunner:
         with span(self._decoder.label):
             return self._decoder.forward_to_largest(plan, progress)
 
-    def warm_up(self) -> None:
-        """Runs one step of two tokens through block 0, which must be free: what cannot run fails here. Captures
-        graphs where there are to be some, and compiles what samples.
+    def warm_up(self, rehearsal: Sequence[StepPlan] = ()) -> None:
+        """Runs one step of two tokens through block 0, which must be free: what cannot run fails here. Then those of
+        `rehearsal`, whatever they compute. Captures graphs where there are to be some, and compiles what samples.
 
         Raises `shared.errors.ModelLoadError` when the model asks for what attention does not support, or
         when its weights compute what is no number.
@@ -237,8 +241,18 @@ class ModelRunner:
                 "The model's weights compute values that are no numbers (NaN or infinite); the weights file is "
                 "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
             )
+        self._rehearse(rehearsal)
         if self._steps is not None:
             self._steps.prepare()
+
+    def _rehearse(self, steps: Sequence[StepPlan]) -> None:
+        if not steps:
+            return
+        log.info("warming_up", steps=len(steps))
+        began = time.perf_counter()
+        for plan in steps:
+            self.forward(plan)
+        log.info("warmed_up", steps=len(steps), seconds=round(time.perf_counter() - began, 2))
 
     def _no_logits(self) -> Tensor:
         return torch.empty((0, self.vocab_size), dtype=torch.float32, device=self._device)

@@ -298,5 +298,9 @@ def test_mounted_files_are_there(name: str) -> None:
 def test_triton_may_execute_what_it_builds() -> None:
     """What Docker mounts in memory is noexec unless it is told otherwise."""
     assert SERVICES["executor-gpu"]["tmpfs"] == ["/tmp:exec"]
+    kept = SERVICES["executor-gpu"]["environment"]["TRITON_CACHE_DIR"]
+    assert f"kernels:{kept}" in SERVICES["executor-gpu"]["volumes"], (
+        "else every new container compiles all kernels"
+    )
     assert SERVICES["executor-gpu"]["build"]["target"] == "executor-gpu"
     assert SERVICES["executor"]["build"]["target"] == "executor"

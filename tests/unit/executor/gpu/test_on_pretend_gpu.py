@@ -23,6 +23,7 @@ from services.executor.gpu import coded
 from services.executor.gpu.device_progress import DeviceProgress
 from services.executor.gpu.graphed import GraphedDecoder
 from services.executor.gpu.marks import CudaMarks
+from services.executor.gpu.rehearsal import chunks, plans
 from services.executor.gpu.steps import StepLimits
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.sizes import StoreShape
@@ -144,6 +145,7 @@ def test_models_that_transformers_modules_compute(tmp_path: Path, name: str) -> 
     with pretend_gpu():
         runner = runner_of(tmp_path, SingleRank(), device=GPU)
         assert runner._decoder is None
+        runner.warm_up(plans(chunks(8, 9, 2), BLOCK_SIZE, None))
         for tokens in ({0: 7}, {0: 1, 1: 5}, {0: 1, 1: 1}):
             plan, sampled = script.step(dict(tokens))
             logits = runner.forward(plan)
