@@ -75,8 +75,8 @@ class ExecutorSettings(CommonSettings):
     """Share of a GPU's memory that may be in use once the KV cache stands, where `kv_memory` is not set. What steps
     are estimated to need is left free in any case."""
     kv_host_memory: int = Field(default=0, ge=0)
-    """Bytes of host memory per rank for evicted KV blocks of sessions; 0: none. For GPUs: on a CPU the same
-    bytes are worth more as `kv_memory`."""
+    """Bytes of host memory per rank for evicted KV blocks of sessions; 0: none. For GPUs, which have it pinned at
+    start: on a CPU the same bytes are worth more as `kv_memory`."""
     kv_disk_memory: int = Field(default=0, ge=0)
     """Bytes on disk per rank for evicted KV blocks of sessions; 0: none."""
     kv_disk_directory: Path | None = None

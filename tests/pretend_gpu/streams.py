@@ -81,6 +81,8 @@ class _Copy(NamedTuple):
     arrive: Callable[[], None]
     source: int
     """The pinned memory that it reads; 0: it writes some."""
+    into: tuple[int, int]
+    """The pinned bytes [first, end) that it writes."""
 
 
 class _Use(NamedTuple):
@@ -153,8 +155,8 @@ class Host:
             join(self._done, clock)
             over = [copy for copy in self._copies if copy.number <= clock.get(copy.stream, 0)]
             self._copies = [copy for copy in self._copies if copy not in over]
-        for copy in over:
-            copy.arrive()
+            for copy in over:  # no other thread finds them gone, and not there
+                copy.arrive()
 
     # --- pinned memory ---------------------------------------------------------------------------
 
@@ -167,6 +169,7 @@ class Host:
 
     def from_pinned(self, source: Tensor) -> None:
         """A copy out of `source` begins, which must stay as it is until it is over."""
+        self._copied_before(source)
         was = source.clone()
 
         def arrive() -> None:
@@ -182,15 +185,34 @@ class Host:
         with self._lock:  # what reads this memory comes before: from here on it may change
             before = [copy for copy in self._copies if copy.source == _memory(target)]
             self._copies = [copy for copy in self._copies if copy not in before]
-        for copy in before:
-            copy.arrive()
+            for copy in before:
+                copy.arrive()
         taken = content.clone()
-        self._under_way(lambda: void(target.copy_(taken)))
+        first = target.data_ptr()
 
-    def _under_way(self, arrive: Callable[[], None], source: int = 0) -> None:
+        def arrive() -> None:
+            with torch.inference_mode():  # a device writes to whatever memory it is told to
+                target.copy_(taken)
+
+        self._under_way(arrive, into=(first, first + target.nbytes))
+
+    def _copied_before(self, source: Tensor) -> None:
+        """The device reads `source` after what this stream comes behind has been written to it."""
+        first, clock = source.data_ptr(), self.stream.now()
+        with self._lock:
+            found = [c for c in self._copies if c.into[0] < first + source.nbytes and first < c.into[1]]
+            self._copies = [copy for copy in self._copies if copy not in found]
+            for copy in found:
+                if copy.number > clock.get(copy.stream, 0):
+                    raise Misuse(
+                        "the device copies from pinned memory that another stream may still be copying to"
+                    )
+                copy.arrive()
+
+    def _under_way(self, arrive: Callable[[], None], source: int = 0, into: tuple[int, int] = (0, 0)) -> None:
         self.stream.given += 1
         with self._lock:
-            self._copies.append(_Copy(self.stream, self.stream.given, arrive, source))
+            self._copies.append(_Copy(self.stream, self.stream.given, arrive, source, into))
 
     # --- memory of the device --------------------------------------------------------------------
 
@@ -220,10 +242,6 @@ class Host:
         """Its memory is new."""
         with self._lock:
             self._uses[_memory(tensor)] = []
-
-
-def void(result: object) -> None:
-    """For a lambda that returns nothing."""
 
 
 def _memory(tensor: Tensor) -> int:

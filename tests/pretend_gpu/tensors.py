@@ -59,6 +59,9 @@ class DeviceTensor(Tensor):
         made.held = held
         return made
 
+    def record_stream(self, stream: object) -> None:  # type: ignore[override]
+        """Nothing to do: no memory is handed out again here while a copy is under way."""
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return call(func, args, kwargs or {})

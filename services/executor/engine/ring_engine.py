@@ -26,6 +26,7 @@ from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.vectors import Floats
 from services.executor.gpu.placement import choose_device, stay_near
+from services.executor.gpu.spilling import DeviceSpill
 from services.executor.gpu.watched import watch_device
 from services.executor.gpu.weight_dtype import weight_codec
 from services.executor.handover.board import HandoverBoard
@@ -267,7 +268,8 @@ class RingMember:
             widths,
         )
         slots = agree_on_slots(shape, settings, device, collectives)
-        spill = SpillStore(slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
+        room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
+        spill = DeviceSpill(*room, device) if device.type == "cuda" else SpillStore(*room)
         store = KvStore(shape, blocks.hot, device, blocks.cold)
         cores = cores_of(settings, spec.rank)
         limits = step_limits(settings, context) if device.type == "cuda" else None

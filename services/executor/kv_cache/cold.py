@@ -62,10 +62,13 @@ class ColdBlocks:
         scales = self.scales[position].view(-1).index_select(0, rows)
         out.copy_(self.codec.decode(codes.index_select(0, rows), scales))
 
+    def wholes(self) -> list[Tensor]:
+        """What blocks consist of, in the order in which they are saved."""
+        return [self.codes] if self.scales is None else [self.codes, self.scales]
+
     def parts(self, block: int) -> list[Tensor]:
-        """Views of what `block` (from 0) consists of, in the order in which it is saved."""
-        codes = self.codes[:, block]
-        return [codes] if self.scales is None else [codes, self.scales[:, block]]
+        """Views of what `block` (from 0) consists of, in the same order."""
+        return [whole[:, block] for whole in self.wholes()]
 
 
 def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,12 +7,15 @@ import torch
 from numpy.typing import NDArray
 
 from services.executor.engine.plan import StepPlan, as_int32
-from services.executor.kv_cache.spill import SpillStore
+from services.executor.kv_cache.spill import Spill
 from services.executor.kv_cache.store import KvStore
 
 
 class Sum(Protocol):
     """What is needed of the ring's collectives."""
+
+    @property
+    def world_size(self) -> int: ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
@@ -28,7 +31,7 @@ class Endpoint(Protocol):
 class BlockCopier:
     """Between a rank's store and its spilled bytes. All ranks of a ring run the same plans in order."""
 
-    def __init__(self, store: KvStore, spill: SpillStore | None, collectives: Sum) -> None:
+    def __init__(self, store: KvStore, spill: Spill | None, collectives: Sum) -> None:
         self._store = store
         self._spill = spill
         self._collectives = collectives
@@ -37,18 +40,24 @@ class BlockCopier:
 
     def run(self, plan: StepPlan) -> list[int]:
         """Saves, compresses, adopts, restores. Returns the slots that some rank cannot restore: the same answer on
-        every rank, for which they ask each other only where a plan restores something."""
-        for block, slot in _pairs(plan.saves).tolist():
-            self._spilled.save(slot, self._store.save(block))
+        every rank, for which they ask each other only where a plan restores what may be lost."""
+        if plan.saves:
+            self._spilled.save_blocks(self._store, _pairs(plan.saves).tolist())
         if plan.compressions:
             self._store.compress(_pairs(plan.compressions))
         self._hand_over(plan)
         if not plan.restores:
             return []
         restores = _pairs(plan.restores)
-        lost = [0.0 if self._restore(slot, block) else 1.0 for slot, block in restores.tolist()]
-        on_any = self._collectives.all_reduce(torch.tensor(lost, device=self._store.device))
-        return [int(slot) for slot in restores[on_any.cpu().numpy() > 0, 0]]
+        found = self._spilled.load_blocks(self._store, restores.tolist())
+        if not self._spilled.loses:  # asking would wait for the device
+            assert all(found), "a plan restores what was never saved"
+            return []
+        lost = np.array([0.0 if there else 1.0 for there in found], dtype=np.float32)
+        if self._collectives.world_size > 1:
+            flags = torch.from_numpy(lost).to(self._store.device)
+            lost = self._collectives.all_reduce(flags).cpu().numpy()
+        return [int(slot) for slot in restores[lost > 0, 0]]
 
     def _hand_over(self, plan: StepPlan) -> None:
         if self.endpoint is None:
@@ -58,15 +67,8 @@ class BlockCopier:
         if plan.handover:
             self.endpoint.obey(plan.handover)
 
-    def _restore(self, slot: int, block: int) -> bool:
-        content = self._spilled.load(slot)
-        if content is None:
-            return False
-        self._store.load(block, content)
-        return True
-
     @property
-    def _spilled(self) -> SpillStore:
+    def _spilled(self) -> Spill:
         assert self._spill is not None, "a plan spills blocks, and the rank has nowhere to spill to"
         return self._spill
 

@@ -14,16 +14,44 @@ import os
 import tempfile
 import threading
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
+from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 
 MOST_WAITING_BYTES = 64 << 20
 """Saved blocks that wait to be written; what would be more is lost rather than waited for."""
+
+
+class Arriving(Protocol):
+    """The bytes of a block that are on their way into this process's memory."""
+
+    def wait(self) -> bytes: ...
+
+
+class Spill(Protocol):
+    """What a rank keeps evicted blocks in."""
+
+    @property
+    def loses(self) -> bool:
+        """Whether a block that was saved may not come back."""
+        ...
+
+    def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> None:
+        """Keeps blocks of `store` in slots, (block, slot) each, whatever was there before."""
+        ...
+
+    def load_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+        """Puts slots into blocks, (slot, block) each, and says of each whether it was there."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class SpillStore:
@@ -35,6 +63,23 @@ class SpillStore:
         self._num_host = num_host
         self._host: dict[int, bytes] = {}
         self._disk = DiskSlots(block_bytes, directory) if num_disk else None
+
+    @property
+    def loses(self) -> bool:
+        return True
+
+    def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> None:
+        for block, slot in pairs:
+            self.save(slot, store.save(block))
+
+    def load_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+        return [self._load_block(store, slot, block) for slot, block in pairs]
+
+    def _load_block(self, store: KvStore, slot: int, block: int) -> bool:
+        content = self.load(slot)
+        if content is not None:
+            store.load(block, content)
+        return content is not None
 
     def save(self, slot: int, content: bytes) -> None:
         """Keeps `content` in `slot`, whatever was there before."""
@@ -76,14 +121,14 @@ class DiskSlots:
                 f"({error.strerror}); name a directory that can be written to with --kv-disk-directory."
             ) from error
         self._checksums: dict[int, int] = {}
-        self._waiting: dict[int, bytes] = {}
+        self._waiting: dict[int, bytes | Arriving] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._complained = False
         self._writer = threading.Thread(target=self._write_all, name="kv-spill", daemon=True)
         self._writer.start()
 
-    def save(self, slot: int, content: bytes) -> None:
+    def save(self, slot: int, content: bytes | Arriving) -> None:
         """Returns at once; what finds too much waiting is lost."""
         with self._changed:
             self._checksums.pop(slot, None)
@@ -96,8 +141,10 @@ class DiskSlots:
             waiting = self._waiting.get(slot)
             checksum = self._checksums.get(slot)
         # Only `save` makes a slot wait again, and it is called by this thread.
-        if waiting is not None or checksum is None:
-            return waiting
+        if waiting is not None:
+            return _arrived(waiting)
+        if checksum is None:
+            return None
         try:
             content = os.pread(self._file, self._block_bytes, slot * self._block_bytes)
         except OSError as error:
@@ -131,7 +178,7 @@ class DiskSlots:
                 if self._closed:
                     return
                 slot, content = next(iter(self._waiting.items()))
-            checksum = self._write(slot, content)
+            checksum = self._write(slot, _arrived(content))
             with self._changed:
                 if self._waiting[slot] is content:  # else it has been saved anew meanwhile
                     del self._waiting[slot]
@@ -157,3 +204,7 @@ class DiskSlots:
             self._complained = True
             reason = "the bytes are not those that were written" if error is None else str(error)
             log.warning("kv_spill_failed", reason=reason, effect="spilled KV blocks are computed again")
+
+
+def _arrived(content: bytes | Arriving) -> bytes:
+    return content if isinstance(content, bytes) else content.wait()

@@ -12,6 +12,7 @@ Who owns which block is decided by the leader's allocator alone; the store only 
 Source: Kwon et al., "PagedAttention", https://arxiv.org/abs/2309.06180.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -160,7 +161,37 @@ class KvStore:
             part.copy_(torch.from_numpy(own).view(part.dtype).view(part.shape))
             start += part.nbytes
 
+    def pack(self, blocks: Tensor) -> Tensor:
+        """Blocks in their last format, `blocks` int64 [n] on the store's device (cold ones where there are any), as
+        `save` has them: uint8 [n, bytes of each]. Does not wait for the device."""
+        rows = [
+            whole.index_select(1, blocks - self._first_whole).transpose(0, 1).flatten(1)
+            for whole in self._wholes()
+        ]
+        return torch.cat(rows, dim=1)
+
+    def unpack(self, blocks: Tensor, packed: Tensor) -> None:
+        """Puts `packed`, which `pack` has made, into `blocks`. Does not wait for the device."""
+        start = 0
+        for whole in self._wholes():
+            layers, _, *rest = whole.shape
+            end = start + layers * math.prod(rest)
+            part = packed[:, start:end].reshape(-1, layers, *rest).transpose(0, 1)
+            whole.index_copy_(1, blocks - self._first_whole, part)
+            start = end
+
     # --- parts -----------------------------------------------------------------------------------
+
+    @property
+    def _first_whole(self) -> int:
+        """The first id of the blocks that have their last format."""
+        return self.num_hot if self.num_cold else 0
+
+    def _wholes(self) -> list[Tensor]:
+        """All bytes of these blocks, in the order in which a block is saved: each [layers, blocks, 2, ...]."""
+        if not self.num_cold:
+            return [_raw(self._hot)]
+        return [_raw(whole) for cold in self._cold for whole in cold.wholes()]
 
     def _read(self, layer: int, rows: Tensor, out: Tensor) -> None:
         """Fills `out` [n, block_size * head_dim] with `rows` int64 [n]: (block * 2 + key/value) * kv_heads + head."""

@@ -13,7 +13,7 @@ import torch
 
 from services.executor.gpu.products import use_products
 from services.executor.kv_cache.gpu_budget import give_back
-from services.executor.kv_cache.spill import SpillStore
+from services.executor.kv_cache.spill import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model import lowering
 from services.executor.model.collectives import Collectives
@@ -40,7 +40,7 @@ def make_runner(
     collectives: Collectives,
     device: torch.device,
     threads: int,
-    spill: SpillStore | None = None,
+    spill: Spill | None = None,
     cpus: Sequence[int] = (),
     limits: "StepLimits | None" = None,
 ) -> ModelRunner:
@@ -62,7 +62,7 @@ def gpu_runner(
     store: KvStore,
     layout: ShardLayout,
     collectives: Collectives,
-    spill: SpillStore | None = None,
+    spill: Spill | None = None,
     limits: "StepLimits | None" = None,
     capture: "Capture | None" = None,
 ) -> ModelRunner:

@@ -15,7 +15,7 @@ from services.executor.engine.protocol import RestoreFailed
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.vectors import Floats
 from services.executor.kv_cache.copier import BlockCopier, Endpoint
-from services.executor.kv_cache.spill import SpillStore
+from services.executor.kv_cache.spill import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.candidates import (
     WANT,
@@ -86,7 +86,7 @@ class ModelRunner:
         store: KvStore,
         collectives: Collectives,
         device: torch.device,
-        spill: SpillStore | None = None,
+        spill: Spill | None = None,
         decoder: Decoder | None = None,
         kernels: "GpuKernels | None" = None,
         steps: "GpuSteps | None" = None,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.on_gpu.served import Served
+from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import Launched
 from services.executor.engine.sampling_state import SamplingState
@@ -26,11 +27,16 @@ def requests(
 
 
 def texts(
-    ring: Served, wanted: Sequence[GenerationRequest], *, ahead: bool, launch: Launch | None = None
+    ring: Served,
+    wanted: Sequence[GenerationRequest],
+    *,
+    ahead: bool,
+    launch: Launch | None = None,
+    batcher: ContinuousBatcher | None = None,
 ) -> tuple[list[list[int]], int]:
     """What `wanted` become, and how many steps were launched before the one before was over. `launch`: what launches,
-    in place of the engine itself."""
-    batcher, begin = ring.batcher(), launch or ring.engine.launch
+    in place of the engine itself; `batcher`: one that may have served others before."""
+    batcher, begin = batcher or ring.batcher(), launch or ring.engine.launch
     for request in wanted:
         assert batcher.add(request) is None
     found: dict[str, list[int]] = {request.generation_id: [] for request in wanted}
