@@ -39,10 +39,9 @@ Int64Array = NDArray[np.int64]
 def wants_of(states: Sequence[SamplingState], vocab_size: int) -> Wants:
     """What `collect` is to bring for each row: [R] of `WANT`."""
     wants = np.zeros(len(states), WANT)
-    for row, state in enumerate(states):
-        count = state.candidates
-        if abs(count) <= MOST_CANDIDATES:
-            wants[row]["count"] = count
+    counts = [state.candidates for state in states]
+    wants["count"] = [count if abs(count) <= MOST_CANDIDATES else 0 for count in counts]
+    for row, (count, state) in enumerate(zip(counts, states, strict=True)):
         if not count:
             wants[row]["temperature"] = state.params.temperature
             wants[row]["margin"] = state.margin(vocab_size)
