@@ -6,6 +6,7 @@ GPU without        PyTorch
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -87,9 +88,10 @@ def gpu_runner(
     return ModelRunner(model, store, collectives, store.device, spill, steps.decoder, steps=steps)
 
 
+@cache
 def has_triton() -> bool:
-    """Whether Triton is there, which comes with PyTorch for CUDA, and can launch kernels on this process's GPU; says so
-    in the log where it is not."""
+    """Whether Triton is there, which comes with PyTorch for CUDA, and can launch kernels on this process's GPU; says
+    once in the log where it is not."""
     reason = _why_no_triton()
     if reason:
         log.warning("attending_with_pytorch", reason=reason)

@@ -1,7 +1,7 @@
 """The GPU's decoder, interpreted on the CPU, against transformers and against PyTorch's way through the same store."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton i
 from services.executor.engine.plan import to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.model.backend import _why_no_triton, reads_compressed
+from services.executor.model import backend
+from services.executor.model.backend import _why_no_triton, has_triton, reads_compressed
 from services.executor.model.candidates import WANT, RowLogits
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.lowering import FAMILIES
@@ -217,11 +218,21 @@ def test_what_is_not_lowered_attends_with_triton(tmp_path: Path) -> None:
     assert (ours - theirs).abs().max() < 1e-4
 
 
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """Whether there is Triton: a process finds it out once."""
+    has_triton.cache_clear()
+    yield
+    has_triton.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_anew")
 def test_compressed_blocks_are_read_as_fast_where_triton_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     assert reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
     assert not reads_compressed(None, torch.float32, SingleRank(), gpu, threads=1)
     monkeypatch.setitem(sys.modules, "triton", None)
+    has_triton.cache_clear()
     assert not reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
 
 
@@ -233,6 +244,7 @@ class NoCompiler:
         raise RuntimeError("Failed to find C compiler.\nmore")
 
 
+@pytest.mark.usefixtures("asked_anew")
 def test_triton_without_a_compiler_is_told_of_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
@@ -241,3 +253,13 @@ def test_triton_without_a_compiler_is_told_of_and_done_without(monkeypatch: pyte
     monkeypatch.setattr(triton.runtime, "driver", NoCompiler())
     assert not reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
     assert "cannot build what launches its kernels (Failed to find C compiler.)" in _why_no_triton()
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_that_there_is_no_triton_is_found_out_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(backend, "_why_no_triton", lambda: "none")
+    assert not has_triton()
+    assert not has_triton()
+    assert capsys.readouterr().out.count("attending_with_pytorch") == 1
