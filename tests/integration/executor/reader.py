@@ -21,7 +21,7 @@ class Reader:
 
     async def finish(self, generation_id: str) -> tuple[list[int], TokenEntry]:
         """The tokens of a generation, in order, and its last entry."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 of_it = [entry for entry in self.entries if entry.generation_id == generation_id]
                 if of_it and of_it[-1].finish:

@@ -99,10 +99,10 @@ class Rings:
         )
         self.processes[group] = await self._stack.enter_async_context(context)
 
-    async def ready(self, *groups: str) -> None:
-        """Waits for them, and tells everybody that they serve."""
+    async def ready(self, *groups: str, timeout: float = 60) -> None:
+        """Waits for them, each `timeout` seconds at most, and tells everybody that they serve."""
         for group in groups:
-            beat = (await self.processes[group].wait_ready()).group
+            beat = (await self.processes[group].wait_ready(timeout)).group
             assert beat is not None
             await self.announce(GroupRecord(group, beat.model, "ready", beat.epoch, beat.ranks, beat.load))
 

@@ -14,7 +14,7 @@ from shared.messages import GenerationRequest, SamplingParams
 from tests import pretend_gpu
 from tests.integration.executor.rings import MODEL, VOCABULARY, Rings, make_served_model, rings
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[3]
 SITE = Path(pretend_gpu.__file__).with_name("site")
@@ -52,13 +52,14 @@ async def test_an_executor_on_a_gpu_says_what_one_on_the_cpu_says(
     paths = os.pathsep.join([str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     options = ("--kv-dtype", "bf16", "--max-sequences", "3", "--max-batch-tokens", "32")
     # A layer that Triton's interpreter computes takes seconds on a busy machine, and tells of no progress meanwhile.
-    patient = ("--hung-after", "60")
+    # Steps that warm up have tests of their own (tests/unit/executor/gpu/test_rehearsal.py).
+    patient = ("--hung-after", "60", "--warm-up", "off")
     async with rings(bus, nats_settings, tmp_path) as house:
         await house.begin("cpu", model, *options)
         await house.begin(
             "gpu", model, *options, *patient, "--device", "cuda", variables={"PYTHONPATH": paths}
         )
-        await house.ready("cpu", "gpu")
+        await house.ready("cpu", "gpu", timeout=200)
         expected, found = await asyncio.gather(texts(house, "cpu"), texts(house, "gpu"))
         assert found == expected
         logged = await house.leave("gpu")
