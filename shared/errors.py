@@ -127,6 +127,11 @@ def error_from_code(code: str, message: str) -> RyzansteinError:
     return _BY_CODE.get(code, InternalError)(message)
 
 
+def reason_of(error: BaseException) -> str:
+    """What a library's `error` says in its first line, for a sentence of ours; its kind where it is mute."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def _tree(root: type[RyzansteinError]) -> list[type[RyzansteinError]]:
     return [root, *(kind for child in root.__subclasses__() for kind in _tree(child))]
 

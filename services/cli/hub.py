@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from services.cli.sizes import size_of
 from services.cli.wheels import Progress
-from shared.errors import ConfigurationError, ModelLoadError
+from shared.errors import ConfigurationError, ModelLoadError, reason_of
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _WANTED_PYTORCH = [*_WANTED, "pytorch_model*.bin"]
@@ -42,7 +42,7 @@ def fetch(name: str, directory: Path, progress: Progress) -> None:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
             raise  # this machine's fault: no room, no permission
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason_of(error)
         raise ConfigurationError(
             f"The model {name} is not in the cache and could not be fetched from the hub ({reason.rstrip('.')}); "
             "check the name and the connection, or name a directory or a GGUF file."

@@ -22,7 +22,7 @@ from services.executor.ring import Failed, RankEvent, RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
 from shared import tracing
 from shared.debugging import LeaderDump
-from shared.errors import InternalError, RyzansteinError
+from shared.errors import InternalError, RingLost, RyzansteinError
 from shared.logs import configure_logging
 from shared.logs import follow as follow_level
 from shared.tracing import Attributes
@@ -97,7 +97,7 @@ def main() -> int:
         else:
             _follow(settings, spec, board, orchestrator)
     except RyzansteinError as error:
-        orchestrator.send(Failed(error.code, str(error)))
+        orchestrator.send(Failed(error.code, str(error), missed=isinstance(error, RingLost)))
         return 1
     except Exception as error:
         log.exception("rank_failed")

@@ -24,7 +24,6 @@ from services.executor.handover.board import HandoverBoard
 from services.executor.nodes.head import NodesHead, RemoteRank
 from services.executor.rank_process import LocalRank
 from services.executor.settings import ExecutorSettings
-from shared.errors import RingLost
 
 log = structlog.get_logger(__name__)
 
@@ -93,6 +92,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     code: str
     message: str
+    missed: bool = False
+    """Whether it ends because another rank is gone."""
 
 
 RankEvent = Rendezvous | Ready | Drained | Failed
@@ -136,8 +137,8 @@ class Ring:
         self._processes: list[LocalRank | RemoteRank] = []
         self._events: dict[int, asyncio.Task[None]] = {}
         self._exits: list[asyncio.Task[None]] = []
-        self._told: set[int] = set()
-        """Ranks that have said why they end."""
+        self._missed = False
+        """Whether some rank has said that another is gone."""
         self._killed = False
         self._end: asyncio.Future[RingEnd] = asyncio.get_running_loop().create_future()
 
@@ -248,10 +249,10 @@ class Ring:
                 self.ready.set()
             case Drained():
                 self._finish(RingEnd("drained", "the group was drained"))
-            case Failed(code, message):
-                self._told.add(rank)
+            case Failed(code, message, missed):
                 end = RingEnd("failed", message, code)
-                if code == RingLost.code:
+                if missed:
+                    self._missed = True
                     asyncio.get_running_loop().call_later(NAMING_PATIENCE, self._finish, end)
                 else:
                     self._finish(end)
@@ -260,8 +261,8 @@ class Ring:
         code = await process.wait()
         # What the rank said last may still be in the pipe, which ends with the process.
         await asyncio.wait({self._events[rank]}, timeout=LEAVE_TIMEOUT)
-        if rank in self._told:
-            return
+        if self._missed and code >= 0:
+            return  # it has left by itself, as those do that miss another
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
         where = f"process {process.pid}" if isinstance(process, LocalRank) else process.where
         self._finish(RingEnd("died", f"rank {rank} ({where}) ended with {how}"))

@@ -57,8 +57,8 @@ class ExecutorSettings(CommonSettings):
     cuda_graphs_memory: int = Field(default=1 << 30, ge=1)
     """Most bytes of GPU memory that these graphs take; larger batches are captured first."""
     warm_up: Literal["auto", "off"] = "auto"
-    """On GPUs with Triton, steps of every kind before the ring is ready, which compile their kernels: for the better
-    part of a minute the first time, briefly once Triton has them in its cache. `off`: the first requests wait."""
+    """On GPUs with Triton, steps of every kind before the ring is ready, which compile their kernels: seconds
+    for each of them the first time, briefly once Triton has them in its cache. `off`: the first requests wait."""
     lookahead: Literal["auto", "on", "off"] = "auto"
     """Whether a step may be launched before the tokens of the one before it are known, so that planning and
     publishing cost no time between steps; `auto`: where a GPU computes. It changes the speed, never the text."""

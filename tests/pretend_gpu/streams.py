@@ -153,10 +153,7 @@ class Host:
         """Has copies that are over by `clock` be seen."""
         with self._lock:
             join(self._done, clock)
-            over = [copy for copy in self._copies if copy.number <= clock.get(copy.stream, 0)]
-            self._copies = [copy for copy in self._copies if copy not in over]
-            for copy in over:  # no other thread finds them gone, and not there
-                copy.arrive()
+            self._end([copy for copy in self._copies if copy.number <= clock.get(copy.stream, 0)])
 
     # --- pinned memory ---------------------------------------------------------------------------
 
@@ -183,10 +180,7 @@ class Host:
     def to_pinned(self, target: Tensor, content: Tensor) -> None:
         """A copy into `target` begins, which holds what it did until it is over."""
         with self._lock:  # what reads this memory comes before: from here on it may change
-            before = [copy for copy in self._copies if copy.source == _memory(target)]
-            self._copies = [copy for copy in self._copies if copy not in before]
-            for copy in before:
-                copy.arrive()
+            self._end([copy for copy in self._copies if copy.source == _memory(target)])
         taken = content.clone()
         first = target.data_ptr()
 
@@ -201,13 +195,17 @@ class Host:
         first, clock = source.data_ptr(), self.stream.now()
         with self._lock:
             found = [c for c in self._copies if c.into[0] < first + source.nbytes and first < c.into[1]]
-            self._copies = [copy for copy in self._copies if copy not in found]
-            for copy in found:
-                if copy.number > clock.get(copy.stream, 0):
-                    raise Misuse(
-                        "the device copies from pinned memory that another stream may still be copying to"
-                    )
-                copy.arrive()
+            if any(copy.number > clock.get(copy.stream, 0) for copy in found):
+                raise Misuse(
+                    "the device copies from pinned memory that another stream may still be copying to"
+                )
+            self._end(found)
+
+    def _end(self, over: list[_Copy]) -> None:
+        """Under the lock: no other thread finds copies gone, and what they carry not there."""
+        self._copies = [copy for copy in self._copies if copy not in over]
+        for copy in over:
+            copy.arrive()
 
     def _under_way(self, arrive: Callable[[], None], source: int = 0, into: tuple[int, int] = (0, 0)) -> None:
         self.stream.given += 1

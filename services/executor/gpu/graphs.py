@@ -23,6 +23,7 @@ from services.executor.gpu.sampling import resolve
 from services.executor.gpu.staging import Ints, Staging
 from services.executor.triton_kernels.launch import rows_for
 from services.executor.triton_kernels.tiles import Tiles, splits_of
+from shared.errors import reason_of
 
 log = structlog.get_logger(__name__)
 
@@ -207,8 +208,9 @@ class StepGraphs:
         try:
             self._graphs[rung] = self._capture.record(work)
         except Exception as error:  # whatever it was that a graph cannot hold: kernel by kernel it runs
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            log.warning("cuda_graph_failed", size=rung, reason=reason, instead="launching kernel by kernel")
+            log.warning(
+                "cuda_graph_failed", size=rung, reason=reason_of(error), instead="launching kernel by kernel"
+            )
             return False
         return True
 

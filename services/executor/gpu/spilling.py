@@ -1,4 +1,5 @@
-"""One rank's bytes of the blocks that were evicted from a GPU: a step that evicts or restores waits for none of them.
+"""One rank's bytes of the blocks that were evicted from a GPU: no step waits for what it evicts, nor for what it
+restores from host memory. What comes from disk is read first.
 
     save     blocks ─▶ packed, one after another ─┐ the step's stream goes on
                                                   ├▶ slots in pinned memory      a stream of its own, beside the step
@@ -6,8 +7,8 @@
 
     load     slots ─▶ packed ─▶ blocks            the step's stream, once what was saved before is there
 
-What the CPU's `kv_cache/spill.py` says of slots holds here. Memory is pinned at start, some quarter of a second for
-each GB: what cannot be had is told then, and no step waits for it.
+What the CPU's `kv_cache/spill.py` says of slots holds here. Memory is pinned at start: what cannot be had is told
+then, and no step waits until it is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 from services.executor.gpu.staging import sent
 from services.executor.kv_cache.spill import DiskSlots
 from services.executor.kv_cache.store import KvStore
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, reason_of
 
 PART_BYTES = 16 << 20
 """Of blocks that are packed at a time, on the device."""
@@ -43,10 +44,9 @@ class PinnedSlots:
         try:
             self._segments = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in wanted]
         except (RuntimeError, MemoryError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigurationError(
-                f"{sum(wanted)} bytes of host memory for spilled KV blocks cannot be pinned ({reason}); give each rank "
-                "less with --kv-host-memory, or the host or container more memory."
+                f"{sum(wanted)} bytes of host memory for spilled KV blocks cannot be pinned ({reason_of(error)}); give "
+                "each rank less with --kv-host-memory, or the host or container more memory."
             ) from error
 
     def slot(self, number: int) -> Tensor:

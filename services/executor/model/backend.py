@@ -26,6 +26,7 @@ from services.executor.model.sharding import ShardLayout
 from services.executor.native.decoder import NativeDecoder, NativeRing
 from services.executor.native.library import load_library, why_not
 from services.executor.native.lowering import lower
+from shared.errors import reason_of
 
 if TYPE_CHECKING:  # they import Triton, which not every host has
     from services.executor.gpu.capture import Capture
@@ -110,10 +111,9 @@ def _why_no_triton() -> str:
         # Builds its own library for the driver where its cache has none, with a C compiler and Python's headers.
         triton.runtime.driver.active.get_current_target()
     except Exception as error:  # of a compiler, a linker, a file system that forbids to execute
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return (
-            f"Triton cannot build what launches its kernels ({reason}); install a C compiler and Python's headers, "
-            "and let TRITON_CACHE_DIR be where files may be executed"
+            f"Triton cannot build what launches its kernels ({reason_of(error)}); install a C compiler and Python's "
+            "headers, and let TRITON_CACHE_DIR be where files may be executed"
         )
     return ""
 

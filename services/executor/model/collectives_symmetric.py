@@ -34,6 +34,7 @@ from torch import Tensor
 
 from services.executor.gpu_errors import is_gpu_error
 from services.executor.model.collectives_torch import TorchDistributed
+from shared.errors import reason_of
 
 log = structlog.get_logger(__name__)
 
@@ -212,7 +213,7 @@ def with_symmetric_memory(
         except Exception as error:  # an alpha interface: another PyTorch may call it otherwise
             if is_gpu_error(error):
                 raise  # the GPU is lost, not only this way of using it
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = reason_of(error)
         if not _all_agree(others, device, sums is not None):
             sums = None
     multicast = False

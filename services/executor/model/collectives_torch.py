@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed re-exports it 
 
 from services.executor.gpu_errors import is_gpu_error
 from services.executor.model.communication_time import CommunicationTime
-from shared.errors import RingLost
+from shared.errors import RingLost, reason_of
 
 ABORT_PATIENCE = 2.0
 """Seconds that leaving NCCL may take."""
@@ -108,7 +108,7 @@ def _telling() -> Iterator[None]:
     except RuntimeError as error:
         if is_gpu_error(error):
             raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason_of(error)
         raise RingLost(
             f"A rank of the ring is gone ({reason}); the ring is restarted and the request goes on."
         ) from error

@@ -9,6 +9,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -64,6 +65,12 @@ def make_served_model(directory: Path, *, seed: int = 0) -> Path:
     for name, content in tiny_files().items():
         (directory / name).write_bytes(content)
     return directory
+
+
+def request_of(group: str, number: int, length: int, **fields: Any) -> GenerationRequest:
+    """The `number`th of a load of `group`, whose prompt of `length` tokens is the same for every group."""
+    prompt = [3 + (number * 31 + i * 7) % (VOCABULARY - 3) for i in range(length)]
+    return GenerationRequest(f"{group}-{number}", "r", MODEL, "me", prompt, **fields)
 
 
 class Rings:

@@ -14,7 +14,7 @@ from shared.messages import (
     GenerationRequest,
     SamplingParams,
 )
-from tests.integration.executor.rings import MODEL, VOCABULARY, Rings, make_served_model, rings
+from tests.integration.executor.rings import MODEL, Rings, make_served_model, request_of, rings
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -30,12 +30,10 @@ SAMPLINGS = [
 def load(group: str) -> list[GenerationRequest]:
     """Sequences that come and go: of different lengths, some ended by a stop token, one that edits its logits."""
     return [
-        GenerationRequest(
-            generation_id=f"{group}-{number}",
-            request_id="r",
-            model=MODEL,
-            consumer="me",
-            prompt=[3 + (number * 31 + i * 7) % (VOCABULARY - 3) for i in range(5 + 3 * number)],
+        request_of(
+            group,
+            number,
+            5 + 3 * number,
             max_tokens=4 if number == 4 else 20 + 5 * number,
             sampling=SAMPLINGS[number % len(SAMPLINGS)],
             # Of a random model's texts about every other one has one of these.

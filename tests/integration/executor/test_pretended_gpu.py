@@ -12,7 +12,7 @@ from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, SamplingParams
 from tests import pretend_gpu
-from tests.integration.executor.rings import MODEL, VOCABULARY, Rings, make_served_model, rings
+from tests.integration.executor.rings import Rings, make_served_model, request_of, rings
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,15 +27,7 @@ SAMPLINGS = [
 
 def load(group: str) -> list[GenerationRequest]:
     return [
-        GenerationRequest(
-            generation_id=f"{group}-{number}",
-            request_id="r",
-            model=MODEL,
-            consumer="me",
-            prompt=[3 + (number * 31 + i * 7) % (VOCABULARY - 3) for i in range(6 + 5 * number)],
-            max_tokens=6,
-            sampling=sampling,
-        )
+        request_of(group, number, 6 + 5 * number, max_tokens=6, sampling=sampling)
         for number, sampling in enumerate(SAMPLINGS)
     ]
 

@@ -12,7 +12,7 @@ from services.executor.settings import ExecutorSettings
 from shared.config import load_settings
 from shared.errors import RingLost
 
-MISSED = Failed(RingLost.code, "A rank of the ring is gone (connection reset).")
+MISSED = Failed(RingLost.code, "A rank of the ring is gone (connection reset).", missed=True)
 
 
 class Ended:
@@ -59,10 +59,14 @@ async def test_who_missed_another_is_told_where_none_has_ended(
     monkeypatch.setattr(ring, "NAMING_PATIENCE", 0.01)
     made._on_event(0, MISSED)
     await exits(made, 0, 1)
+    await exits(made, 1, 0)  # it is told nothing any more, and leaves
     assert await end_of(made) == RingEnd("failed", MISSED.message, MISSED.code)
 
 
-async def test_what_a_rank_says_of_itself_is_told_at_once(made: Ring) -> None:
-    made._on_event(1, Failed("model_load_error", "No weights."))
-    await exits(made, 0, -9)
-    assert await end_of(made) == RingEnd("failed", "No weights.", "model_load_error")
+@pytest.mark.parametrize(
+    ("code", "message"), [("model_load_error", "No weights."), (RingLost.code, "Rank 1 has lost its GPU.")]
+)
+async def test_what_a_rank_says_of_itself_is_told_at_once(made: Ring, code: str, message: str) -> None:
+    made._on_event(1, Failed(code, message))
+    await exits(made, 0, -6)
+    assert await end_of(made) == RingEnd("failed", message, code)
