@@ -17,6 +17,10 @@ from shared.errors import InternalError
 
 LONG_TEXT = 16_384
 """Characters from which encoding leaves the event loop (the library lets go of the interpreter)."""
+MOST_PENDING = 8
+"""Output tokens that may wait for the rest of a character; more of them are none, and are shown as U+FFFD."""
+_LONGEST_TAIL = 3
+"""Tokens of an incomplete character at most: UTF-8 has up to four bytes, and a token one or more."""
 CONTEXT_TOKENS = 6
 """Tokens of the prompt that the first output token is decoded after: they decide on leading spaces."""
 
@@ -166,43 +170,68 @@ def _read(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 class _StreamDetokenizer:
+    """Token by token, so that the text does not depend on how the tokens arrive. What is held back is bounded:
+    some characters' bytes never come, and a stream decodes all that it holds at each step."""
+
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, context: list[int], skip_special_tokens: bool
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
-        self._context = context
-        """The last tokens whose text has been returned."""
+        self._begin(context)
         self._pending: list[int] = []
 
     def feed(self, tokens: Sequence[int]) -> str:
-        self._pending += tokens
+        return self._step(tokens[0]) if len(tokens) == 1 else "".join(map(self._step, tokens))
+
+    def _begin(self, context: list[int]) -> None:
+        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip)
+        self._context = context
+        """The last tokens whose text has been returned."""
+
+    def _step(self, token: int) -> str:
+        self._pending.append(token)
         try:
-            text = self._stream.step(self._tokenizer, list(tokens)) or ""
+            text = self._stream.step(self._tokenizer, [token]) or ""
         except Exception:  # a decoder that rewrites what it has shown: begin anew behind it
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
-            self._context = []
+            self._begin([])
             text = self._stream.step(self._tokenizer, self._pending) or ""
         if text:
-            self._forget_pending()
-        return text
+            self._forget_pending(len(self._pending))
+        return text or (self._overflow() if len(self._pending) > MOST_PENDING else "")
+
+    def _overflow(self) -> str:
+        """Shows all that is pending but for what may be the beginning of a character; the stream begins anew."""
+        context = self._context
+        text = self._take(len(self._pending) - _LONGEST_TAIL)
+        if not text:  # hidden tokens: the text goes on where it was
+            self._begin(context)
+        else:
+            self._begin([] if self._decode(self._context).endswith("\ufffd") else self._context)
+        more = self._stream.step(self._tokenizer, self._pending) or ""
+        if more:
+            self._forget_pending(len(self._pending))
+        return text + more
 
     def flush(self) -> str:
-        if not self._pending:
+        return self._take(len(self._pending))
+
+    def _take(self, count: int) -> str:
+        """The text of the first `count` pending tokens, whole or not; they are pending no longer."""
+        if not count:
             return ""
-        shown = self._decode(self._context)
-        text = self._decode(self._context + self._pending)
-        text = text[len(shown) :] if text.startswith(shown) else self._decode(self._pending)
-        self._forget_pending()
+        shown, tokens = self._decode(self._context), self._pending[:count]
+        text = self._decode(self._context + tokens)
+        text = text[len(shown) :] if text.startswith(shown) else self._decode(tokens)
+        self._forget_pending(count)
         return text
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
 
-    def _forget_pending(self) -> None:
-        self._context = (self._context + self._pending)[-CONTEXT_TOKENS:]
-        self._pending = []
+    def _forget_pending(self, count: int) -> None:
+        self._context = (self._context + self._pending[:count])[-CONTEXT_TOKENS:]
+        self._pending = self._pending[count:]
 
 
 class _FilteredDetokenizer:
