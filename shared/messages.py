@@ -92,6 +92,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     traceparent: str = ""
     """W3C Trace Context of the span that this came from, where the request is sampled; empty: nobody traces it."""
     tracestate: str = ""
+    prompt_logprobs: int = -1
+    """Log probabilities of the prompt's tokens, told with the first output: -1: none; 0: of the tokens alone; k: also
+    of the k most likely ones at each position. Not of a later attempt that brings `generated` tokens: they came with
+    these. With them, and without any, `max_tokens` may be 0: then nothing is generated."""
 
 
 # --- dispatch and control (scheduler or gateway → leader) ----------------------------------------
@@ -202,6 +206,10 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     retryable: bool = False
     vector: bytes = b""
     """Of a request to embed, with finish "stop" and no tokens: float32, little-endian, of length 1."""
+    prompt_scores: bytes = b""
+    """Where the request has `prompt_logprobs`, in its entry at position 0 that has tokens or ends it: of each token of
+    the prompt but the first, little-endian: float32 log probability, int32 rank (1: the most likely), and
+    `prompt_logprobs` times (int32 token, float32 log probability), the most likely first."""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):

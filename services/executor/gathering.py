@@ -9,11 +9,15 @@ steps take longer than the interval publishes each step at once; a faster one pu
 Time (seconds, monotonic) comes in as an argument.
 """
 
+from collections.abc import Iterator
+
 from services.executor.engine.batching import Entries
 from shared.messages import GenerationRequest, TokenEntry
 
 FRAME_INTERVAL = 0.002
 """Seconds between two frames, at least: the longest that a token may wait here."""
+FRAME_BYTES = 256 << 10
+"""Vectors and log probabilities of prompts that one frame holds: a message of NATS has 1 MiB by default."""
 
 
 class Gathering:
@@ -67,6 +71,7 @@ def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
         or first.position + len(first.tokens) != then.position
         or (first.logprobs is None) != (then.logprobs is None)
         or (then.cached_tokens and not first.cached_tokens)
+        or then.prompt_scores
     ):
         return None
     first.tokens.extend(then.tokens)
@@ -86,7 +91,28 @@ def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
         then.error,
         then.retryable,
         then.vector,
+        first.prompt_scores,
     )
+
+
+def in_frames(entries: list[TokenEntry]) -> Iterator[list[TokenEntry]]:
+    """`entries` in order, in as many frames as keep what they hold beside tokens within `FRAME_BYTES` each; one entry
+    may hold more alone."""
+    frame: list[TokenEntry] = []
+    held = 0
+    for entry in entries:
+        size = size_of(entry)
+        if frame and held + size > FRAME_BYTES:
+            yield frame
+            frame, held = [], 0
+        frame.append(entry)
+        held += size
+    yield frame
+
+
+def size_of(entry: TokenEntry) -> int:
+    """Bytes that it holds beside tokens."""
+    return len(entry.vector) + len(entry.prompt_scores)
 
 
 def output_tokens(entries: Entries) -> int:

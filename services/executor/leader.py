@@ -23,7 +23,7 @@ from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.protocol import Engine, EngineSpec
 from services.executor.fingerprint import fingerprint
-from services.executor.gathering import Gathering, acknowledgements
+from services.executor.gathering import Gathering, acknowledgements, in_frames
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
 from services.executor.handover.handover import Handover
@@ -319,9 +319,10 @@ class Leader:
         if not self._gathering:
             return
         for consumer, of_consumer in self._gathering.take(asyncio.get_running_loop().time()).items():
-            frame = TokenFrame(self._spec.group, self._spec.epoch, self._batcher.step, of_consumer)
-            self._recent.add(consumer, frame, time.monotonic(), self._bus.connected)
-            await self._publish_frame(consumer, frame)
+            for part in in_frames(of_consumer):
+                frame = TokenFrame(self._spec.group, self._spec.epoch, self._batcher.step, part)
+                self._recent.add(consumer, frame, time.monotonic(), self._bus.connected)
+                await self._publish_frame(consumer, frame)
             for entry in of_consumer:
                 if entry.finish:
                     self._attempts.ended(entry)

@@ -7,24 +7,38 @@ frame leaves no gap that a reader could see. Positions make a repeat harmless.
 from collections import deque
 from collections.abc import Iterator
 
+from services.executor.gathering import size_of
 from shared.messages import TokenFrame
 
 KEPT_SECONDS = 15.0
 KEPT_FRAMES = 8192
+KEPT_BYTES = 64 << 20
+"""Of what frames hold beside tokens."""
 
 
 class RecentFrames:
     """Pure: time (seconds, monotonic) comes in as an argument."""
 
     def __init__(self) -> None:
-        self._frames: deque[tuple[float, str, TokenFrame]] = deque(maxlen=KEPT_FRAMES)
+        self._frames: deque[tuple[float, str, TokenFrame]] = deque()
+        self._bytes = 0
 
     def add(self, consumer: str, frame: TokenFrame, now: float, connected: bool) -> None:
         """Keeps `frame`. While the connection is away nothing grows old."""
         self._frames.append((now, consumer, frame))
-        while connected and self._frames[0][0] < now - KEPT_SECONDS:
-            self._frames.popleft()
+        self._bytes += _size_of(frame)
+        while self._is_full or (connected and self._frames[0][0] < now - KEPT_SECONDS):
+            _, _, oldest = self._frames.popleft()
+            self._bytes -= _size_of(oldest)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._frames) > KEPT_FRAMES or (self._bytes > KEPT_BYTES and len(self._frames) > 1)
 
     def __iter__(self) -> Iterator[tuple[str, TokenFrame]]:
         """(consumer, frame), the oldest first."""
         return iter([(consumer, frame) for _, consumer, frame in self._frames])
+
+
+def _size_of(frame: TokenFrame) -> int:
+    return sum(map(size_of, frame.entries))

@@ -149,7 +149,8 @@ class Stepping:
         self._flights.popleft()
         pooled = self._engine.pooled() if flight.plan.pools else None
         seconds = (time.perf_counter_ns() - max(flight.began, self._over)) / 1e9
-        return self._batcher.update(sampled, seconds, pooled)
+        scores = self._engine.scored() if flight.plan.score_rows else None
+        return self._batcher.update(sampled, seconds, pooled, scores)
 
     def _run(self, flight: _Flight) -> "asyncio.Future[list[SampledToken]]":
         loop = asyncio.get_running_loop()

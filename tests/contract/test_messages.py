@@ -90,9 +90,9 @@ def test_golden_frame() -> None:
         3,
         99,
         [
-            ["a", 1, 7, [42], "", None, 0, "", "", False, b""],
-            ["b", 0, 0, [], "error", None, 0, "queue_full", "Too many.", True, b""],
-            ["c", 0, 3, [9], "", [[-0.5, [[9, -0.5], [8, -1.0]]]], 0, "", "", False, b""],
+            ["a", 1, 7, [42], "", None, 0, "", "", False, b"", b""],
+            ["b", 0, 0, [], "error", None, 0, "queue_full", "Too many.", True, b"", b""],
+            ["c", 0, 3, [9], "", [[-0.5, [[9, -0.5], [8, -1.0]]]], 0, "", "", False, b"", b""],
         ],
     ]
 

@@ -53,8 +53,12 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
     """Why no ring of this model could compute the request; a bad token id would take a GPU down."""
     if not request.prompt:
         return InvalidRequest("The prompt has no tokens; send at least one.")
-    if request.max_tokens < 1:
-        return InvalidRequest(f"max_tokens is {request.max_tokens}; ask for 1 or more.")
+    if request.max_tokens < 0:
+        return InvalidRequest(f"max_tokens is {request.max_tokens}; ask for 0 or more.")
+    if not -1 <= request.prompt_logprobs <= spec.vocab_size:
+        return InvalidRequest(
+            f"prompt_logprobs is {request.prompt_logprobs} and must be between -1 and {spec.vocab_size}."
+        )
     given = ("prompt", request.prompt), ("generated", request.generated), ("prediction", request.prediction)
     for name, tokens in given:
         if tokens and not (min(tokens) >= 0 and max(tokens) < spec.vocab_size):
@@ -74,9 +78,11 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
 
 def finished_before(request: GenerationRequest, spec: EngineSpec) -> TokenEntry | None:
     """The end of a generation that an earlier attempt has finished: it was lost after its last token, and
-    before saying so. None where there is something left to do."""
+    before saying so. Or of one that asks for nothing. None where there is something left to do."""
     last = request.generated[-1] if request.generated else None
     finish = finish_reason(request, len(request.generated), last, spec.context_length)
+    if not request.max_tokens and (request.prompt_logprobs < 0 or len(request.prompt) == 1):
+        finish = "length"  # there is nothing to tell of the prompt
     if not finish:
         return None
     return TokenEntry(request.generation_id, request.attempt, len(request.generated), [], finish=finish)
@@ -85,7 +91,10 @@ def finished_before(request: GenerationRequest, spec: EngineSpec) -> TokenEntry 
 def too_long(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:
     """Whether not even one more token fits the context or the KV cache."""
     tokens = len(request.prompt) + len(request.generated)
-    if tokens >= spec.context_length + request.embed:  # a vector needs no room behind its prompt
+    nothing_follows = (
+        request.embed or not request.max_tokens
+    )  # what is told of a prompt needs no room behind it
+    if tokens >= spec.context_length + nothing_follows:
         return ContextLengthExceeded(
             f"The prompt has {tokens} tokens and the model's context is {spec.context_length}, answer "
             "included; send a shorter prompt."

@@ -24,13 +24,14 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from services.executor.engine import admission, embedding
+from services.executor.engine import admission, embedding, scoring
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.drafting import Drafter
 from services.executor.engine.lookahead import Lookahead, plan_ahead, step_ahead, without_vain
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import NO_STEP, Chunk, Row, Step, build_plan, in_order, rows_of
+from services.executor.engine.prompt_scores import Scores
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.recent import RecentlyEnded
 from services.executor.engine.sequence import Ending, Sequence, SequenceState, StageTimes
@@ -193,8 +194,11 @@ class ContinuousBatcher:
         plan = self._tables.exchange.extend(plan)
         if pools:
             plan = msgspec.structs.replace(plan, pools=embedding.rows_of_pools(pools))
+        scored = scoring.scored_in(batch)
+        if scored:
+            plan = scoring.with_scored(plan, scored)
         rows = rows_of(sampled)
-        self._steps.begin(Step(batch, sampled, rows, pools))
+        self._steps.begin(Step(batch, sampled, rows, pools, scored=scored))
         return plan, list(rows)
 
     def schedule_ahead(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
@@ -211,10 +215,15 @@ class ContinuousBatcher:
         return plan, list(step.rows)
 
     def update(
-        self, sampled: Seq[SampledToken], seconds: float = 0.0, pooled: Floats | None = None
+        self,
+        sampled: Seq[SampledToken],
+        seconds: float = 0.0,
+        pooled: Floats | None = None,
+        scores: Scores | None = None,
     ) -> Entries:
         """Ends the oldest step under way with the engine's answer, `seconds` after it began or the step before it
-        ended (0: unknown). `pooled`: what the engine has summed up of `plan.pools`. Returns all entries owed."""
+        ended (0: unknown). `pooled`: what the engine has summed up of `plan.pools`; `scores`: what it gives of
+        `plan.score_rows`. Returns all entries owed."""
         step = self._steps.oldest
         if len(sampled) != len(step.rows):
             raise InternalError(f"The step gave {len(sampled)} tokens for {len(step.rows)} rows.")
@@ -229,8 +238,13 @@ class ContinuousBatcher:
             for sequence in embedding.take(step.pools, pooled):
                 self._stages.drawn(sequence, self._now, finished=True)
                 self._end(sequence, sequence.vector_entry())
+        if scores is not None:
+            for sequence in scoring.take(step.scored, scores):
+                self._stages.drawn(sequence, self._now, finished=True)
+                self._end(sequence, sequence.scores_entry())
         for sequence, new in drawn:
-            self._receive(sequence, new)
+            if sequence.state is not SequenceState.ENDED:
+                self._receive(sequence, new)
         self._settle()
         return self.take_entries()
 

@@ -63,6 +63,12 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     on_device: bool = False
     """Whether the rows are sampled on the ranks' devices, where token ids of -1 - k in the next plan find them
     (`gpu/steps.py`)."""
+    score_rows: bytes = b""
+    """int32 [Q]: rows of the flat batch of which the log probability of a given token is wanted; none is sampled."""
+    score_targets: bytes = b""
+    """int32 [Q]: these tokens."""
+    score_top: int = 0
+    """How many of the most likely tokens are wanted of each of these rows too."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,6 +15,7 @@ from shared.messages import GenerationRequest
 
 if TYPE_CHECKING:
     from services.executor.engine.embedding import Pool
+    from services.executor.engine.scoring import ScoredRows
 
 
 class Chunk(NamedTuple):
@@ -38,7 +39,7 @@ class Chunk(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the chunk has the sequence's last token, whose logits give the next one."""
-        return self.length == self.sequence.remaining and self.sequence.vector is None
+        return self.length == self.sequence.remaining and self.sequence.continues
 
 
 class Row(NamedTuple):
@@ -66,6 +67,8 @@ class Step(NamedTuple):
     """What it sums up."""
     ahead: bool = False
     """Whether it was planned before the tokens of the step before it were known (`lookahead.py`)."""
+    scored: "Seq[ScoredRows]" = ()
+    """What of its prompts it scores."""
 
     def failed(self, rows: Collection[int] | None) -> list[Row]:
         """The rows with these indices, in order; None: one for each chunk."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from services.executor.engine.plan import StepPlan
+from services.executor.engine.prompt_scores import Scores
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.vectors import Floats
 from shared.errors import InternalError, InvalidGrammar
@@ -136,6 +137,11 @@ class Engine(Protocol):
     def pooled(self) -> Floats:
         """Of the last step whose result was asked for: for each of `plan.pools` the sum of its rows' final hidden
         states, float32 [P, hidden]."""
+        ...
+
+    def scored(self) -> Scores:
+        """Of the last step whose result was asked for: what `plan.score_rows` give, with `plan.score_top` of the most
+        likely tokens each."""
         ...
 
     def close(self) -> None:

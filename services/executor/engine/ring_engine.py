@@ -21,6 +21,7 @@ from services.executor.engine.device_launches import DeviceLaunches
 from services.executor.engine.host_launches import HostLaunches
 from services.executor.engine.kv_plan import agree_on_slots, plan_store
 from services.executor.engine.plan import StepPlan
+from services.executor.engine.prompt_scores import Scores
 from services.executor.engine.protocol import EngineSpec, Launched, ProgressCallback, SampledToken
 from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
@@ -132,7 +133,12 @@ class RingEngine:
 
     def _suits_device(self, plan: StepPlan, samples: Sequence[SamplingState]) -> bool:
         """Whether the ranks' devices can compute the step and sample its rows."""
-        if self._member is None or plan.pools or not self._member.runner.can_launch(len(samples)):
+        if (
+            self._member is None
+            or plan.pools
+            or plan.score_rows
+            or not self._member.runner.can_launch(len(samples))
+        ):
             return False
         return not any(state.needs_host for state in samples)
 
@@ -165,6 +171,10 @@ class RingEngine:
     def pooled(self) -> Floats:
         assert self._member is not None, "the engine has not been loaded"
         return self._member.runner.pooled
+
+    def scored(self) -> Scores:
+        assert self._member is not None, "the engine has not been loaded"
+        return self._member.runner.scored
 
     def close(self) -> None:
         self._sender.close()

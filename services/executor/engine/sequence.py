@@ -12,6 +12,7 @@ from enum import Enum
 
 import msgspec
 
+from services.executor.engine.prompt_scores import PromptScores
 from services.executor.engine.protocol import SampledToken
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.speculation import Guesser
@@ -76,7 +77,10 @@ class Sequence:
         that are wanted as vectors."""
         self.vector = Vector(pooling, len(request.prompt)) if request.embed else None
         """What such a prompt has given so far; None: it is to be continued."""
-        if self.vector is not None and not self.vector.shares:
+        wanted = request.prompt_logprobs >= 0 and not request.generated
+        self.scores = PromptScores(request.prompt_logprobs, len(request.prompt)) if wanted else None
+        """What its prompt's tokens have come to so far; None: that is not wanted, or was told with earlier tokens."""
+        if (self.vector is not None and not self.vector.shares) or self.scores is not None:
             root = root_digest(f"{request.generation_id}/{request.attempt}")
         self.request = request
         self.arrival = arrival
@@ -123,6 +127,16 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def continues(self) -> bool:
+        """Whether there is output to come behind the prompt."""
+        return self.vector is None and self.request.max_tokens > 0
+
+    @property
+    def scoring(self) -> bool:
+        """Whether rows of its prompt are still to be scored."""
+        return self.scores is not None and not self.scores.whole
+
+    @property
     def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 in decode."""
         return len(self.tokens) - self.num_computed
@@ -149,6 +163,8 @@ class Sequence:
         """What the consumer is told: `tokens` are the newest, already appended."""
         cached = 0 if self._announced else self.cached_tokens
         self._announced = True
+        told = self.scores is not None and (tokens or finish == "length")
+        scores = self.scores.take() if told and self.scores is not None else b""
         return TokenEntry(
             self.request.generation_id,
             self.request.attempt,
@@ -157,6 +173,7 @@ class Sequence:
             finish,
             logprobs,
             cached,
+            prompt_scores=scores,
         )
 
     def news(self, new: list[SampledToken], finish: FinishReason = "") -> TokenEntry:
@@ -173,6 +190,15 @@ class Sequence:
             error = "The model's hidden states are NaN or infinite; check the weights and the data type."
             return self.error_entry([], InternalError(error))
         return msgspec.structs.replace(self.entry([], "stop"), vector=self.vector.bytes())
+
+    def scores_entry(self) -> TokenEntry:
+        """What the consumer is told of a prompt that is wanted with its tokens' log probabilities alone, and has been
+        computed; or of any whose log probabilities are no numbers."""
+        assert self.scores is not None, "nobody asked for them"
+        if not self.scores.finite:
+            error = "The model's logits are NaN or infinite; check the weights and the data type."
+            return self.error_entry([], InternalError(error))
+        return self.entry([], "length")
 
     def ending_entry(self) -> TokenEntry | None:
         """What the consumer is told when `ending` takes effect; None: nothing."""

@@ -22,6 +22,8 @@ from services.executor.engine.sequence import Sequence, SequenceState
 from shared.messages import LANES
 
 URGENCY = attrgetter("urgency")
+SCORED_LOGITS_BYTES = 256 << 20
+"""Of the logits, in float32 and over all ranks, that a step computes to score prompts at most."""
 _BATCH = (LANES.index("batch"),)
 """Comes before the urgency of any batch request, and after that of any other."""
 
@@ -29,10 +31,12 @@ _BATCH = (LANES.index("batch"),)
 class _Step:
     """A step that is being planned."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, scorable: int) -> None:
         self.chunks: list[Chunk] = []
         self.budget = budget
         """Tokens that it may still compute."""
+        self.scorable = scorable
+        """Rows of prompts that it may still score."""
         self.before: list[Sequence] = []
         """Those whose prompts were looked at, most urgent first."""
         self.preempted_batch = False
@@ -41,6 +45,8 @@ class _Step:
     def add(self, sequence: Sequence, length: int) -> None:
         self.chunks.append(Chunk(sequence, length))
         self.budget -= length
+        if sequence.scoring:
+            self.scorable -= length
 
     def has(self, sequence: Sequence) -> bool:
         """Whether the step computes something of `sequence`, or restores some of its blocks."""
@@ -64,6 +70,7 @@ class StepPlanner:
         self._spec = spec
         self._settings = settings
         self._tables = tables
+        self._scorable = max(1, SCORED_LOGITS_BYTES // (4 * spec.vocab_size))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.admitted: list[Sequence] = []
@@ -73,7 +80,7 @@ class StepPlanner:
 
     def plan(self) -> list[Chunk]:
         """The next step's chunks. Their tables cover what they compute."""
-        step = _Step(self._settings.max_batch_tokens)
+        step = _Step(self._settings.max_batch_tokens, self._scorable)
         for batch_lane in (False, True):
             self._add_decodes(step, batch_lane)
             self._add_prefills(step, batch_lane)
@@ -179,7 +186,10 @@ class StepPlanner:
         self._tables.share_more(sequence)
         if self._tables.is_being_computed(sequence, step.before):
             return 0
-        end = sequence.num_computed + min(sequence.remaining, step.budget)
+        room = min(step.budget, step.scorable) if sequence.scoring else step.budget
+        if not room:
+            return 0
+        end = sequence.num_computed + min(sequence.remaining, room)
         while not self._tables.cover(sequence, end, self.running):
             covered = len(sequence.table) * self._spec.block_size
             if covered > sequence.num_computed:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from services.executor.engine.barring import Bars
 from services.executor.engine.plan import StepPlan, as_int32
+from services.executor.engine.prompt_scores import Scores, no_scores
 from services.executor.engine.protocol import EngineSpec, Launched, ProgressCallback, SampledToken
 from services.executor.engine.sampling_masks import masks_of
 from services.executor.engine.sampling_state import SamplingState, random_bits
@@ -67,6 +68,19 @@ def _sums(plan: StepPlan | None) -> Floats:
         for at, (first, end) in enumerate(pools):
             sums[at] = np.sum([stub_state(token) for token in tokens[first:end]], axis=0)
     return sums
+
+
+def _scores(plan: StepPlan | None) -> Scores:
+    """The stub is sure of every token of a prompt, as of its own."""
+    if plan is None or not plan.score_rows:
+        return no_scores()
+    targets = as_int32(plan.score_targets)
+    sure = np.zeros(len(targets), np.float32)
+    top = min(1, plan.score_top)
+    tokens = np.zeros((len(targets), plan.score_top), np.int32)
+    logprobs = np.full(tokens.shape, -np.inf, np.float32)
+    tokens[:, :top], logprobs[:, :top] = targets[:, None], 0.0
+    return Scores(sure, np.ones(len(targets), np.int32), tokens, logprobs)
 
 
 def _next_drawable(token: int, bars: Bars, settings: "StubSettings") -> int:
@@ -140,6 +154,7 @@ class StubEngine:
         self._busy_until = 0.0
         self._loaded = False
         self._pooled = _sums(None)
+        self._scored = _scores(None)
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         """At once: there are no weights."""
@@ -158,7 +173,7 @@ class StubEngine:
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         """Waits as long as the settings say, then one token per row that is sampled."""
         self._check(plan, samples)
-        self._pooled = _sums(plan)
+        self._pooled, self._scored = _sums(plan), _scores(plan)
         self._sleep(self._seconds(plan))
         return self._drawn(samples)
 
@@ -171,7 +186,7 @@ class StubEngine:
 
     def finish(self, plan: StepPlan, samples: Sequence[SamplingState], at: float) -> list[SampledToken]:
         """Waits until `at`, when a step that was launched is over."""
-        self._pooled = _sums(plan)
+        self._pooled, self._scored = _sums(plan), _scores(plan)
         self._sleep(max(0.0, at - self._clock()))
         return self._drawn(samples)
 
@@ -193,6 +208,9 @@ class StubEngine:
 
     def pooled(self) -> Floats:
         return self._pooled
+
+    def scored(self) -> Scores:
+        return self._scored
 
     def close(self) -> None:
         self._loaded = False

@@ -9,6 +9,7 @@ import msgspec
 
 from services.executor.board import RankBoard, RingBoard
 from services.executor.engine.plan import StepPlan
+from services.executor.engine.prompt_scores import Scores
 from services.executor.engine.protocol import EngineSpec, Launched, ProgressCallback, SampledToken
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.stub import STUB_EOS_TOKEN, StubEngine
@@ -85,6 +86,9 @@ class StubRing:
 
     def pooled(self) -> Floats:
         return self._stub.pooled()
+
+    def scored(self) -> Scores:
+        return self._stub.scored()
 
     def close(self) -> None:
         self._sender.close()

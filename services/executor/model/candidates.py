@@ -106,18 +106,18 @@ def collect(
     near = np.flatnonzero((counts == 0) & (margins > 0))
     whole = np.flatnonzero((counts == 0) & (margins <= 0))
     start = sum(widths[: collectives.rank])
-    best = _few_of(_take(local, few), np.abs(counts[few]), start)
+    best = few_of(_take(local, few), np.abs(counts[few]), start)
     own = _summaries(search(local), start)
     asking = np.flatnonzero(counts < 0)
     if len(asking):
         own[asking, 2] = _take(local, asking).float().logsumexp(dim=-1).cpu().numpy()
     own[few, 3] = best.lengths
-    summaries = _exchange(own, collectives, local.device)
+    summaries = exchange(own, collectives, local.device)
     largest = summaries[:, :, 0]
     tables = []
     if len(few):
         lengths = summaries[:, few, 3].astype(np.int64)
-        found = _gather_few(best, lengths, collectives, local.device).cut(np.abs(counts[few]))
+        found = gather_few(best, lengths, collectives, local.device).cut(np.abs(counts[few]))
         tables.append(found.table(few, sum(widths)))
     if len(near):
         tables.append(_near_largest(local, near, wants[near], largest.max(axis=0)[near], collectives, widths))
@@ -142,7 +142,7 @@ def collect_largest(
         none = np.zeros(len(values), np.float32)
         return RowLogits(values.float().cpu().numpy(), tokens.cpu().numpy(), none, [])
     own = _summaries(found, sum(widths[: collectives.rank]))
-    summaries = _exchange(own, collectives, values.device)
+    summaries = exchange(own, collectives, values.device)
     return None if collectives.rank else _row_logits(summaries, [])
 
 
@@ -173,12 +173,12 @@ def _near_largest(
     # Weights below exp(-80) add nothing to a sum of at least 1, and denormal ones would cost the most.
     totals = (below / temperatures).clamp_(min=-80).exp_().sum(dim=-1, dtype=torch.float64).cpu().numpy()
     values = logits.cpu().numpy()[at, ids]
-    own = _Few.of(at, ids + sum(widths[: collectives.rank]), values, len(rows))
+    own = Few.of(at, ids + sum(widths[: collectives.rank]), values, len(rows))
     slots = torch.zeros((collectives.world_size, len(rows), 2), dtype=torch.float64)
     slots[collectives.rank] = torch.from_numpy(np.stack((own.lengths, totals), axis=-1))
     every = collectives.all_reduce(slots.to(local.device)).cpu()
     lengths = every[:, :, 0].numpy().astype(np.int64)
-    found = _gather_few(own, lengths, collectives, local.device)
+    found = gather_few(own, lengths, collectives, local.device)
     table = found.table(rows, sum(widths))
     return RowTable(table.rows, table.scores, table.ids, every[:, :, 1].sum(dim=0)[:, None])
 
@@ -187,7 +187,7 @@ def _near_largest(
 
 
 @dataclass(frozen=True)
-class _Few:
+class Few:
     """Candidates of several rows, end to end: by row, then by token."""
 
     rows: Int64Array
@@ -198,16 +198,16 @@ class _Few:
     """int64 [number of rows]: candidates of each."""
 
     @classmethod
-    def of(cls, rows: Int64Array, ids: Int64Array, values: Floats, count: int) -> "_Few":
+    def of(cls, rows: Int64Array, ids: Int64Array, values: Floats, count: int) -> "Few":
         order = np.lexsort((ids, rows))
         return cls(rows[order], ids[order], values[order], np.bincount(rows, minlength=count))
 
-    def cut(self, counts: NDArray[np.int32]) -> "_Few":
+    def cut(self, counts: NDArray[np.int32]) -> "Few":
         """Each row's `counts` largest, and what ties with the last of them."""
         falling = -np.sort(-self._padded(0)[1], axis=1)
         thresholds = falling[np.arange(len(counts)), np.minimum(counts, falling.shape[1]) - 1]
         kept = self.values >= thresholds[self.rows]
-        return _Few.of(self.rows[kept], self.ids[kept], self.values[kept], len(counts))
+        return Few.of(self.rows[kept], self.ids[kept], self.values[kept], len(counts))
 
     def table(self, rows: Int64Array, vocab_size: int) -> RowTable:
         ids, values = self._padded(vocab_size)
@@ -229,11 +229,11 @@ def _take(local: Tensor, rows: Int64Array) -> Tensor:
     return local.index_select(0, torch.from_numpy(rows).to(local.device))
 
 
-def _few_of(logits: Tensor, counts: NDArray[np.int32], start: int) -> _Few:
+def few_of(logits: Tensor, counts: NDArray[np.int32], start: int) -> Few:
     """Each row's `counts` largest of this rank's `logits`, and all that tie with the last of them."""
     if not len(counts):
         nothing = np.zeros(0, np.int64)
-        return _Few(nothing, nothing, np.zeros(0, np.float32), nothing)
+        return Few(nothing, nothing, np.zeros(0, np.float32), nothing)
     width = logits.shape[1]
     looked_at = min(int(counts.max()) + _MARGIN, width)
     top = logits.topk(looked_at, dim=-1)
@@ -250,7 +250,7 @@ def _few_of(logits: Tensor, counts: NDArray[np.int32], start: int) -> _Few:
         tied = np.flatnonzero(every >= thresholds[row])
         pieces.append((np.full(len(tied), row), tied, every[tied]))
     rows, ids, found = (np.concatenate(piece) for piece in zip(*pieces, strict=True))
-    return _Few.of(rows, ids + start, found, len(counts))
+    return Few.of(rows, ids + start, found, len(counts))
 
 
 # --- between the ranks ---------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def _summaries(found: tuple[Tensor, Tensor], start: int) -> Floats:
     return own
 
 
-def _exchange(own: Floats, collectives: Collectives, device: torch.device) -> Floats:
+def exchange(own: Floats, collectives: Collectives, device: torch.device) -> Floats:
     """`_summaries` of all ranks, float32 [ranks, R, 4]."""
     if collectives.world_size == 1:
         return own[None]
@@ -279,7 +279,7 @@ def _exchange(own: Floats, collectives: Collectives, device: torch.device) -> Fl
     return summaries
 
 
-def _gather_few(own: _Few, lengths: Int64Array, collectives: Collectives, device: torch.device) -> _Few:
+def gather_few(own: Few, lengths: Int64Array, collectives: Collectives, device: torch.device) -> Few:
     """All ranks' candidates on rank 0; `lengths` [ranks, rows]: how many each has. The others keep their own."""
     if collectives.world_size == 1:
         return own
@@ -289,4 +289,4 @@ def _gather_few(own: _Few, lengths: Int64Array, collectives: Collectives, device
         return own
     rows = np.concatenate([np.repeat(np.arange(lengths.shape[1]), of_rank) for of_rank in lengths])
     ids, values = torch.cat(parts, dim=-1).cpu().numpy()
-    return _Few.of(rows, ids.astype(np.int64), values, lengths.shape[1])
+    return Few.of(rows, ids.astype(np.int64), values, lengths.shape[1])

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import structlog
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from services.executor.debug.spans import span
 from services.executor.engine.plan import Int32Array, StepPlan, as_int32, to_bytes
+from services.executor.engine.prompt_scores import Scores, no_scores
 from services.executor.engine.protocol import RestoreFailed
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.vectors import Floats
@@ -28,6 +30,7 @@ from services.executor.model.candidates import (
 from services.executor.model.collectives import Collectives
 from services.executor.model.decoder import Decoder, sums_of
 from services.executor.model.layers import VocabParallelHead
+from services.executor.model.log_likelihoods import score
 from services.executor.model.step_context import StepContext
 from services.executor.native.decoder import NativeDecoder
 from services.executor.progress import Progress
@@ -105,6 +108,8 @@ class ModelRunner:
         self._widths = widths_of(model)
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
+        self.scored: Scores = no_scores()
+        """What the last step's `plan.score_rows` gave, on rank 0."""
 
     def connect(self, endpoint: Endpoint) -> None:
         """From now on plans may hand blocks over."""
@@ -145,9 +150,10 @@ class ModelRunner:
         if not self._copy(plan) or not plan.token_ids:
             return self._no_logits() if self._is_leader else None
         wants = np.frombuffer(plan.candidates, WANT)
-        if self._decoder is not None and len(wants) and only_largest(wants) and not plan.pools:
+        fused = self._decoder is not None and not plan.pools and not plan.score_rows
+        if fused and len(wants) and only_largest(wants):
             return collect_largest(self._compute_largest(plan, progress), self._collectives, self._widths)
-        local = self._compute(plan, progress)
+        local = self._compute_and_score(plan, progress)
         if not plan.sample_rows:
             return self._no_logits() if self._is_leader else None
         if plan.candidates:
@@ -183,6 +189,25 @@ class ModelRunner:
         if failed and self._is_leader:
             raise RestoreFailed(failed)
         return not failed
+
+    def _compute_and_score(self, plan: StepPlan, progress: Progress) -> Tensor:
+        """This rank's share of the logits [R, vocab share] of the rows that are sampled; those that are scored have
+        given what they are for."""
+        if not plan.score_rows:
+            return self._compute(plan, progress)
+        both = structs.replace(plan, sample_rows=plan.sample_rows + plan.score_rows)
+        local = self._compute(both, progress)
+        sampled = len(as_int32(plan.sample_rows))
+        with span("score prompts"):
+            found = score(
+                local[sampled:],
+                as_int32(plan.score_targets),
+                plan.score_top,
+                self._collectives,
+                self._widths,
+            )
+        self.scored = found or no_scores(plan.score_top)
+        return local[:sampled]
 
     def _compute(self, plan: StepPlan, progress: Progress) -> Tensor:
         """This rank's share of the logits [R, vocab share]."""

@@ -63,7 +63,7 @@ def test_fail_all_ends_everything_and_leaves_nothing() -> None:
         (ask("a", 200), "context_length_exceeded", "context is 200"),
         (ask("a", 170), "context_length_exceeded", "KV cache of 160"),
         (ask("a", []), "invalid_request", "no tokens"),
-        (ask("a", max_tokens=0), "invalid_request", "max_tokens is 0"),
+        (ask("a", max_tokens=-1), "invalid_request", "max_tokens is -1"),
         (ask("a", [1, VOCAB]), "invalid_request", "prompt has a token outside"),
         (ask("a", [-1]), "invalid_request", "vocabulary of 50"),
         (ask("a", generated=[1 << 40]), "invalid_request", "generated has a token outside"),
