@@ -96,6 +96,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Log probabilities of the prompt's tokens, told with the first output: -1: none; 0: of the tokens alone; k: also
     of the k most likely ones at each position. Not of a later attempt that brings `generated` tokens: they came with
     these. With them, and without any, `max_tokens` may be 0: then nothing is generated."""
+    claim: int = 0
+    """The claim under which the gateway that handed it in owns the generation; see `Claimed`."""
 
 
 # --- dispatch and control (scheduler or gateway → leader) ----------------------------------------
@@ -158,6 +160,18 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     attempt: int = -1
     """-1: the client has gone, whatever the attempt. Else only attempts up to this one are withdrawn: they
     end with a retryable error, and a late command does not hit their successor."""
+    claim: int = -1
+    """The claim under which its sender decides for these generations: where a newer one is known, the sender
+    owns them no more and is ignored. -1: whoever owns them, as when a client asks for it."""
+
+
+class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
+    """Another gateway owns these generations from now on: what an earlier owner still decides about them is void.
+
+    A claim is the revision of the generation's entry in the bucket `generations`; 0: it was never claimed."""
+
+    generation_ids: list[str]
+    claim: int
 
 
 class Drain(msgspec.Struct, frozen=True, omit_defaults=True, tag="drain"):
@@ -171,7 +185,7 @@ class Undrain(msgspec.Struct, frozen=True, tag="undrain"):
     """Stay after all, and accept requests again. Too late for a group that has left."""
 
 
-ControlCommand = Cancel | Drain | Undrain
+ControlCommand = Cancel | Drain | Undrain | Claimed
 
 
 class ControlReply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -227,6 +241,8 @@ class CancelRequest(msgspec.Struct, frozen=True):
     """Broadcast to schedulers, for generations whose group the gateway does not know yet."""
 
     generation_ids: list[str]
+    claim: int = -1
+    """As a `Cancel`'s."""
 
 
 # --- health --------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
 from shared.lifecycle import tame_collector
 from shared.messages import (
     Cancel,
+    Claimed,
     ControlCommand,
     ControlReply,
     DispatchBatch,
@@ -202,8 +203,10 @@ class Leader:
 
     async def _on_control(self, command: ControlCommand) -> ControlReply:
         if isinstance(command, Cancel):
-            self._batcher.cancel(command.generation_ids, command.attempt)
+            self._batcher.cancel(command.generation_ids, command.attempt, command.claim)
             self._wake.set()
+        elif isinstance(command, Claimed):
+            self._batcher.claim(command.generation_ids, command.claim)
         elif isinstance(command, Drain):
             self._drain(command.grace)
         elif not self._undrain():

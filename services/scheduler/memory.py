@@ -1,6 +1,7 @@
 """What must be remembered of generations that do not wait here: which are cancelled before they are
 pulled, and which ring has taken which attempt."""
 
+import math
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -16,26 +17,43 @@ class Holder(NamedTuple):
     epoch: int
 
 
+class _Cancelled(NamedTuple):
+    until: float
+    """Monotonic seconds for which it is remembered."""
+    claim: float
+    """Of the gateway that said so; infinite: whoever owns the generation."""
+
+
 class GenerationMemory:
     """Cancelled generations, and the rings that took the recent ones. Bounded in number."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._capacity = capacity
-        self._cancelled: OrderedDict[str, float] = OrderedDict()
+        self._cancelled: OrderedDict[str, _Cancelled] = OrderedDict()
         self._taken: OrderedDict[str, Holder] = OrderedDict()
 
-    def cancel(self, generation_id: str, now: float) -> None:
-        """Remembers a cancellation until `now + REMEMBER` (monotonic seconds)."""
-        self._cancelled[generation_id] = now + REMEMBER
+    def cancel(self, generation_id: str, now: float, claim: int = -1) -> None:
+        """Remembers a cancellation until `now + REMEMBER` (monotonic seconds). `claim`: of the gateway that has
+        said so; -1: it holds whoever owns the generation."""
+        known = self._cancelled.get(generation_id)
+        reach = math.inf if claim < 0 else max(claim, known.claim if known else 0.0)
+        self._cancelled[generation_id] = _Cancelled(now + REMEMBER, reach)
         self._cancelled.move_to_end(generation_id)
         while self._cancelled:
-            oldest, until = next(iter(self._cancelled.items()))
-            if until > now and len(self._cancelled) <= self._capacity:
+            oldest, entry = next(iter(self._cancelled.items()))
+            if entry.until > now and len(self._cancelled) <= self._capacity:
                 break
             del self._cancelled[oldest]
 
-    def cancelled(self, generation_id: str) -> bool:
-        return generation_id in self._cancelled
+    def cancelled(self, generation_id: str, claim: int = 0) -> bool:
+        """Whether a request that was handed in under `claim` is cancelled."""
+        entry = self._cancelled.get(generation_id)
+        return entry is not None and claim <= entry.claim
+
+    def claim_of_cancel(self, generation_id: str) -> int:
+        """The claim under which it was cancelled; -1: whoever owns it."""
+        entry = self._cancelled.get(generation_id)
+        return -1 if entry is None or entry.claim == math.inf else int(entry.claim)
 
     def taken(self, generation_id: str, holder: Holder) -> None:
         """Remembers which ring has accepted a generation."""

@@ -78,6 +78,10 @@ class RequestQueue:
         self._lanes[item.model][item.lane].charge(item)
         self._drop(item)
 
+    def get(self, generation_id: str) -> WaitingRequest | None:
+        """The request of a generation; None when it does not wait here."""
+        return self._by_id.get(generation_id)
+
     def remove(self, generation_id: str) -> WaitingRequest | None:
         """Takes out the request of a generation; None when it does not wait here."""
         item = self._by_id.get(generation_id)

@@ -85,7 +85,7 @@ class Router:
         `crowded`: much of what intake may hold is held. Then the requests of a model that nobody serves
         stay in the stream, so that those of other models still come through.
         """
-        if self._memory.cancelled(item.generation_id):
+        if self._memory.cancelled(item.generation_id, item.claim):
             self._endings.cancel(item)
         elif self._is_taken(item):
             self._endings.settle(item)
@@ -124,14 +124,15 @@ class Router:
         now = asyncio.get_running_loop().time()
         by_group: dict[str, list[str]] = {}
         for generation_id in request.generation_ids:
-            self._memory.cancel(generation_id, now)
-            item = self._queue.remove(generation_id)
-            if item is not None:
+            self._memory.cancel(generation_id, now, request.claim)
+            item = self._queue.get(generation_id)
+            if item is not None and self._memory.cancelled(generation_id, item.claim):
+                self._queue.remove(generation_id)
                 self._endings.cancel(item)
-            elif (holder := self._memory.holder(generation_id)) is not None:
+            elif item is None and (holder := self._memory.holder(generation_id)) is not None:
                 by_group.setdefault(holder.group, []).append(generation_id)
         for group, generation_ids in by_group.items():
-            self._spawn(self._forward_cancel(group, generation_ids))
+            self._spawn(self._forward_cancel(group, Cancel(generation_ids, claim=request.claim)))
         self.wake()
 
     @property
@@ -291,8 +292,9 @@ class Router:
             attempt=item.attempt,
             **item.trace.ids,
         )
-        if self._memory.cancelled(item.generation_id):
-            self._spawn(self._forward_cancel(group, [item.generation_id]))
+        if self._memory.cancelled(item.generation_id, item.claim):
+            claim = self._memory.claim_of_cancel(item.generation_id)
+            self._spawn(self._forward_cancel(group, Cancel([item.generation_id], claim=claim)))
 
     def rejected(self, item: WaitingRequest, refusal: Refusal) -> None:
         self._endings.fail(item, refusal.code, refusal.message, retryable=False)
@@ -300,7 +302,7 @@ class Router:
     def returned(self, item: WaitingRequest) -> None:
         """A request comes back: it waits again, in its old place."""
         item.trace.returned()
-        if self._memory.cancelled(item.generation_id):
+        if self._memory.cancelled(item.generation_id, item.claim):
             self._endings.cancel(item)
         else:
             self._enqueue(item)
@@ -346,11 +348,9 @@ class Router:
 
     # --- helpers ---------------------------------------------------------------------------------
 
-    async def _forward_cancel(self, group: str, generation_ids: list[str]) -> None:
+    async def _forward_cancel(self, group: str, command: Cancel) -> None:
         try:
-            await self._bus.request(
-                subjects.control(group), Cancel(generation_ids), ControlReply, timeout=2.0
-            )
+            await self._bus.request(subjects.control(group), command, ControlReply, timeout=2.0)
         except (BrokerUnavailable, msgspec.DecodeError) as error:
             log.warning("cancel_not_forwarded", group=group, error=str(error))
 

@@ -70,6 +70,8 @@ class WaitingRequest:
     trace: RequestTrace = UNTRACED
     reason: str = ""
     """Why the group that it was last sent to."""
+    claim: int = 0
+    """Of the gateway that handed it in."""
     asked: str = ""
     """Group that was sent the request and has not answered: it may have it all the same."""
 
@@ -104,6 +106,7 @@ class WaitingRequest:
             delivery=delivery,
             cost=cost(tokens, request.max_tokens - len(request.generated)),
             due=request.deadline or published + PATIENCE,
+            claim=request.claim,
             prefixes=() if request.session else prefixes(request.model, request.prompt),
             arrived=arrived,
         )

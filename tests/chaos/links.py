@@ -51,6 +51,12 @@ class Forwarder:
     def cut(self) -> None:
         self._open.clear()
 
+    def sever(self) -> None:
+        """As `cut`, and both sides see their connection end."""
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+
     def heal(self) -> None:
         self._open.set()
 

@@ -13,6 +13,7 @@ from shared import messages
 from shared.bus import encode
 from shared.messages import (
     Cancel,
+    Claimed,
     ControlCommand,
     Drain,
     GenerationRequest,
@@ -98,10 +99,14 @@ def test_golden_frame() -> None:
 
 
 def test_golden_commands_are_told_apart_by_their_tag() -> None:
-    assert read(encode(Cancel(["a"], 2))) == {"type": "cancel", "generation_ids": ["a"], "attempt": 2}
+    cancel = {"type": "cancel", "generation_ids": ["a"], "attempt": 2, "claim": 5}
+    assert read(encode(Cancel(["a"], 2, 5))) == cancel
+    assert read(encode(Claimed(["a"], 5))) == {"type": "claimed", "generation_ids": ["a"], "claim": 5}
     assert read(encode(Drain())) == {"type": "drain"}
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ControlCommand)
     assert decoder.decode(msgpack.packb({"type": "drain", "since": "later versions"})) == Drain()
+    del cancel["claim"]  # an older gateway's
+    assert decoder.decode(msgpack.packb(cancel)) == Cancel(["a"], 2)
     with pytest.raises(msgspec.ValidationError):
         decoder.decode(msgpack.packb({"type": "explode"}))
 

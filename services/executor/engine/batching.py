@@ -143,8 +143,15 @@ class ContinuousBatcher:
         sequence.state = SequenceState.WAITING
         self._planner.wait(sequence)
 
-    def cancel(self, generation_ids: Iterable[str], attempt: int = -1) -> None:
-        """Ends generations with `finish="cancelled"`; unknown ids are ignored.
+    def claim(self, generation_ids: Iterable[str], claim: int) -> None:
+        """Another gateway owns generations: what is said of them under an older claim is ignored from now on."""
+        for generation_id in generation_ids:
+            if (sequence := self._live.get(generation_id)) is not None:
+                sequence.claim = max(sequence.claim, claim)
+
+    def cancel(self, generation_ids: Iterable[str], attempt: int = -1, claim: int = -1) -> None:
+        """Ends generations with `finish="cancelled"`; unknown ids are ignored, and those that a gateway with a
+        newer claim than `claim` owns (-1: none is).
 
         With `attempt`, only that attempt and earlier ones are withdrawn: the client still waits, so they
         end with a retryable error, and not as if it had gone. Safe while a step is under way: its
@@ -152,7 +159,7 @@ class ContinuousBatcher:
         """
         for generation_id in generation_ids:
             sequence = self._live.get(generation_id)
-            if sequence is None or -1 < attempt < sequence.request.attempt:
+            if sequence is None or -1 < attempt < sequence.request.attempt or -1 < claim < sequence.claim:
                 continue
             sequence.ending = Ending.CANCELLED if attempt < 0 else Ending.WITHDRAWN
             if not sequence.in_flight:

@@ -83,6 +83,8 @@ class Sequence:
         if (self.vector is not None and not self.vector.shares) or self.scores is not None:
             root = root_digest(f"{request.generation_id}/{request.attempt}")
         self.request = request
+        self.claim = request.claim
+        """Of the gateway that owns it: what an earlier owner says of it counts no more."""
         self.arrival = arrival
         self.urgency: Urgency = (LANES.index(request.lane), arrival)
         self.is_batch = request.lane == "batch"

@@ -23,6 +23,8 @@ from shared.records import GenerationRecord, Ownership
 
 log = structlog.get_logger(__name__)
 
+ASKED_AT_ONCE = 64
+"""Questions to the broker who owns an answer that is to be given up."""
 STOP_TIMEOUT = 1.0
 """Seconds that background work gets to end; watching a generation has no end of its own."""
 
@@ -59,8 +61,11 @@ class Answers:
         self._writer = RecordWriter(bus, self.writer)
         metrics.journal_lag.set_function(lambda: self._writer.lag.seconds(time.monotonic()))
         self.records = RecordReader(bus)
-        self.owners = Owners(bus, consumer, settings, metrics, self)
+        self.owners = Owners(bus, consumer, generations.claims, metrics, self)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._giving_up: set[str] = set()
+        """Answers whose owner is being asked for, before they are cancelled."""
+        self._giving_up_gate = asyncio.Semaphore(ASKED_AT_ONCE)
         self._stopping = False
         self.watch_silently: Callable[[Answer], Awaitable[None]] | None = None
         """Reads an answer that nobody listens to, up to its stop string."""
@@ -88,7 +93,7 @@ class Answers:
         self.owners.stop()
         for answer in self.all():
             if answer.owned and not answer.ended and not answer.resumable:
-                self.cancel(answer)
+                self.cancel(answer, by_owner=True)
         for answer in self.all():
             self._keep(answer)
         if self._tasks:
@@ -184,7 +189,7 @@ class Answers:
             self._drop(answer)
         elif answer.owned and not self._stopping:
             if answer.forsaken(now, self._settings.resume_grace):
-                self.cancel(answer)
+                self._give_up(answer)
             else:
                 self._watch(answer)
 
@@ -192,15 +197,16 @@ class Answers:
         """Nobody wants more of that choice, for a stop string has ended its text."""
         self._generations.cancel([answer.generations[index]])
 
-    def cancel(self, answer: Answer) -> None:
-        """Ends it, wherever it is. Of another gateway's, the log itself will say that it has ended."""
+    def cancel(self, answer: Answer, *, by_owner: bool = False) -> None:
+        """Ends it, wherever it is, as its client wishes, or as this gateway has decided `by_owner`. Of another
+        gateway's, the log itself will say that it has ended."""
         going = [generation for generation in answer.generations if not generation.ended]
         if not answer.owned:
             for generation in going:
-                self._generations.cancellations.cancel(generation)
+                self._generations.cancellations.cancel(generation, by_owner=False)
             return
         error = Unavailable("The generation was cancelled; send the request again.", retry_after=1)
-        self._generations.cancel(going, error)
+        self._generations.cancel(going, error, by_owner=by_owner)
         if answer.resumable:
             for generation in going:
                 self._generations.conclude(generation, error, "cancelled")
@@ -321,8 +327,35 @@ class Answers:
                 continue
             if answer.forgettable(now):
                 self._drop(answer)
-            elif answer.owned and not answer.ended and answer.forsaken(now, self._settings.resume_grace):
-                self.cancel(answer)
+            elif self._is_forsaken(answer, now):
+                self._give_up(answer)
+
+    def _is_forsaken(self, answer: Answer, now: float) -> bool:
+        going = answer.owned and not answer.ended
+        return going and answer.forsaken(now, self._settings.resume_grace)
+
+    def _give_up(self, answer: Answer) -> None:
+        """Nobody listens any more. Where a client can come back, it may have done so at another gateway, which has
+        claimed the generation while this one was cut off or stopped: whoever owns it is asked for first."""
+        if not answer.resumable:
+            self.cancel(answer, by_owner=True)
+        elif answer.identity not in self._giving_up:
+            self._giving_up.add(answer.identity)
+            self.spawn(self._give_up_own(answer))
+
+    async def _give_up_own(self, answer: Answer) -> None:
+        try:
+            async with self._giving_up_gate:
+                if not await self.owners.still(answer):
+                    return
+        except BrokerUnavailable as error:  # asked again with the next sweep
+            log.info("not_given_up", generation_id=answer.identity, error=str(error))
+            return
+        finally:
+            self._giving_up.discard(answer.identity)
+        at_hand = self._by_identity.get(answer.identity) is answer
+        if at_hand and not self._stopping and self._is_forsaken(answer, time.monotonic()):
+            self.cancel(answer, by_owner=True)
 
     def _watch(self, answer: Answer) -> None:
         """A ring knows nothing of stop strings: somebody has to read for them."""
@@ -330,9 +363,9 @@ class Answers:
             answer.watched = True
             self.spawn(self.watch_silently(answer))
 
-    def on_owned(self, answer: Answer) -> None:
-        """This gateway looks after `answer` from now on."""
-        self._generations.take_over(answer.generations)
+    def on_owned(self, answer: Answer, claim: int) -> None:
+        """This gateway looks after `answer` from now on, under `claim`."""
+        self._generations.take_over(answer.generations, claim)
         if not answer.readers:
             self._watch(answer)
 

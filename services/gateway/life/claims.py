@@ -36,8 +36,14 @@ class Claims:
         entry = await self._bucket.get(identity)
         return None if entry is None else entry.value
 
-    async def claim(self, identity: str, lost: str, consumers: Sequence[str]) -> Ownership:
-        """Claims it from the gateway `lost`; returns whose it is now. `consumers`: those of its log so far."""
+    async def rival(self, identity: str) -> Ownership | None:
+        """Whose it is, if another gateway has claimed it."""
+        ownership = await self.get(identity)
+        return None if ownership is None or ownership.owner == self._consumer else ownership
+
+    async def claim(self, identity: str, lost: str, consumers: Sequence[str]) -> tuple[Ownership, int]:
+        """Claims it from the gateway `lost`; returns whose it is now, and the number of that claim, which only
+        grows. `consumers`: those of its log so far."""
         assert self._bucket is not None, "not started"
         mine = Ownership(
             self._consumer, [*(name for name in consumers if name != self._consumer), self._consumer]
@@ -45,15 +51,15 @@ class Claims:
         while True:
             entry = await self._bucket.get(identity)
             if entry is None:
-                if await self._bucket.create(identity, mine) is not None:
-                    return mine
+                if (number := await self._bucket.create(identity, mine)) is not None:
+                    return mine, number
             elif entry.value.owner not in (lost, self._consumer):
-                return entry.value
+                return entry.value, entry.revision
             else:
                 known = [name for name in entry.value.consumers if name != self._consumer]
                 mine = Ownership(self._consumer, [*known, self._consumer][-MAX_OWNERS:])
-                if await self._bucket.update(identity, mine, entry.revision) is not None:
-                    return mine
+                if (number := await self._bucket.update(identity, mine, entry.revision)) is not None:
+                    return mine, number
 
     async def watch(self) -> AsyncIterator[tuple[str, Ownership]]:
         """Every claim there is and will be."""

@@ -43,8 +43,10 @@ class Generation:
         "_readers",
         "_rejected",
         "_stall",
+        "_told",
         "attempt_at",
         "cached_tokens",
+        "claim",
         "ends_at",
         "epoch",
         "error",
@@ -78,6 +80,10 @@ class Generation:
         followed: bool = False,
     ) -> None:
         self.request = request
+        self.claim = request.claim
+        """Under which this gateway owns it; 0: it began here."""
+        self._told = ("", 0)
+        """The ring that was told of the claim."""
         self.index = index
         self._limits = limits
         self._readers: list[Deliver] = []
@@ -268,7 +274,12 @@ class Generation:
         self.last_progress = self.heard_at = self.attempt_at = now
         self._stall, self._gap_replays = self._limits.stall, 0
         self.request = msgspec.structs.replace(
-            self.request, generated=list(self.tokens), attempt=attempt, lane="recovery", deadline=deadline
+            self.request,
+            generated=list(self.tokens),
+            attempt=attempt,
+            lane="recovery",
+            deadline=deadline,
+            claim=self.claim,
         )
         return self.request
 
@@ -289,15 +300,24 @@ class Generation:
         """Its readers get `error`; the generation goes on."""
         self._deliver(error)
 
-    def take_over(self, consumer: str, now: float, now_unix: float) -> Decision:
-        """From now on this gateway, which reads as `consumer`, looks after it: what was left undone is decided.
+    def ring_learns_claim(self) -> bool:
+        """Whether its ring has the attempt from an earlier owner and has to hear of this one; once for each ring."""
+        ring = self.group, self.epoch
+        if self.followed or not self.group or self.claim <= self.request.claim or self._told == ring:
+            return False
+        self._told = ring
+        return True
+
+    def take_over(self, consumer: str, claim: int, now: float, now_unix: float) -> Decision:
+        """From now on this gateway, which reads as `consumer`, looks after it under `claim`: what was left undone
+        is decided.
 
         A request of which no ring has spoken may never have reached the queue; handed in once more it is
         another attempt, and the older one is rejected where it does appear.
         """
         if not self.followed:
             return Decision.NOTHING
-        self.followed, self.own_since = False, now_unix
+        self.followed, self.own_since, self.claim = False, now_unix, claim
         self.request = msgspec.structs.replace(self.request, consumer=consumer)
         self.last_progress = self.heard_at = now
         if self.ended:

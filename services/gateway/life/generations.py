@@ -10,9 +10,11 @@ import msgspec
 import structlog
 
 from services.gateway.life.cancellations import Cancellations
+from services.gateway.life.claims import Claims
 from services.gateway.life.consumer import TokenConsumer
 from services.gateway.life.decisions import Decision
 from services.gateway.life.generation import Generation
+from services.gateway.life.identity import of_choice
 from services.gateway.life.losses import Losses
 from services.gateway.life.queued import QueuedRequests
 from services.gateway.life.rings import Rings, idle
@@ -57,7 +59,8 @@ class Generations:
         self._rings: Rings | None = None
         self._stall_replay_at = float("-inf")
         self._stopping = False
-        self.cancellations = Cancellations(bus)
+        self.claims = Claims(bus, consumer, settings.journal_max_age)
+        self.cancellations = Cancellations(bus, self.claims)
         self.tokens = TokenConsumer(
             bus,
             consumer,
@@ -145,23 +148,26 @@ class Generations:
         if self._by_id.pop(generation.id, None) is not None and generation.trace is not None:
             generation.trace.ended(generation)
 
-    def take_over(self, generations: Sequence[Generation]) -> None:
-        """They have been followed so far; from now on they are looked after here."""
+    def take_over(self, generations: Sequence[Generation], claim: int) -> None:
+        """They have been followed so far; from now on they are looked after here, under `claim`."""
         now, now_unix = time.monotonic(), time.time()
         for generation in generations:
             if generation.trace is None and generation.request.traceparent and not generation.ended:
                 generation.trace = taken_over(generation.request)
-            decision = generation.take_over(self._consumer, now, now_unix)
+            decision = generation.take_over(self._consumer, claim, now, now_unix)
             if decision is Decision.RECOVER and generation.may_be_queued:
                 self._look_for(generation)
             else:
                 self._act(generation, decision)
+            if generation.ring_learns_claim() and not generation.ended:
+                self.cancellations.tell_claim(generation)
         self._recover_lost(item for item in generations if not item.ended)
 
     def conclude(
         self, generation: Generation, error: RyzansteinError, finish: FinishReason = "error"
     ) -> None:
-        """Writes an end that no ring has said into the log: whoever reads it later must not wait for more."""
+        """Writes an end that no ring has said into the log: whoever reads it later must not wait for more. Unless
+        another gateway has claimed the generation, which then ends as that one says."""
         entry = TokenEntry(
             generation.id,
             generation.stream.attempt + 1,
@@ -175,6 +181,8 @@ class Generations:
 
     async def _write_end(self, frame: TokenFrame) -> None:
         try:
+            if await self.claims.rival(of_choice(frame.entries[0].generation_id)) is not None:
+                return
             await self._bus.publish_durable(subjects.tokens(self._consumer), frame)
         except RyzansteinError as error:
             log.info("end_not_recorded", generation_id=frame.entries[0].generation_id, error=str(error))
@@ -187,13 +195,20 @@ class Generations:
             sequence = await self._bus.publish_durable(_intake(request.lane, request.model), request)
         generation.queued(sequence)
 
-    def cancel(self, generations: Sequence[Generation], error: RyzansteinError | None = None) -> None:
-        """Ends those that have not ended, here and in the rings; at once here, soon there. Readers get `error`."""
+    def cancel(
+        self,
+        generations: Sequence[Generation],
+        error: RyzansteinError | None = None,
+        *,
+        by_owner: bool = False,
+    ) -> None:
+        """Ends those that have not ended, here and in the rings; at once here, soon there. Readers get `error`.
+        `by_owner`: this gateway decides so and no client, which holds only while it owns them."""
         for generation in generations:
             if not generation.ended:
                 generation.cancel(error)
                 self._metrics.cancelled.inc()
-                self.cancellations.cancel(generation)
+                self.cancellations.cancel(generation, by_owner=by_owner)
             self._remove(generation)
 
     # --- from rings and the journal --------------------------------------------------------------
@@ -215,9 +230,11 @@ class Generations:
             touched.append(generation)
             decision = generation.on_entry(frame.group, frame.epoch, entry, now)
             if decision is Decision.REJECT:
-                self.cancellations.end(frame.group, generation.id, entry.attempt)
+                self.cancellations.end(frame.group, generation, entry.attempt)
             elif decision is not Decision.NOTHING:
                 self._act(generation, decision)
+            if generation.claim and generation.ring_learns_claim():
+                self.cancellations.tell_claim(generation)
         return touched
 
     def on_group_lost(self, group: str, epoch: int, model: str, at: float = 0.0) -> None:
@@ -328,7 +345,7 @@ class Generations:
         deadline = time.time() + self._settings.token_timeout
         lost, attempt = generation.group, generation.stream.attempt
         if lost and not generation.stream.ended:  # it may live: a false alarm, or only its frames are lost
-            self.cancellations.end(lost, generation.id, attempt)
+            self.cancellations.end(lost, generation, attempt)
         request = generation.next_attempt(time.monotonic(), deadline)
         if request is None:
             self._remove(generation)
@@ -381,7 +398,7 @@ class Generations:
         generation.fail(error)
         self._remove(generation)
         if not generation.followed:
-            self.cancellations.cancel(generation)
+            self.cancellations.cancel(generation, by_owner=True)
             self.conclude(generation, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -47,5 +47,10 @@ def parse(public_id: str) -> str | None:
     return public_id[-32:] if match else None
 
 
+def of_choice(generation_id: str) -> str:
+    """The identity of the answer that a generation, as the bus names it, is a choice of."""
+    return generation_id.rpartition("-")[0]
+
+
 def place(identity: str) -> Place:
     return Place(identity[:8], identity[8:16])

@@ -18,7 +18,6 @@ import structlog
 from services.gateway.life.answer import Answer
 from services.gateway.life.claims import Claims
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.settings import GatewaySettings
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import BrokerUnavailable, NobodyThere
@@ -49,13 +48,13 @@ class Owners:
     """The only one that changes who owns an answer."""
 
     def __init__(
-        self, bus: Bus, consumer: str, settings: GatewaySettings, metrics: GatewayMetrics, answers: "Answers"
+        self, bus: Bus, consumer: str, claims: Claims, metrics: GatewayMetrics, answers: "Answers"
     ) -> None:
         self._bus = bus
         self._consumer = consumer
         self._metrics = metrics
         self._answers = answers
-        self._claims = Claims(bus, consumer, settings.journal_max_age)
+        self._claims = claims
         self._gate = asyncio.Semaphore(CLAIMS_AT_ONCE)
         self._due: dict[str, dict[str, Answer]] = {}
         """Answers to ask about at once, by owner."""
@@ -114,9 +113,21 @@ class Owners:
             if self._stopping:
                 return
             answer = self._answers.known(identity)
-            if answer is not None and answer.owned and ownership.owner != self._consumer:
-                log.info("generation_yielded", generation_id=identity, to=ownership.owner)
-                self._answers.spawn(self._follow(answer, ownership))
+            if answer is not None and ownership.owner != self._consumer:
+                self._yield(answer, ownership)
+
+    async def still(self, answer: Answer) -> bool:
+        """Whether this gateway owns `answer`, as the broker has it at this moment: it may have been cut off or
+        stopped while another one claimed it, which then has it. Raises `BrokerUnavailable`."""
+        rival = await self._claims.rival(answer.identity)
+        if rival is not None:
+            self._yield(answer, rival)
+        return rival is None
+
+    def _yield(self, answer: Answer, ownership: Ownership) -> None:
+        if answer.owned:
+            log.info("generation_yielded", generation_id=answer.identity, to=ownership.owner)
+            self._answers.spawn(self._follow(answer, ownership))
 
     async def _on_listen(self, message: Listen) -> Listened:
         until = time.monotonic() + LEASE
@@ -177,7 +188,7 @@ class Owners:
                     return
                 lost = answer.owner
                 answer.quiet_since = time.monotonic() + CLAIM_TIME  # not to be dropped meanwhile
-                ownership = await self._claims.claim(answer.identity, lost, answer.consumers)
+                ownership, claim = await self._claims.claim(answer.identity, lost, answer.consumers)
             except BrokerUnavailable as error:  # asked again while it is read
                 log.info("not_claimed", generation_id=answer.identity, error=str(error))
                 return
@@ -190,7 +201,7 @@ class Owners:
             answer.consumers = list(ownership.consumers)
             self._metrics.adopted.inc()
             log.info("generation_adopted", generation_id=answer.identity, of=lost)
-            self._answers.on_owned(answer)
+            self._answers.on_owned(answer, claim)
 
     def _lacks_owner(self, answer: Answer) -> bool:
         at_hand = self._answers.known(answer.identity) is answer

@@ -14,6 +14,7 @@ from shared.bus import Bus
 from shared.messages import (
     Cancel,
     CancelRequest,
+    Claimed,
     ControlCommand,
     ControlReply,
     FinishReason,
@@ -78,6 +79,8 @@ class FakeRing:
         self.cancelled: set[str] = set()
         self.commanded: set[str] = set()
         self.commands: list[Cancel] = []
+        self.claimed: dict[str, int] = {}
+        """By generation: the claim under which a gateway has taken it over."""
         self.taking = asyncio.Event()
         """Cleared: it takes no more than one further request of the queue."""
         self.taking.set()
@@ -198,6 +201,8 @@ class FakeRing:
         if isinstance(command, Cancel):
             self.commanded.update(command.generation_ids)
             self.commands.append(command)
+        elif isinstance(command, Claimed):
+            self.claimed.update(dict.fromkeys(command.generation_ids, command.claim))
         return ControlReply(ok=True)
 
 

@@ -49,7 +49,7 @@ async def test_two_rings_with_the_same_attempt_do_not_mix_their_tokens(
     ring.behave = both
     assert await ask(client) == "Hello, world!"
     await until(lambda: rival.commands)
-    assert rival.commands == [Cancel([ring.requests[0].generation_id], 0)]
+    assert rival.commands == [Cancel([ring.requests[0].generation_id], 0, 0)]
     assert ring.commands == []
 
 
@@ -145,7 +145,7 @@ async def test_a_superseded_attempt_is_cancelled_in_its_ring(
     ring.behave = slow
     assert await ask(client) == "Hello, world!"
     await until(lambda: generations_of(gateway).cancellations.idle)
-    assert ring.commands == [Cancel([ring.requests[0].generation_id], 0)]
+    assert ring.commands == [Cancel([ring.requests[0].generation_id], 0, 0)]
     assert not ring.cancelled  # a broadcast would end the attempt that goes on
 
 

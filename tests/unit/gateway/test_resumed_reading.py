@@ -241,26 +241,30 @@ def test_taking_over_decides_what_was_left_undone() -> None:
         return Generation(request, 0, LIMITS, now=0.0, started_at=0.0, followed=True)
 
     unheard = followed()
-    assert unheard.take_over("me", 1.0, 2.0) is Decision.RECOVER
+    assert unheard.take_over("me", 3, 1.0, 2.0) is Decision.RECOVER
     heir = unheard.next_attempt(1.0, 9.0)
     assert heir is not None
-    assert (heir.attempt, heir.consumer) == (1, "me")
+    assert (heir.attempt, heir.consumer, heir.claim) == (1, "me", 3)
+    unheard.on_entry("a", 1, TokenEntry("i-0", 1, 0, [7]), 1.0)
+    assert not unheard.ring_learns_claim(), "the request has said so"
 
     running = followed()
     running.on_entry("a", 1, TokenEntry("i-0", 0, 0, [7]), 1.0)
     assert running.on_group_lost("a", 1) is Decision.RECOVER  # its owner's to do, not ours
-    assert running.take_over("me", 1.0, 2.0) is Decision.NOTHING
-    assert running.take_over("me", 1.0, 2.0) is Decision.NOTHING
+    assert not running.ring_learns_claim(), "it is another gateway's"
+    assert running.take_over("me", 3, 1.0, 2.0) is Decision.NOTHING
+    assert running.take_over("me", 3, 1.0, 2.0) is Decision.NOTHING
+    assert [running.ring_learns_claim() for _ in range(2)] == [True, False]
 
     left = followed()
     error = TokenEntry("i-0", 0, 0, [], "error", error_code="ring_lost", error="x", retryable=True)
     left.on_entry("a", 1, error, 1.0)
-    assert left.take_over("me", 1.0, 2.0) is Decision.RECOVER
+    assert left.take_over("me", 3, 1.0, 2.0) is Decision.RECOVER
 
     ended = followed()
     ended.on_entry("", 0, TokenEntry("i-0", 1, 0, [], "error", error_code="deadline_exceeded"), 1.0)
     assert isinstance(ended.error, RyzansteinError)
-    assert ended.take_over("me", 1.0, 2.0) is Decision.NOTHING
+    assert ended.take_over("me", 3, 1.0, 2.0) is Decision.NOTHING
 
 
 def test_positions_are_checked() -> None:

@@ -29,3 +29,17 @@ def test_the_last_ring_that_took_a_generation_is_known() -> None:
     memory.taken("a", Holder(0, "one", 1))
     memory.taken("a", Holder(1, "two", 7))
     assert memory.holder("a") == Holder(1, "two", 7)
+
+
+def test_a_cancellation_by_an_owner_ends_nothing_that_was_claimed_since() -> None:
+    memory = GenerationMemory()
+    memory.cancel("a", 0.0, claim=3)
+    assert memory.cancelled("a", 3)
+    assert memory.cancelled("a", 0)
+    assert not memory.cancelled("a", 4)
+    assert memory.claim_of_cancel("a") == 3
+    memory.cancel("a", 0.0)  # the client's own wish
+    assert memory.cancelled("a", 4)
+    assert memory.claim_of_cancel("a") == -1
+    memory.cancel("a", 0.0, claim=1)
+    assert memory.cancelled("a", 4)

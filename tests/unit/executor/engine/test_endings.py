@@ -1,6 +1,8 @@
 """How generations end, and what a newer attempt does to an older one."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher
@@ -91,6 +93,28 @@ def test_a_withdrawn_attempt_ends_as_an_error_that_another_ring_makes_good(in_fl
     assert (end.finish, end.retryable, end.error_code) == ("error", True, "no_group_available")
     assert (end.attempt, end.position) == (2, 1)
     assert not ring.batcher.has_work
+
+
+@given(
+    st.integers(0, 3),
+    st.lists(st.tuples(st.booleans(), st.integers(-1, 4)), max_size=8),
+    st.sampled_from([-1, 0]),
+)
+def test_who_owns_a_generation_no_more_ends_nothing_of_it(
+    first: int, said: list[tuple[bool, int]], attempt: int
+) -> None:
+    """Claims and cancellations in any order: one counts that is no older than every claim told before it."""
+    ring = Ring()
+    ring.add(ask("a", claim=first))
+    newest, over = first, False
+    for is_claim, claim in said:
+        if is_claim:
+            ring.batcher.claim(["a", "nobody"], claim)
+            newest = max(newest, claim)
+        else:
+            ring.batcher.cancel(["a"], attempt, claim)
+            over = over or claim < 0 or claim >= newest
+    assert bool(ring.take(ring.batcher.take_entries())) is over
 
 
 def test_cancelled_in_flight_keeps_its_blocks_until_the_step_is_over() -> None:
