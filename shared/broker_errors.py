@@ -7,7 +7,14 @@ from urllib.parse import urlsplit
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
-from shared.errors import BrokerFull, BrokerUnavailable, ConfigurationError, PayloadTooLarge, RyzansteinError
+from shared.errors import (
+    BrokerFull,
+    BrokerUnavailable,
+    ConfigurationError,
+    LinkLost,
+    PayloadTooLarge,
+    RyzansteinError,
+)
 
 BROKER_ERRORS = (nats.errors.Error, TimeoutError, OSError)
 """Everything that a call of nats-py raises because of the broker or the way to it."""
@@ -18,6 +25,13 @@ _NO_ROOM = (10002, 10023, 10028, 10047, 10077)
 _TOO_FEW_SERVERS = (10005, 10074)
 _NO_LEADER = (10008, 10009)
 _NAME_IN_USE = 10058
+
+
+class ConnectionBroke(nats.errors.Error):
+    """The connection was lost, and is back, while an answer was waited for; see `LinkLost`."""
+
+    def __str__(self) -> str:
+        return "the connection broke before the answer came"
 
 
 def lacks_jetstream(error: Exception) -> bool:
@@ -60,7 +74,8 @@ def broker_error(doing: str, error: Exception) -> RyzansteinError:
         return BrokerFull(
             f"NATS did not {doing}: {reason_of(error)}; free disk space, or raise its storage limits."
         )
-    return BrokerUnavailable(f"NATS did not {doing} ({reason_of(error)}); is it running? Try again.")
+    kind = LinkLost if isinstance(error, ConnectionBroke) else BrokerUnavailable
+    return kind(f"NATS did not {doing} ({reason_of(error)}); is it running? Try again.")
 
 
 def reason_of(error: Exception) -> str:

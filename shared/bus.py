@@ -6,10 +6,11 @@ can read the journal.
 """
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import nats
@@ -24,6 +25,7 @@ from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 from shared import subjects
 from shared.broker_errors import (
     BROKER_ERRORS,
+    ConnectionBroke,
     broker_error,
     lacks_leader,
     reason_of,
@@ -31,7 +33,7 @@ from shared.broker_errors import (
     without_password,
 )
 from shared.config import CommonSettings
-from shared.errors import BrokerUnavailable, NobodyThere, PayloadTooLarge
+from shared.errors import BrokerUnavailable, LinkLost, NobodyThere, PayloadTooLarge
 from shared.permissions import inbox_of
 from shared.stored import StoredPublisher
 from shared.streams import LEADER_PAUSE, ensure_stream
@@ -50,6 +52,8 @@ CLUSTER_REPLICAS = 3
 ELECTION = 15.0
 """Seconds within which a cluster has chosen a new leader: nats-server takes 4 to 9 to miss the old one."""
 _ELECTIONS = "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED"
+LATE_ANSWERS = 0.1
+"""Seconds after a reconnection in which what was asked before it may still be answered."""
 REPEAT_INTERVAL = 1.0
 """Seconds between two log lines about the same fault."""
 
@@ -78,6 +82,20 @@ def _refusal(error: Exception, text: str) -> str | None:
     return None
 
 
+class Subscribed:
+    """What `Bus.subscribe` returns."""
+
+    def __init__(self, subscription: Subscription, forget: Callable[[], None]) -> None:
+        self._subscription = subscription
+        self._forget = forget
+
+    async def unsubscribe(self) -> None:
+        """The handler is called no more, nor is `on_gap`. Safe to call twice."""
+        self._forget()
+        with contextlib.suppress(nats.errors.Error):  # it has ended before, or the connection has
+            await self._subscription.unsubscribe()
+
+
 class Bus:
     """One connection to NATS. Built by `connect`, closed by `close`."""
 
@@ -93,6 +111,8 @@ class Bus:
         self._refusal = ""
         self._repeats: dict[tuple[str, str], int] = {}
         self._stored: StoredPublisher | None = None
+        self._unanswered: list[asyncio.Future[Any]] = []
+        """What was waited for when the connection broke."""
 
     @classmethod
     async def connect(cls, settings: CommonSettings, name: str) -> "Bus":
@@ -241,7 +261,8 @@ class Bus:
         """Publishes into a stream and waits until it is stored; returns its sequence number.
 
         While a cluster chooses the stream's leader it is tried again, for ELECTION seconds: it is certain then
-        that it was not stored.
+        that it was not stored. Raises `LinkLost` once the connection is back that broke meanwhile,
+        `BrokerUnavailable`, `PayloadTooLarge`.
         """
         payload = self._checked(message)
         assert self._stored is not None, "connect opens it"
@@ -256,12 +277,15 @@ class Bus:
             await asyncio.sleep(LEADER_PAUSE)
 
     async def request(self, subject: str, message: object, reply_type: type[T], *, timeout: float) -> T:
-        """Asks and waits for the answer. Raises `NobodyThere` at once when nobody has subscribed, and
-        `BrokerUnavailable` when no answer comes in `timeout` seconds."""
+        """Asks and waits for the answer. Raises `NobodyThere` at once when nobody has subscribed, `LinkLost` once
+        the connection is back that broke meanwhile, and `BrokerUnavailable` when no answer comes in `timeout`
+        seconds."""
         try:
             answer = await self._client.request(subject, self._checked(message), timeout=timeout)
         except nats.errors.NoRespondersError as error:
             raise NobodyThere(f"Nobody listens on {subject}.") from error
+        except ConnectionBroke as error:
+            raise LinkLost(f"The connection to NATS broke before an answer on {subject} came.") from error
         except (nats.errors.Error, TimeoutError) as error:
             raise BrokerUnavailable(f"Nobody answered on {subject} within {timeout:g} s.") from error
         return msgspec.msgpack.decode(answer.data, type=reply_type)
@@ -276,7 +300,7 @@ class Bus:
         on_gap: Callable[[], None] | None = None,
         pending_messages: int = DEFAULT_PENDING_MESSAGES,
         pending_bytes: int = DEFAULT_PENDING_BYTES,
-    ) -> Subscription:
+    ) -> Subscribed:
         """Calls `handler` for each message, in order; what it returns is sent to whoever asked.
 
         A message that cannot be decoded is logged and dropped. `on_gap` is called when messages may
@@ -305,9 +329,15 @@ class Bus:
             pending_msgs_limit=pending_messages,
             pending_bytes_limit=pending_bytes,
         )
-        if on_gap is not None:
-            self._gap_callbacks.append((subscription, on_gap))
-        return subscription
+        if on_gap is None:
+            return Subscribed(subscription, lambda: None)
+        entry = (subscription, on_gap)
+        self._gap_callbacks.append(entry)
+        return Subscribed(subscription, lambda: self._forget_gaps(entry))
+
+    def _forget_gaps(self, entry: tuple[Subscription | None, Callable[[], None]]) -> None:
+        if entry in self._gap_callbacks:
+            self._gap_callbacks.remove(entry)
 
     async def flush(self) -> None:
         """Waits until the server has seen everything published so far."""
@@ -317,7 +347,7 @@ class Bus:
         """Calls `callback` whenever the connection was lost and is back, until what is returned is called."""
         entry = (None, callback)
         self._gap_callbacks.append(entry)
-        return lambda: self._gap_callbacks.remove(entry)
+        return lambda: self._forget_gaps(entry)
 
     def on_election(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """Calls `callback` with the name of a stream whenever the cluster has chosen its leader, until what is
@@ -346,6 +376,12 @@ class Bus:
                 log.debug("close_failed", error=reason_of(error))
 
     # --- connection events -----------------------------------------------------------------------
+
+    def _tell_unanswered(self, unanswered: list["asyncio.Future[Any]"]) -> None:
+        """What was lost with the connection is not waited for until its time is up."""
+        for future in unanswered:
+            if not future.done():
+                future.set_exception(ConnectionBroke())
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
@@ -390,8 +426,12 @@ class Bus:
     async def _on_disconnected(self) -> None:
         if not self._client.is_closed:
             log.warning("nats_disconnected")
+        asked = self._client._resp_map.values()  # noqa: SLF001  # nats-py has no word for them
+        self._unanswered += [*asked, *(self._stored.waiting() if self._stored is not None else ())]
 
     async def _on_reconnected(self) -> None:
         log.info("nats_reconnected")
+        asyncio.get_running_loop().call_later(LATE_ANSWERS, self._tell_unanswered, self._unanswered)
+        self._unanswered = []
         for _, callback in list(self._gap_callbacks):
             callback()

@@ -12,7 +12,8 @@
     │   ├── DeadlineExceeded
     │   ├── StorageFull
     │   ├── BrokerUnavailable
-    │   │   └── NobodyThere
+    │   │   ├── NobodyThere
+    │   │   └── LinkLost
     │   └── RingLost
     ├── ConfigurationError        the operator must change a setting
     │   ├── PortInUse
@@ -100,6 +101,11 @@ class BrokerFull(BrokerUnavailable):
 class NobodyThere(BrokerUnavailable):
     """NATS answers that nobody has subscribed to the subject: whoever was asked is not alive.
     Told apart inside a service only, so it has no code of its own."""
+
+
+class LinkLost(BrokerUnavailable):
+    """The connection to NATS broke before the answer came: whether NATS has done what was asked is not known.
+    Told apart inside a service only."""
 
 
 class RingLost(Unavailable):

@@ -59,6 +59,10 @@ class StoredPublisher:
             give_up.cancel()
             del self._waiting[reply]
 
+    def waiting(self) -> list["asyncio.Future[int]"]:
+        """For each message that is on its way: what is done once it is stored."""
+        return list(self._waiting.values())
+
     async def _on_ack(self, message: Msg) -> None:
         stored = self._waiting.get(message.subject)
         if stored is None or stored.done():

@@ -5,6 +5,7 @@
                                      ├─ refused, for now ─────▶ back to the queue
                                      └─ no answer ────────────▶ back to the queue, the group is suspected
 
+    link to NATS broke ────▶ back to the queue, the group is not to blame
     refresh ─▶ an empty batch ─▶ its reply says whether a full group has room again
 
 A leader drops what it already has by (generation, attempt): handing in twice does no harm. Before a request
@@ -24,7 +25,7 @@ from services.scheduler.metrics import SchedulerMetrics, code_label
 from services.scheduler.waiting import WaitingRequest
 from shared import subjects
 from shared.bus import Bus
-from shared.errors import BrokerUnavailable, PayloadTooLarge, RyzansteinError
+from shared.errors import BrokerUnavailable, LinkLost, PayloadTooLarge, RyzansteinError
 from shared.messages import Cancel, DispatchReply, Refusal
 
 IN_FLIGHT = 2
@@ -165,6 +166,9 @@ class Dispatcher:
         except PayloadTooLarge as error:
             refused = [Refusal(item.generation_id, error.code, str(error), False) for item in batch]
             self._settle(group, batch, DispatchReply(group.name, group.epoch, [], refused, group.load))
+        except LinkLost as error:  # nothing is wrong with the group: it is asked again, and drops what it has
+            log.info("answer_lost", group=group.name, requests=len(batch), error=str(error))
+            self._return(group, batch)
         except (BrokerUnavailable, msgspec.DecodeError) as error:
             log.warning("group_did_not_answer", group=group.name, requests=len(batch), error=str(error))
             self._on_no_answer(group, batch)
@@ -224,12 +228,16 @@ class Dispatcher:
     def _on_no_answer(self, group: Group, batch: list[WaitingRequest]) -> None:
         self._metrics.unanswered.inc()
         self._table.timed_out(group, asyncio.get_running_loop().time())
+        self._return(group, batch)
+        self._give_back(group.name)
+
+    def _return(self, group: Group, batch: list[WaitingRequest]) -> None:
+        """Requests that the group may have or not."""
         for item in batch:
             item.asked = group.name
             item.trace.refused("no_answer")
             self._table.release(group, item.tokens)
             self._outcome.returned(item)
-        self._give_back(group.name)
 
     def _give_back(self, name: str) -> None:
         group = self._table.get(name)

@@ -11,6 +11,9 @@ after `ack_wait`, which is why those that are held are touched:
 
     arrival ──── ack_wait/2 ──── touch ──── ack_wait/2 ──── touch ...      spread out, oldest first
        └──────── ack_wait without a touch (we were stopped, or cut off): not ours any more
+
+A pull stays open at the broker for no longer than that either, and is made anew when its time is up: what is
+given away for the second time does not go to the same dead scheduler again.
 """
 
 import asyncio
@@ -35,8 +38,8 @@ from shared.broker_errors import BROKER_ERRORS, reason_of, translated
 from shared.bus import Bus
 from shared.messages import LANES, GenerationRequest, Lane
 
-PULL_EXPIRES = 20.0
-"""Seconds that a pull stays open at the broker."""
+PULL_MARGIN = 1.0
+"""Seconds that the news of a pull's end may take."""
 LOOK = 0.1
 """Seconds between two looks at held messages and broken pulls."""
 TOUCH_SHARE = 0.5
@@ -256,8 +259,8 @@ class Intake:
         if pull.outstanding and credit * _REFILL_SHARE < pull.limit:
             return
         pull.outstanding += credit
-        pull.expires = asyncio.get_running_loop().time() + PULL_EXPIRES + 1.0
-        request = {"batch": credit, "expires": int(PULL_EXPIRES * 1e9)}
+        pull.expires = asyncio.get_running_loop().time() + self._settings.ack_wait + PULL_MARGIN
+        request = {"batch": credit, "expires": int(self._settings.ack_wait * 1e9)}
         try:
             await self._bus.client.publish(
                 f"{_PULL_API}.{pull.consumer}", json.dumps(request).encode(), pull.inbox

@@ -8,8 +8,8 @@ from shared.config import CommonSettings
 class SchedulerSettings(CommonSettings):
     """What a scheduler needs to know beside the common settings."""
 
-    ack_wait: float = Field(default=5.0, ge=0.5)
-    """Seconds of silence after which a dead scheduler's requests go to another one."""
+    ack_wait: float = Field(default=2.0, ge=0.5)
+    """Seconds of silence after which a dead scheduler's requests go to another one; no pull of it lasts longer."""
     max_waiting: int = Field(default=4096, gt=0)
     """Interactive requests for one model that a scheduler lets wait; more are refused with queue_full."""
     held_requests: int = Field(default=1024, gt=0)

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nats.errors import SlowConsumerError
@@ -15,10 +16,11 @@ from shared import bus as bus_module
 from shared import subjects
 from shared.bus import Bus, encode
 from shared.config import CommonSettings
-from shared.errors import BrokerUnavailable, ConfigurationError, NobodyThere, PayloadTooLarge
+from shared.errors import BrokerUnavailable, ConfigurationError, LinkLost, NobodyThere, PayloadTooLarge
 from shared.journal import replay
 from shared.messages import Cancel, ControlCommand, ControlReply, Drain, SessionPin, TokenEntry, TokenFrame
 from shared.stores import Bucket, ObjectStore
+from tests.chaos.links import Forwarder
 
 
 async def test_request_is_answered_by_type(bus: Bus) -> None:
@@ -224,6 +226,64 @@ async def test_wrong_password_is_told_at_once(nats_settings: CommonSettings) -> 
     with pytest.raises(BrokerUnavailable, match="refused the user name or password") as caught:
         await Bus.connect(settings, "test")
     assert "secret" not in str(caught.value)
+
+
+async def test_a_subscription_that_ended_hears_of_no_gap(bus: Bus) -> None:
+    gaps = []
+
+    async def ignore(frame: TokenFrame) -> None:
+        pass
+
+    kept = await bus.subscribe("tokens.a", TokenFrame, ignore, on_gap=lambda: gaps.append("a"))
+    for _ in range(100):
+        ended = await bus.subscribe("tokens.b", TokenFrame, ignore, on_gap=lambda: gaps.append("b"))
+        await ended.unsubscribe()
+    await bus._on_reconnected()
+    assert gaps == ["a"]
+    assert len(bus._gap_callbacks) == 1
+    await kept.unsubscribe()
+    await kept.unsubscribe()
+    assert not bus._gap_callbacks
+
+
+@pytest.mark.parametrize("what", ["a request", "a message for a stream", "an entry of a bucket"])
+async def test_what_a_broken_connection_has_lost_is_told_when_it_is_back(
+    nats_settings: CommonSettings, what: str
+) -> None:
+    host, _, port = nats_settings.nats_url.rpartition("/")[2].rpartition(":")
+    link = Forwarder((host, int(port)))
+    url = f"nats://127.0.0.1:{await link.listen('127.0.0.1')}"
+    bus = await Bus.connect(nats_settings.model_copy(update={"nats_url": url}), "test")
+    await bus.ensure_streams()
+    pins = await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin)
+    link.cut()
+    asked: asyncio.Future[object] = asyncio.ensure_future(
+        {
+            "a request": lambda: bus.request("nobody", Drain(), ControlReply, timeout=600),
+            "a message for a stream": lambda: bus.publish_durable("tokens.a", Drain(), timeout=600),
+            "an entry of a bucket": lambda: pins.get("a"),
+        }[what]()
+    )
+    lost = asyncio.Event()
+    bus._client._disconnected_cb = _then(bus._client._disconnected_cb, lost.set)
+    await asyncio.wait([asked], timeout=0.05)
+    link.sever()
+    await asyncio.wait_for(lost.wait(), 10)
+    link.heal()
+    kind = BrokerUnavailable if what == "an entry of a bucket" else LinkLost
+    with pytest.raises(kind, match="connection"):
+        await asyncio.wait_for(asked, 20)
+    assert await bus.publish_durable("tokens.a", Drain()) == 1, "what was lost is not sent after all"
+    await bus.close()
+    await link.close()
+
+
+def _then(first: Any, second: Callable[[], None]) -> Any:
+    async def both() -> None:
+        await first()
+        second()
+
+    return both
 
 
 @pytest.fixture

@@ -5,11 +5,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 import structlog
-from nats.aio.subscription import Subscription
 
 from shared import subjects
 from shared.broker_errors import BROKER_ERRORS, reason_of
-from shared.bus import Bus
+from shared.bus import Bus, Subscribed
 from shared.journal import JournalReader
 from shared.messages import TokenFrame
 
@@ -59,7 +58,7 @@ class TokenConsumer:
         self._wanted = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
         self._late: list[_Late] = []
-        self._subscription: Subscription | None = None
+        self._subscription: Subscribed | None = None
         self._stopping = False
         self.replays = 0
 

@@ -28,6 +28,7 @@ from shared.bus import Bus
 from shared.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
+    LinkLost,
     NoGroupAvailable,
     PayloadTooLarge,
     QueueFull,
@@ -102,17 +103,19 @@ class Generations:
     # --- from clients ----------------------------------------------------------------------------
 
     async def submit(self, generations: Sequence[Generation], *, insist: bool = False) -> None:
-        """Hands them in, durably. `insist`: where the broker does not say whether it has a request, the queue is
-        looked at; else that is an error, and whatever has come of it is cancelled.
+        """Hands them in, durably. Where the connection breaks meanwhile a request is handed in once more, as the
+        next attempt: should the first be there after all, its ring is told to end it. `insist`: where the broker does
+        not say whether it has a request, the queue is looked at; else that is an error, and whatever has come of it
+        is cancelled.
 
         Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
         """
         self.add(generations)
         try:
             if len(generations) == 1:
-                await self._hand_in(generations[0])
+                await self._submit(generations[0])
             else:
-                await asyncio.gather(*(self._hand_in(item) for item in generations))
+                await asyncio.gather(*(self._submit(item) for item in generations))
         except RyzansteinError as error:
             if not insist or not isinstance(error, BrokerUnavailable):
                 self.cancel(generations)
@@ -121,6 +124,15 @@ class Generations:
                 if not generation.intake_sequence:
                     generation.queued(0)
                     self._look_for(generation)
+
+    async def _submit(self, generation: Generation) -> None:
+        try:
+            await self._hand_in(generation)
+        except LinkLost:
+            if generation.request.lane == "batch":  # what waits long is looked for, and not computed twice
+                raise
+            if not generation.ended:
+                self._recover(generation)
 
     def _look_for(self, generation: Generation) -> None:
         """In the queue; it is handed in again unless it is there."""

@@ -21,7 +21,7 @@ from services.gateway.life.journal_lag import JournalLag
 from shared import subjects
 from shared.broker_errors import BROKER_ERRORS, broker_error
 from shared.bus import Bus, encode
-from shared.errors import PayloadTooLarge, RyzansteinError
+from shared.errors import LinkLost, PayloadTooLarge, RyzansteinError
 from shared.journal import recorded
 from shared.records import GenerationRecord
 
@@ -84,9 +84,8 @@ class RecordWriter:
     async def _send(self) -> None:
         while self._batches:
             batch = self._batches.pop(0)
-            message = {"records": batch.payloads}
             try:
-                await self._bus.publish_durable(subjects.records(self._writer, batch.slot), message)
+                await self._store(batch)
             except RyzansteinError as error:
                 log.warning("records_not_stored", error=str(error), records=len(batch.payloads))
                 batch.stored.set_exception(error)
@@ -96,6 +95,13 @@ class RecordWriter:
             finally:
                 self.lag.stored(time.monotonic())
         self._task = None
+
+    async def _store(self, batch: _Batch) -> None:
+        subject, message = subjects.records(self._writer, batch.slot), {"records": batch.payloads}
+        try:
+            await self._bus.publish_durable(subject, message)
+        except LinkLost:  # it may be there: read twice it is one record
+            await self._bus.publish_durable(subject, message)
 
 
 def _parts(record: GenerationRecord, limit: int) -> list[bytes]:

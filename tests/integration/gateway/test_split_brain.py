@@ -72,6 +72,24 @@ async def test_a_gateway_that_was_cut_off_ends_nothing_that_another_one_owns(
     assert not ring.cancelled
 
 
+async def test_a_request_that_a_broken_connection_has_lost_is_handed_in_again(
+    remote: RunningGateway, link: Forwarder, ring: FakeRing
+) -> None:
+    """Its client is not told to come again, and does not wait until the broker's time is up."""
+    stored = remote.service.bus._stored
+    assert stored is not None
+    link.cut()
+    async with remote.http() as http:
+        asked = asyncio.create_task(http.post(CHAT, json=body(stream=False)))
+        await until(stored.waiting)
+        link.sever()
+        await until(lambda: not remote.service.bus.connected)
+        link.heal()
+        answer = await asked
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello, world!"
+    assert [request.attempt for request in ring.requests] == [1]
+
+
 async def test_a_gateway_that_was_stopped_ends_nothing_that_another_one_owns(
     bus: Bus,
     nats_settings: CommonSettings,
