@@ -8,6 +8,8 @@ import pytest
 
 # gRPC's threads do not survive the fork before a child is started: without this some children end before they begin.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# The weights of tests' models are not for the cache of whoever runs them.
+os.environ.setdefault("RYZANSTEIN_WEIGHT_CACHE_BYTES", "0")
 
 from benchmarks.on_gpu.interpreter import choose
 from services.cli.nats_server import LocalNats

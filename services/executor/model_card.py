@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from services.executor.engine.protocol import EngineSpec
 from services.executor.fingerprint import files_digest
 from shared.bus import encode
@@ -25,9 +23,12 @@ TOKENIZER_FILES = (
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def read_card(directory: Path, model: str, spec: EngineSpec) -> tuple[ModelCard, bytes]:
-    """(card, tokenizer bundle) of the model in `directory`. Raises `ModelLoadError`."""
-    bundle = read_bundle(directory)
+def read_card(
+    directory: Path, model: str, spec: EngineSpec, *, checked: bool = False
+) -> tuple[ModelCard, bytes]:
+    """(card, tokenizer bundle) of the model in `directory`. `checked`: the tokenizer is known to be one. Raises
+    `ModelLoadError`."""
+    bundle = read_bundle(directory, checked=checked)
     generation = _read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id")
     if eos is None:
@@ -46,8 +47,8 @@ def read_card(directory: Path, model: str, spec: EngineSpec) -> tuple[ModelCard,
     return card, bundle
 
 
-def read_bundle(directory: Path) -> bytes:
-    """The tokenizer's files, as they travel."""
+def read_bundle(directory: Path, *, checked: bool = False) -> bytes:
+    """The tokenizer's files, as they travel. `checked`: they can be used, which takes seconds to find out."""
     files = {
         name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()
     }
@@ -56,15 +57,20 @@ def read_bundle(directory: Path) -> bytes:
             f"The directory {directory} has no tokenizer.json, which gateways need; save the model's fast "
             "tokenizer there (AutoTokenizer.from_pretrained(...).save_pretrained(...))."
         )
-    try:
-        PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
-    except Exception as error:  # the library raises bare exceptions
-        raise ModelLoadError(
-            f"The file {directory / 'tokenizer.json'} cannot be used ({error}); fetch the model again."
-        ) from None
+    if not checked:
+        _check_tokenizer(directory / "tokenizer.json")
     for name in set(files) - {"tokenizer.json", "chat_template.jinja"}:
         _read_json(directory / name)
     return encode(TokenizerBundle(files))
+
+
+def _check_tokenizer(path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast  # takes seconds
+
+    try:
+        PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # the library raises bare exceptions
+        raise ModelLoadError(f"The file {path} cannot be used ({error}); fetch the model again.") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

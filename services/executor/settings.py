@@ -39,6 +39,9 @@ class ExecutorSettings(CommonSettings):
     the tokenizer alone."""
     model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
     """Where converted models are kept."""
+    weight_cache_bytes: int = Field(default=16 << 30, ge=0)
+    """Most bytes on disk, in `model_cache`, for weights as the native kernels for CPUs read them: what a start of a
+    model that was served before reads in place of building it. Those unused for the longest time make room. 0: none."""
     context_length: int = Field(default=0, ge=0)
     """Most tokens of one sequence; 0: what the model was made for."""
     max_sequences: int = Field(default=64, ge=1)

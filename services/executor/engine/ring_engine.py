@@ -25,26 +25,24 @@ from services.executor.engine.prompt_scores import Scores
 from services.executor.engine.protocol import EngineSpec, Launched, ProgressCallback, SampledToken
 from services.executor.engine.sampling import Sampler, wants_of
 from services.executor.engine.sampling_state import SamplingState
+from services.executor.engine.share import Share, load_share
 from services.executor.engine.vectors import Floats
 from services.executor.gpu.placement import choose_device, stay_near
 from services.executor.gpu.spilling import DeviceSpill
 from services.executor.gpu.watched import watch_device
-from services.executor.gpu.weight_dtype import weight_codec
 from services.executor.handover.board import HandoverBoard
 from services.executor.handover.endpoint import RankEndpoint
-from services.executor.kv_cache.gpu_budget import widths_of
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.backend import has_triton, make_runner, reads_compressed
+from services.executor.model.backend import has_triton
 from services.executor.model.checkpoints import resolve_model
 from services.executor.model.collectives import Collectives
-from services.executor.model.loader import context_length, load_config, load_model
 from services.executor.model.pooling import read_pooling
 from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.model_card import read_card
 from services.executor.plan_channel import PlanReceiver, PlanSender
-from services.executor.ring import RankSpec, Rendezvous, cores_of, thread_count
+from services.executor.ring import RankSpec, Rendezvous, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
 from shared.logs import adopt_loggers
@@ -99,7 +97,10 @@ class RingEngine:
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
         assert self._member is not None, "the engine has not been loaded"
-        return read_card(self._directory, model, self._member.engine_spec)
+        share = self._member.share
+        card = read_card(self._directory, model, self._member.engine_spec, checked=share.is_cached)
+        share.keep(self._member.runner)
+        return card
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         if isinstance(self._launches, HostLaunches):
@@ -206,6 +207,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     receiver, collectives = meeting.follow(settings, spec, rendezvous, device)
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
+    member.share.keep(member.runner)
     mine.clock.collectives = collectives
     while (plan := _next_plan(receiver)) is not None:
         spans.before_step(plan.step)
@@ -223,7 +225,10 @@ def _next_plan(receiver: PlanReceiver) -> StepPlan | None:
 class RingMember:
     """One rank's share of model and cache."""
 
-    def __init__(self, runner: ModelRunner, collectives: Collectives, engine_spec: EngineSpec) -> None:
+    def __init__(
+        self, runner: ModelRunner, collectives: Collectives, engine_spec: EngineSpec, share: Share
+    ) -> None:
+        self.share = share
         self.runner = runner
         self.collectives = collectives
         self.engine_spec = engine_spec
@@ -240,50 +245,42 @@ class RingMember:
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
-        adopt_loggers()  # of torch and transformers, which are loaded by now
+        adopt_loggers()  # of torch, which is loaded by now
         if device.type == "cuda":
             watch_device(board, device)
             if settings.pin_threads:
                 stay_near(device)
         collectives = recorded(collectives, board.recorder)
-        config = load_config(directory)
-        layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
-        dtype = choose_dtype(settings, device, config)
 
         def report(done: int, total: int) -> None:
             board.loaded(done, total)
             progress(done, total)
 
-        codec = weight_codec(settings.weight_dtype, device, dtype)
-        model = load_model(directory, dtype, layout, collectives, device, report, codec)
-        longest = context_length(config)
-        if settings.context_length > longest:
+        share = load_share(settings, spec, directory, device, collectives, report)
+        facts, layout = share.facts, share.layout
+        if settings.context_length > facts.context_length:
             raise ConfigurationError(
                 f"--context-length {settings.context_length} is more than the model was made for; "
-                f"choose {longest} or less."
+                f"choose {facts.context_length} or less."
             )
-        context = settings.context_length or longest
-        threads = thread_count(settings)
-        compressed = reads_compressed(model, dtype, collectives, device, threads)
-        widths = widths_of(config, spec.world_size)
+        context = settings.context_length or facts.context_length
         shape, blocks = plan_store(
             settings,
-            config.num_hidden_layers,
+            facts.layers,
             layout,
-            dtype,
-            compressed,
+            share.dtype,
+            share.reads_compressed,
             context,
             device,
             collectives,
-            widths,
+            share.widths,
         )
         slots = agree_on_slots(shape, settings, device, collectives)
         room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         spill = DeviceSpill(*room, device) if device.type == "cuda" else SpillStore(*room)
         store = KvStore(shape, blocks.hot, device, blocks.cold)
-        cores = cores_of(settings, spec.rank)
         limits = step_limits(settings, context) if device.type == "cuda" else None
-        runner = make_runner(model, store, layout, collectives, device, threads, spill, cores, limits)
+        runner = share.runner(store, spill, limits)
         if runner.is_native:
             spans.count_native(runner.spent)
         runner.warm_up(rehearsal(settings, layout, store, limits))
@@ -303,12 +300,12 @@ class RingMember:
             num_disk=slots.disk,
             copies_per_step=slots.copies_per_step,
             pooling=read_pooling(directory),
-            embedding_size=config.hidden_size,
+            embedding_size=facts.hidden_size,
             kv_format=shape.format if handover is not None else "",
             kv_block_bytes=shape.bytes_per_spilled_block,
             overlaps=runner.can_launch(1),
         )
-        return cls(runner, collectives, engine_spec)
+        return cls(runner, collectives, engine_spec, share)
 
 
 def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None":
@@ -336,22 +333,3 @@ def rehearsal(
 def model_directory(settings: ExecutorSettings) -> Path:
     """The directory of the model that the settings name. Raises `ModelLoadError`."""
     return resolve_model(settings.model, settings.model_cache, lambda stage, done, total: None)
-
-
-def choose_dtype(settings: ExecutorSettings, device: torch.device, config: object) -> torch.dtype:
-    """`auto`: bf16 on a GPU and on CPUs that multiply it natively, for models stored in 16 bits; else fp32."""
-    if settings.dtype != "auto":
-        return {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
-    stored = getattr(config, "dtype", None)
-    if stored in (torch.float32, "float32"):
-        return torch.float32
-    return torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
-
-
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 natively (AVX512-BF16 or AMX; Arm's BF16 extension)."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

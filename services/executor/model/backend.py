@@ -19,13 +19,13 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model import lowering
 from services.executor.model.collectives import Collectives
 from services.executor.model.collectives_shm import SharedMemory
-from services.executor.model.loader import pack_linears
 from services.executor.model.lowering import CannotLower, Lowered
 from services.executor.model.runner import ModelRunner, widths_of
 from services.executor.model.sharding import ShardLayout
 from services.executor.native.decoder import NativeDecoder, NativeRing
 from services.executor.native.library import load_library, why_not
 from services.executor.native.lowering import lower
+from services.executor.native.packed_model import PackedModel, pack
 from shared.errors import reason_of
 
 if TYPE_CHECKING:  # they import Triton, which not every host has
@@ -52,11 +52,32 @@ def make_runner(
         return gpu_runner(model, store, layout, collectives, spill, limits)
     decoder = _native_decoder(model, store, layout, collectives, device, threads, cpus)
     if decoder is None:
+        # With transformers, which has built the model.
+        from services.executor.model.loader import pack_linears
+
         pack_linears(model)
         use_products(model)
     else:
         store.compressor = decoder.compress
-    return ModelRunner(model, store, collectives, device, spill, decoder)
+    return ModelRunner(model, widths_of(model), store, collectives, device, spill, decoder)
+
+
+def packed_runner(
+    packed: PackedModel,
+    widths: list[int],
+    store: KvStore,
+    layout: ShardLayout,
+    collectives: Collectives,
+    threads: int,
+    spill: Spill | None = None,
+    cpus: Sequence[int] = (),
+) -> ModelRunner:
+    """A runner for a model that was packed before, where `native_kernels` may compute; `widths` as of `widths_of`."""
+    library, ring = native_kernels(collectives, store.device, threads)
+    log.info("computing_with_native_kernels", threads=threads, cores=list(cpus) or "any", weights="cached")
+    decoder = NativeDecoder(library, packed, store, layout, threads, ring, cpus)
+    store.compressor = decoder.compress
+    return ModelRunner(None, widths, store, collectives, store.device, spill, decoder)
 
 
 def gpu_runner(
@@ -79,14 +100,17 @@ def gpu_runner(
     except CannotLower as reason:
         log.info("computing_with_pytorch", attending_with="Triton", reason=str(reason))
         use_products(model)
-        return ModelRunner(model, store, collectives, store.device, spill, kernels=GpuKernels(store))
+        return ModelRunner(
+            model, widths_of(model), store, collectives, store.device, spill, kernels=GpuKernels(store)
+        )
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
     decoder = GpuDecoder(lowered, store, layout, collectives)
     give_back(store.device)  # weights that were joined leave pieces behind, in which no joined one finds room
+    widths = widths_of(model)
     if limits is None:
-        return ModelRunner(model, store, collectives, store.device, spill, decoder)
-    steps = GpuSteps(decoder, store, collectives, widths_of(model), limits, capture)
-    return ModelRunner(model, store, collectives, store.device, spill, steps.decoder, steps=steps)
+        return ModelRunner(model, widths, store, collectives, store.device, spill, decoder)
+    steps = GpuSteps(decoder, store, collectives, widths, limits, capture)
+    return ModelRunner(model, widths, store, collectives, store.device, spill, steps.decoder, steps=steps)
 
 
 @cache
@@ -156,20 +180,31 @@ def _native_decoder(
     except CannotLower as reason:
         log.info("computing_with_pytorch", reason=str(reason))
         return None
-    log.info("computing_with_native_kernels", threads=threads, cores=list(cpus) or "any")
-    return NativeDecoder(library, lowered, store, layout, threads, ring, cpus)
+    log.info(
+        "computing_with_native_kernels", threads=threads, cores=list(cpus) or "any", weights="packed here"
+    )
+    packed = pack(library, lowered, layout, threads)
+    return NativeDecoder(library, packed, store, layout, threads, ring, cpus)
 
 
 def _lower(
     model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
 ) -> tuple[Any, NativeRing | None, Lowered]:
     """All that a native decoder needs. Raises `CannotLower` with the reason."""
+    library, ring = native_kernels(collectives, device, threads)
+    return library, ring, lower(model, dtype, collectives.world_size)
+
+
+def native_kernels(
+    collectives: Collectives, device: torch.device, threads: int
+) -> tuple[Any, NativeRing | None]:
+    """The library, and what sums over the ranks. Raises `CannotLower` where they compute for no model at all."""
     if device.type != "cpu":
         raise CannotLower("the native kernels are for CPUs")
     library = load_library()
     if library is None:
         raise CannotLower(why_not())
-    return library, _native_ring(collectives, threads), lower(model, dtype, collectives.world_size)
+    return library, _native_ring(collectives, threads)
 
 
 def _native_ring(collectives: Collectives, threads: int) -> NativeRing | None:

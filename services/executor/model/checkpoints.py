@@ -12,13 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from gguf import GGUFReader
-from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from services.executor.model.loader import load_config
 from services.executor.model.weights import WeightFiles
 from shared.errors import ModelLoadError
 from shared.model_cache import converted_name, pulled_name
@@ -83,6 +76,8 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
 
     Atomic: `target` appears whole or not at all. Raises `ModelLoadError`.
     """
+    from services.executor.model.loader import load_config  # with transformers, which takes seconds
+
     _check_magic(file)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
@@ -104,6 +99,9 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
 
 
 def _convert(file: Path, made: Path, progress: ConversionProgress) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     def stage(name: str) -> None:
         progress(name, _STAGES.index(name), len(_STAGES) - 1)
 
@@ -133,12 +131,16 @@ def _has(header: dict[str, Any], name: str) -> bool:
 
 def _dequantize() -> dict[str, Any]:
     """What `from_pretrained` must be told to unpack the weights: older versions do so unasked."""
+    import transformers
+
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
 def _header(file: Path) -> dict[str, Any]:
     """The scalar metadata of a GGUF file. Arrays (the vocabulary) are left out."""
+    from gguf import GGUFReader
+
     fields = GGUFReader(str(file)).fields
     return {name: field.contents() for name, field in fields.items() if len(field.types) == 1}
 
@@ -178,6 +180,8 @@ def _publish(made: Path, target: Path) -> None:
 
 
 def _fetch(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
     try:
         directory = Path(snapshot_download(name, allow_patterns=list(_FETCHED)))
         if not any(directory.glob("*.safetensors")):

@@ -33,6 +33,7 @@ from services.executor.model.layers import VocabParallelHead
 from services.executor.model.log_likelihoods import score
 from services.executor.model.step_context import StepContext
 from services.executor.native.decoder import NativeDecoder
+from services.executor.native.packed_model import PackedModel
 from services.executor.progress import Progress
 from shared.errors import ModelLoadError
 
@@ -85,7 +86,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
+        widths: list[int],
         store: KvStore,
         collectives: Collectives,
         device: torch.device,
@@ -94,7 +96,8 @@ class ModelRunner:
         kernels: "GpuKernels | None" = None,
         steps: "GpuSteps | None" = None,
     ):
-        """`decoder` computes in place of `model` where there is one; `kernels` are what the model's attention uses
+        """`widths`: each rank's share of the vocabulary. `decoder` computes in place of `model`, which need not be
+        there then; `kernels` are what the model's attention uses
         (see `services.executor.triton_kernels`); `steps`, around the same decoder, need not be waited for."""
         self._model: Any = model
         self._decoder = decoder
@@ -105,7 +108,7 @@ class ModelRunner:
         self._copier = BlockCopier(store, spill, collectives)
         self._collectives = collectives
         self._device = device
-        self._widths = widths_of(model)
+        self._widths = widths
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
         self.scored: Scores = no_scores()
@@ -128,6 +131,11 @@ class ModelRunner:
     def is_native(self) -> bool:
         """Whether the native kernels for CPUs compute."""
         return isinstance(self._decoder, NativeDecoder)
+
+    @property
+    def packed(self) -> PackedModel | None:
+        """The weights that the native kernels multiply with; None where they do not compute."""
+        return self._decoder.packed if isinstance(self._decoder, NativeDecoder) else None
 
     def spent(self) -> dict[str, float]:
         """Seconds that the native kernels have spent on each part of the steps so far."""

@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,11 +13,10 @@ from torch import Tensor
 from services.executor.engine.plan import Int32Array, StepPlan
 from services.executor.engine.vectors import Floats
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.lowering import Lowered, LoweredLayer, let_go, linears_of, vocabulary
 from services.executor.model.sharding import ShardLayout
-from services.executor.native.library import PARTS, Layer, Linear, Model, SharedHead, Step
-from services.executor.native.lowering import ACTIVATIONS, gate_up_pieces, qkv_pieces
-from services.executor.native.packed import PackedLinear, one_after_another
+from services.executor.native.library import PARTS, Layer, Model, SharedHead, Step
+from services.executor.native.lowering import ACTIVATIONS
+from services.executor.native.packed_model import PackedLayer, PackedModel
 from services.executor.progress import Progress
 from shared.errors import ConfigurationError, RingLost
 
@@ -29,34 +27,30 @@ _NO_MEMORY, _RING_LOST, _BAD_PLAN = 1, 2, 3
 
 
 class NativeDecoder:
-    """Holds a lowered model's packed weights and runs step plans; a `model.decoder.Decoder`. Plain weights are let
-    go as they are packed."""
+    """Holds a packed model's weights and runs step plans; a `model.decoder.Decoder`."""
 
     label = "compute: native kernels, sums over the ranks included"
 
     def __init__(
         self,
         library: Any,
-        lowered: Lowered,
+        packed: PackedModel,
         store: KvStore,
         layout: ShardLayout,
         threads: int,
         ring: "NativeRing | None",
         cpus: Sequence[int] = (),
     ) -> None:
-        """`cpus`: the cores to keep the threads on, one each; none: any. Takes the weights out of the model that
-        was lowered."""
+        """`cpus`: the cores to keep the threads on, one each; none: any."""
         self._library = library
         self._store = store
-        self._kept: list[object] = [lowered.final_norm, lowered.frequencies, ring]
+        self.packed = packed
         self._handle: int | None = None
         self._shape = store.shape
-        self._layers = (Layer * len(lowered.layers))()
-        self._threads = threads
-        with ThreadPoolExecutor(threads, thread_name_prefix="pack") as self._pool:
-            for index, layer in enumerate(lowered.layers):
-                self._describe_layer(index, layer, layout.q_heads.size)
-            self._model = self._describe_model(lowered, layout, ring)
+        self._layers = (Layer * len(packed.layers))()
+        for index, layer in enumerate(packed.layers):
+            self._describe_layer(index, layer)
+        self._model = self._describe_model(layout, ring)
         self.vocab_rows = self._model.head.outputs
         cores = (ctypes.c_int * threads)(*cpus) if cpus else None
         self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads, cores)
@@ -140,23 +134,12 @@ class NativeDecoder:
     def __del__(self) -> None:
         self.close()
 
-    def _describe_layer(self, index: int, layer: LoweredLayer, q_heads: int) -> None:
-        shape = self._shape
-        attention: Any = layer.attention
-        feed_forward: Any = layer.feed_forward
-        kv_rows = shape.kv_heads * shape.head_dim
+    def _describe_layer(self, index: int, layer: PackedLayer) -> None:
         into = self._layers[index]
-        into.qkv = self._pack(qkv_pieces(attention, q_heads * shape.head_dim, kv_rows))
-        into.output = self._pack(one_after_another([(attention.o_proj.weight, attention.o_proj.bias)]))
-        into.gate_up = self._pack(gate_up_pieces(feed_forward))
-        into.down = self._pack(
-            one_after_another([(feed_forward.down_proj.weight, feed_forward.down_proj.bias)])
-        )
-        for linear in linears_of(layer):
-            let_go(linear)
+        for name in ("qkv", "output", "gate_up", "down"):
+            setattr(into, name, getattr(layer, name).describe())
         for name, weight in layer.norms.items():
             setattr(into, name, weight.data_ptr())
-        self._kept.append(layer.norms)
         into.rotary, into.window = layer.rotary, layer.window
         hot = self._store.hot(index)
         into.hot, into.num_hot = hot.data_ptr(), hot.shape[0]
@@ -165,40 +148,34 @@ class NativeDecoder:
         into.codes = self._store.codes(index).data_ptr()
         into.scales = None if scales is None else scales.data_ptr()
 
-    def _describe_model(self, lowered: Lowered, layout: ShardLayout, ring: "NativeRing | None") -> Model:
-        shape = self._shape
-        rows, first, split = vocabulary(lowered)
-        head = self._pack(one_after_another([(lowered.head.weight, lowered.head.bias)]))
-        tied = rows is lowered.head.weight
-        embedding = head if tied else self._pack(one_after_another([(rows, None)]))
-        let_go(lowered.head)
-        let_go(lowered.embedding)
+    def _describe_model(self, layout: ShardLayout, ring: "NativeRing | None") -> Model:
+        shape, packed = self._shape, self.packed
         model = Model(
-            layers=len(lowered.layers),
-            hidden=head.inputs,
+            layers=len(packed.layers),
+            hidden=packed.head.inputs,
             intermediate=self._layers[0].down.inputs,
             q_heads=layout.q_heads.size,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             block_size=shape.block_size,
-            activation=ACTIVATIONS[lowered.activation],
-            rotary_dim=2 * lowered.frequencies[0][0].shape[0],
+            activation=ACTIVATIONS[packed.activation],
+            rotary_dim=2 * packed.frequencies[0][0].shape[0],
             num_hot=self._store.num_hot,
             num_cold=self._store.num_cold,
-            embedding_split=split,
-            vocab_first=first,
-            rows_in_embedding=embedding.outputs,
+            embedding_split=packed.is_split,
+            vocab_first=packed.first_token,
+            rows_in_embedding=packed.embedding.outputs,
             first_output=layout.output_heads.start - layout.q_heads.start,
             ranks=layout.world_size,
             shared_in_ring=layout.num_shared_heads,
             shared_here=len(layout.shared_heads),
             layer=self._layers,
-            final_norm=lowered.final_norm.data_ptr(),
-            embedding=embedding.packed,
-            head=head,
-            **asdict(lowered.scalars),
+            final_norm=packed.final_norm.data_ptr(),
+            embedding=packed.embedding.packed.data_ptr(),
+            head=packed.head.describe(),
+            **asdict(packed.scalars),
         )
-        for index, (frequencies, scale) in enumerate(lowered.frequencies):
+        for index, (frequencies, scale) in enumerate(packed.frequencies):
             model.frequencies[index] = frequencies.data_ptr()
             model.rotary_scale[index] = scale
         for index, shared in enumerate(layout.shared_heads):
@@ -206,11 +183,6 @@ class NativeDecoder:
         if ring is not None:
             model.ring, model.ring_timeout_ns = ring.handle, ring.timeout_ns
         return model
-
-    def _pack(self, pieces: list[Any]) -> Linear:
-        packed = PackedLinear(self._library, pieces, self._pool, self._threads)
-        self._kept.append(packed)
-        return packed.describe()
 
 
 _ARRAYS = ("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables", "sample_rows")

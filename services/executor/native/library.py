@@ -9,6 +9,7 @@ import importlib.util
 import os
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_long, c_size_t, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 MODULE = "services.executor.native._kernels"
@@ -134,14 +135,20 @@ def why_not() -> str:
     return "" if library.rz_supported() else "this processor lacks AVX512-BF16"
 
 
+def library_file() -> Path | None:
+    """Where the library lies; None where it was not compiled."""
+    spec = importlib.util.find_spec(MODULE)
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
 @cache
 def compiled() -> Any | None:
     """The library whatever the processor: shared memory asks nothing of it. None where it was not compiled, or
     its structures are not those above."""
-    spec = importlib.util.find_spec(MODULE)
-    if spec is None or spec.origin is None:
+    file = library_file()
+    if file is None:
         return None
-    library = ctypes.CDLL(spec.origin)
+    library = ctypes.CDLL(str(file))
     if not _has_our_structures(library) or not all(hasattr(library, name) for name in _RING_FUNCTIONS):
         return None
     library.rz_supported.restype = c_int

@@ -60,38 +60,41 @@ def alternating(gate: tuple[Tensor, Tensor | None], up: tuple[Tensor, Tensor | N
     return [Piece(*gate, 0, GATE_RUN, 2 * GATE_RUN), Piece(*up, GATE_RUN, GATE_RUN, 2 * GATE_RUN)]
 
 
+@dataclass(frozen=True)
 class PackedLinear:
     """A packed weight and its bias, with what owns their memory."""
 
-    def __init__(self, library: Any, pieces: list[Piece], pool: Executor, threads: int) -> None:
-        """Packs with `threads` threads of `pool`."""
-        self.outputs = sum(piece.weight.shape[0] for piece in pieces)
-        self.inputs = pieces[0].weight.shape[1]
-        self.packed = fresh(library.rz_packed_bytes(self.outputs, self.inputs))
-        if self.outputs % PANEL or self.inputs % 2:
-            self.packed.zero_()  # what fills up the last panel and pair counts as zero
-        jobs = [part for piece in pieces for part in piece.cut(threads)]
-        for job in [pool.submit(self._pack, library, part) for part in jobs]:
-            job.result()
-        self.bias = _joined_bias(pieces, self.outputs)
+    packed: Tensor
+    """uint8 [bytes]"""
+    bias: Tensor | None
+    """float32 [outputs, rounded up to whole panels]"""
+    outputs: int
+    inputs: int
 
-    def _pack(self, library: Any, piece: Piece) -> None:
-        weight = piece.weight
-        library.rz_pack(
-            self.packed.data_ptr(),
-            weight.data_ptr(),
-            weight.shape[0],
-            self.inputs,
-            weight.stride(0),
-            piece.first,
-            piece.run,
-            piece.step,
-        )
+    @classmethod
+    def of(cls, library: Any, pieces: list[Piece], pool: Executor, threads: int) -> "PackedLinear":
+        """Packs with `threads` threads of `pool`."""
+        outputs = sum(piece.weight.shape[0] for piece in pieces)
+        inputs = pieces[0].weight.shape[1]
+        packed = fresh(library.rz_packed_bytes(outputs, inputs))
+        if outputs % PANEL or inputs % 2:
+            packed.zero_()  # what fills up the last panel and pair counts as zero
+        jobs = [part for piece in pieces for part in piece.cut(threads)]
+        for job in [pool.submit(_pack, library, part, packed) for part in jobs]:
+            job.result()
+        return cls(packed, _joined_bias(pieces, outputs), outputs, inputs)
 
     def describe(self) -> Linear:
         """The structure that the kernels take."""
         bias = None if self.bias is None else self.bias.data_ptr()
         return Linear(self.packed.data_ptr(), bias, self.outputs, self.inputs)
+
+
+def _pack(library: Any, piece: Piece, packed: Tensor) -> None:
+    weight = piece.weight
+    rows, inputs = weight.shape
+    places = (piece.first, piece.run, piece.step)
+    library.rz_pack(packed.data_ptr(), weight.data_ptr(), rows, inputs, weight.stride(0), *places)
 
 
 def _joined_bias(pieces: list[Piece], outputs: int) -> Tensor | None:

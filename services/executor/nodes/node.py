@@ -46,6 +46,7 @@ FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 5.0
 OWN = (
     "model_cache",
+    "weight_cache_bytes",
     "kv_disk_directory",
     "threads",
     "pin_threads",

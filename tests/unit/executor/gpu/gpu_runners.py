@@ -16,7 +16,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import gpu_runner
 from services.executor.model.collectives import Collectives
 from services.executor.model.loader import load_config, load_model
-from services.executor.model.runner import ModelRunner
+from services.executor.model.runner import ModelRunner, widths_of
 from services.executor.model.sharding import ShardLayout
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, on_ring
 from tests.unit.executor.model.tiny import make_model
@@ -95,7 +95,7 @@ def runner_of(
     if gpu:
         capture = Rerun() if device == CPU else None
         return gpu_runner(model, store, layout, collectives, limits=limits, capture=capture)
-    return ModelRunner(model, store, collectives, device)
+    return ModelRunner(model, widths_of(model), store, collectives, device)
 
 
 class OneAtATime:

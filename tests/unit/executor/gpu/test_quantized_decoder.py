@@ -16,7 +16,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import gpu_runner
 from services.executor.model.collectives import Collectives
 from services.executor.model.loader import load_config, load_model
-from services.executor.model.runner import ModelRunner
+from services.executor.model.runner import ModelRunner, widths_of
 from services.executor.model.sharding import ShardLayout
 from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, small_model, small_script
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS
@@ -39,7 +39,7 @@ def test_logits_are_those_of_the_modules(tmp_path: Path, codec: Codec, world_siz
             assert isinstance(runner._decoder, GpuDecoder)
         else:
             use_products(model)
-            runner = ModelRunner(model, store, collectives, CPU)
+            runner = ModelRunner(model, widths_of(model), store, collectives, CPU)
         logits = runner.forward(plan)
         assert logits is None or isinstance(logits, Tensor)
         return logits

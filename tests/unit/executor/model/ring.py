@@ -15,7 +15,7 @@ from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.loader import load_config, load_model
-from services.executor.model.runner import ModelRunner
+from services.executor.model.runner import ModelRunner, widths_of
 from services.executor.model.sharding import ShardLayout
 
 BLOCK_SIZE = 4
@@ -90,7 +90,7 @@ def make_runner(directory: Path, collectives: Collectives, dtype: torch.dtype = 
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(directory, dtype, layout, collectives, CPU, lambda done, total: None)
     shape = StoreShape(config.num_hidden_layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype)
-    return ModelRunner(model, KvStore(shape, NUM_BLOCKS, CPU), collectives, CPU)
+    return ModelRunner(model, widths_of(model), KvStore(shape, NUM_BLOCKS, CPU), collectives, CPU)
 
 
 class Script:

@@ -170,7 +170,7 @@ def test_pickled_weights_are_fetched_where_there_are_no_others(
             (tmp_path / weights).touch()
         return str(tmp_path)
 
-    monkeypatch.setattr(checkpoints, "snapshot_download", fetch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert resolve_model("owner/name", tmp_path / "cache", ignore) == tmp_path
     assert len(asked) == fetches
     assert (tmp_path / weights).is_file()

@@ -14,7 +14,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.attention import paged_attention
 from services.executor.model.collectives import Collectives
 from services.executor.model.loader import load_config, load_model
-from services.executor.model.runner import ModelRunner
+from services.executor.model.runner import ModelRunner, widths_of
 from services.executor.model.sharding import ShardLayout
 from services.executor.model.step_context import StepContext
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, on_ring
@@ -121,7 +121,7 @@ def worst_error(directory: Path, collectives: Collectives, codec: Codec | None, 
     heads, width = layout.kv_heads.size, layout.head_dim
     shape = StoreShape(layers, BLOCK_SIZE, heads, width, torch.float32, (codec,) * layers)
     store = KvStore(shape, NUM_BLOCKS, CPU, NUM_BLOCKS)
-    runner = ModelRunner(model, store, collectives, CPU)
+    runner = ModelRunner(model, widths_of(model), store, collectives, CPU)
     script = Script(LENGTHS)
     worst = 0.0
     for step in ({0: 16, 1: 9}, {0: 16, 2: 8, 1: 8}, {0: 1, 1: 1, 2: 1}, {0: 4}):

@@ -23,7 +23,7 @@ from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.collectives_shm import SharedMemory, make_area
 from services.executor.model.loader import load_config, load_model
 from services.executor.model.lowering import FAMILIES
-from services.executor.model.runner import NO_POOLS, ModelRunner
+from services.executor.model.runner import NO_POOLS, ModelRunner, widths_of
 from services.executor.model.sharding import ShardLayout
 from services.executor.native.library import why_not
 from services.executor.progress import Progress
@@ -77,7 +77,7 @@ def runner_of(
     store = KvStore(shape, num_blocks, CPU, num_blocks if codec else 0)
     if native:
         return make_runner(model, store, layout, ring, CPU, threads, cpus=cpus)
-    return ModelRunner(model, store, ring, CPU)
+    return ModelRunner(model, widths_of(model), store, ring, CPU)
 
 
 def truth(directory: Path, sequences: list[list[int]]) -> list[Tensor]:
