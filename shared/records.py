@@ -103,6 +103,9 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whom the client does this for: its own word for an end user."""
     messages: bytes = b""
     """The conversation as JSON, of a chat completion that is to be stored."""
+    prompt_logprobs: int = -1
+    """Log probabilities of the prompts that are shown in a list of their own: -1: none; 0: of their tokens; k: also of
+    the k most likely ones."""
 
     @property
     def outlives(self) -> bool:

@@ -112,10 +112,10 @@ class EventFormat:
         return pb.TokenLogprob(
             token_id=scored.token,
             token=of(scored.token),
-            logprob=scored.logprobs.logprob,
+            logprob=scored.known.logprob,
             top=[
                 pb.TopLogprob(token_id=token, token=of(token), logprob=logprob)
-                for token, logprob in scored.logprobs.top
+                for token, logprob in scored.known.top
             ],
         )
 

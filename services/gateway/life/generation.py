@@ -58,6 +58,7 @@ class Generation:
         "intake_sequence",
         "last_progress",
         "own_since",
+        "prompt_scores",
         "request",
         "scores",
         "sources",
@@ -98,6 +99,8 @@ class Generation:
         """Whether `finish` came behind the last tokens: with them it says more of the last one."""
         self.vector = b""
         """Of a request to embed."""
+        self.prompt_scores = b""
+        """Log probabilities of the prompt's tokens, where they were asked for."""
         self.error: RyzansteinError | None = None
         self.sources: tuple[str, ...] = ()
         """Other gateways whose token subjects have a part of the log."""
@@ -153,11 +156,20 @@ class Generation:
             end = begin + SLICE
             last = finish if end >= len(tokens) else ""
             scores = None if self.scores is None else self.scores[begin:end]
-            part = TokenEntry(self.id, self.stream.attempt, begin, tokens[begin:end], last, scores)
+            told = b"" if begin else self.prompt_scores
+            part = TokenEntry(
+                self.id, self.stream.attempt, begin, tokens[begin:end], last, scores, prompt_scores=told
+            )
             deliver(self.index, part)
         if self._end_came_alone:
             last_word = TokenEntry(
-                self.id, self.stream.attempt, len(tokens), [], self.finish, vector=self.vector
+                self.id,
+                self.stream.attempt,
+                len(tokens),
+                [],
+                self.finish,
+                vector=self.vector,
+                prompt_scores=b"" if tokens else self.prompt_scores,
             )
             deliver(self.index, last_word)
         if self.error is not None:
@@ -203,6 +215,7 @@ class Generation:
             if fresh.tokens or fresh.finish in ("stop", "length"):
                 self.state = "running"
                 self.tokens += fresh.tokens
+                self.prompt_scores = fresh.prompt_scores or self.prompt_scores
                 if self.scores is not None:
                     self.scores += fresh.logprobs or ()
                 if fresh.finish in ("stop", "length"):
@@ -394,7 +407,7 @@ class Generation:
         reason: Literal["stop", "length", ""] = ""
         if self.tokens and self.tokens[-1] in self.request.stop_token_ids:
             reason = "stop"
-        elif len(self.tokens) >= self.request.max_tokens:
+        elif self.tokens and len(self.tokens) >= self.request.max_tokens:
             reason = "length"
         if reason:
             self.state, self.finish, self._end_came_alone = "finished", reason, True

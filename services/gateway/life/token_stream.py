@@ -87,5 +87,6 @@ class TokenStream:
                 position=entry.position + known,
                 tokens=entry.tokens[known:],
                 logprobs=None if entry.logprobs is None else entry.logprobs[known:],
+                prompt_scores=b"",
             )
         ]

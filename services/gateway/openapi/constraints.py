@@ -38,7 +38,9 @@ def constrain(components: dict[str, Schema]) -> None:
     if "ContentPart" in components:
         _constrain_part(components["ContentPart"])
     if "ChatCompletionRequest" in components:
-        components["ChatCompletionRequest"]["properties"]["messages"]["minItems"] = 1
+        properties = components["ChatCompletionRequest"]["properties"]
+        properties["messages"]["minItems"] = 1
+        narrow(properties["max_tokens"], "integer", minimum=1)
     if "CompletionRequest" in components:
         properties = components["CompletionRequest"]["properties"]
         properties["prompt"] = _prompt()

@@ -34,8 +34,18 @@ def constrain_extras(properties: dict[str, Schema]) -> list[Schema]:
     if "best_of" in properties:
         narrow(properties["best_of"], "integer", minimum=1, maximum=MAX_CHOICES)
         rules.append(given_needs("best_of", {"type": "integer", "minimum": 2}, {"stream": NOT_TRUE}))
-        rules.append(given_needs("echo", {"const": True}, {"logprobs": NULL}))
+        rules.append(_nothing_needs_a_prompt())
+    rules.append(given_needs("prompt_logprobs", {"type": "integer"}, {"stream": NOT_TRUE}))
     return rules
+
+
+def _nothing_needs_a_prompt() -> Schema:
+    """Who generates nothing wants to know something of the prompt."""
+    ways = (("echo", {"const": True}), ("prompt_logprobs", {"type": "integer"}))
+    return {
+        "if": {"required": ["max_tokens"], "properties": {"max_tokens": {"const": 0}}},
+        "then": {"anyOf": [{"required": [name], "properties": {name: given}} for name, given in ways]},
+    }
 
 
 def _constrain_metadata(schema: Schema) -> None:

@@ -73,6 +73,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+    prompt_logprobs: "PromptLogprobs | msgspec.UnsetType" = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -104,10 +105,23 @@ class ChatCompletionChunk(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
+    """With `echo` of the prompt's tokens too; of its first one nothing is known."""
+
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    """1: the most likely token at its place."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Of each token of a prompt, by token id: its own, then the most likely ones. null for the first."""
 
 
 class CompletionChoice(msgspec.Struct):
@@ -115,6 +129,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):

@@ -21,6 +21,8 @@ from services.gateway.text.text_output import Output, Piece, ScoredToken
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
 
+LARGE = 32 << 10
+"""Bytes of a prompt's log probabilities from which they are turned into text beside the event loop."""
 AT_ONCE = 32
 """News that are turned into text before others get their turn."""
 
@@ -92,6 +94,8 @@ class Run:
         self._stored: asyncio.Future[None] | None = None
         self._joined = False
         self._submitted = False
+        self._large = False
+        """Whether a choice's prompt comes with so many log probabilities that others would wait while it is shown."""
         self._since = 0.0
         """When what was taken last had come."""
 
@@ -168,7 +172,10 @@ class Run:
         while self._open:
             batch: list[Chunk] = []
             for index in await self._advance():
-                self._append(batch, index)
+                if self._large:
+                    await asyncio.to_thread(self._append, batch, index)
+                else:
+                    self._append(batch, index)
             if not self._open and self.answer.record.include_usage:
                 batch.append(Chunk(self._shape.usage(self._usage()), show(self._shown)))
             if batch:
@@ -226,7 +233,7 @@ class Run:
         while self._open:
             await self._advance()
         await self._until_stored()
-        return self._whole()
+        return await asyncio.to_thread(self._whole) if self._large else self._whole()
 
     def snapshot(self) -> bytes:
         """The response as far as it has come; a choice that goes on has no finish reason."""
@@ -254,7 +261,9 @@ class Run:
             shown = Choice(
                 piece.text, output.finish or None, scored, piece.reasoning, piece.calls, piece.tokens
             )
-            choices.append(msgspec.structs.replace(shown, mean_logprob=output.mean_logprob))
+            choices.append(
+                msgspec.structs.replace(shown, mean_logprob=output.mean_logprob, prompt=piece.prompt or b"")
+            )
         return self._shape.whole(choices, self._usage())
 
     async def _advance(self) -> list[int]:
@@ -290,8 +299,9 @@ class Run:
 
     def _feed(self, choice: int, entry: TokenEntry) -> None:
         output = self._outputs[choice]
-        if (entry.tokens or entry.vector) and self._metrics is not None:
+        if (entry.tokens or entry.vector or entry.prompt_scores) and self._metrics is not None:
             self._observe(choice, self._metrics)
+        self._large = self._large or len(entry.prompt_scores) > LARGE
         if output.tokens < self._after[choice]:
             entry = self._feed_in_silence(output, entry, self._after[choice] - output.tokens)
         output.feed(entry)

@@ -1,6 +1,7 @@
 """From an answer to a `Run` that reads it: from its beginning, or from where a client stands."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 from services.gateway.life.answer import Answer
@@ -8,6 +9,7 @@ from services.gateway.metrics import ModelMetrics
 from services.gateway.readers.run import Owner, Run
 from services.gateway.responses.run import ResponseRun
 from services.gateway.text.formats import ChatFormat, CompletionFormat, Format
+from services.gateway.text.prompt_scores import EchoedPrompt, PromptList
 from services.gateway.text.shown import Shown
 from services.gateway.text.text_output import Output, TextOutput
 from services.gateway.text.tokenization import Tokenizer
@@ -49,7 +51,7 @@ def new_run(
     if record.endpoint == "responses":
         output = output_of(answer, record.requests[0], tokenizer)
         return ResponseRun(answer, output, tokenizer, answers, metrics, after=after)
-    shape = _shape(record, tokenizer)
+    shape = _shape(answer, tokenizer)
     outputs = [output_of(answer, generation.request, tokenizer) for generation in answer.generations]
     return Run(answer, outputs, shape, answers, metrics, after=after)
 
@@ -71,14 +73,20 @@ def output_of(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) 
         logprobs=logprobs,
         include_stop=record.include_stop,
         min_tokens=request.sampling.min_tokens,
+        prompt_scores=request.prompt_logprobs >= 0,
+        score_end=record.echo and request.prompt_logprobs >= 0,
     )
     if record.parsing is None:
         return output
     return ParsedOutput(output, record.parsing, request.generation_id)
 
 
-def _shape(record: GenerationRecord, tokenizer: Tokenizer) -> Format:
+def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
     """How a chat completion's answer, or a completion's, is shown."""
+    record = answer.record
+    logprobs = record.requests[0].sampling.logprobs >= 0 and not record.hide_logprobs
+    requests = [generation.request for generation in answer.generations]
+    prompts = PromptList(requests, record.prompt_logprobs, tokenizer) if record.prompt_logprobs >= 0 else None
     identity, model, created = record.identity, record.requests[0].model, int(record.created)
     usage, fingerprint, tier = record.include_usage, record.fingerprint, record.service_tier
     if record.endpoint == "chat.completions":
@@ -91,6 +99,8 @@ def _shape(record: GenerationRecord, tokenizer: Tokenizer) -> Format:
             parsing=record.parsing,
             fingerprint=fingerprint,
             service_tier=tier,
+            logprobs=logprobs,
+            prompts=prompts,
         )
     shape = CompletionFormat(
         identity,
@@ -100,14 +110,15 @@ def _shape(record: GenerationRecord, tokenizer: Tokenizer) -> Format:
         include_usage=usage,
         fingerprint=fingerprint,
         service_tier=tier,
+        logprobs=logprobs,
+        prompts=prompts,
     )
     return _shown(shape, record, tokenizer) if record.best or record.echo else shape
 
 
 def _shown(shape: Format, record: GenerationRecord, tokenizer: Tokenizer) -> Shown:
-    prompts = [request.prompt for request in record.requests]
+    @cache
+    def prompt(number: int) -> EchoedPrompt:
+        return EchoedPrompt(record.requests[number], tokenizer)
 
-    def text(prompt: int) -> str:
-        return tokenizer.decode(prompts[prompt], skip_special_tokens=True)
-
-    return Shown(shape, record.choices, record.best, record.hide_logprobs, text if record.echo else None)
+    return Shown(shape, record.choices, record.best, record.hide_logprobs, prompt if record.echo else None)

@@ -128,6 +128,7 @@ class Build:
             parsing=self._parsing,
             response=self._response.record(self._sampling) if self._response else None,
         )
+        validation.check_prompt_logprobs(record.requests, count)
         record = extra_fields.noted(record, request, self._card)
         record, trace = traced(record, PREFIXES[record.endpoint] + record.identity, len(prompts) * count)
         if record.user:
@@ -190,6 +191,7 @@ class Build:
             tenant=self._context.tenant,
             deadline=self._deadline(),
             grammar=self._grammar,
+            prompt_logprobs=sampling.prompt_logprobs(self._request),
         )
         return extra_fields.applied(wire, self._request, self._card, self._extras)
 

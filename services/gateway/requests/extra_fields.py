@@ -72,6 +72,13 @@ def check(request: GenerationFields) -> None:
             param="stream_options.continuous_usage_stats",
             reason="invalid_value",
         )
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidParameter(
+            "Invalid value for 'prompt_logprobs': they are not streamed; leave out 'stream', or ask for a completion "
+            "with 'echo' and 'logprobs'.",
+            param="prompt_logprobs",
+            reason="invalid_value",
+        )
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
     elif isinstance(request, CompletionRequest):
@@ -91,8 +98,13 @@ def _check_chat(request: ChatCompletionRequest) -> None:
 
 
 def _check_completion(request: CompletionRequest) -> None:
-    if request.echo and request.logprobs is not None:
-        raise unsupported("echo", "with logprobs it would need those of the prompt; leave one of the two out")
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        raise InvalidParameter(
+            "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 instead; 0 goes with "
+            "'echo' or 'prompt_logprobs', which have something to say of the prompt.",
+            param="max_tokens",
+            reason="integer_below_min_value",
+        )
     if request.best_of is None:
         return
     shown = request.n or 1
@@ -259,6 +271,7 @@ def noted(record: GenerationRecord, request: GenerationFields, card: ModelCard) 
         "store": bool(request.store),
         "metadata": request.metadata or {},
         "user": request.safety_identifier or request.user or "",
+        "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
     }
     if request.store and isinstance(request, ChatCompletionRequest):
         notes["messages"] = msgspec.json.encode(request.messages)

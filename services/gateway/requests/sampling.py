@@ -56,13 +56,13 @@ def max_tokens(request: GenerationFields, card: ModelCard, prompt_tokens: int, d
     """Output tokens at most. `default` 0: what the context leaves. Raises `ContextLengthExceeded`."""
     room = card.context_length - prompt_tokens
     param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-    if room < 1:
+    asked = _asked_tokens(request)
+    if room < (asked != 0):  # what is told of a prompt alone needs no room behind it
         raise ContextLengthExceeded(
             f"This model's maximum context length is {card.context_length} tokens, and your {param} "
             f"resulted in {prompt_tokens} tokens; shorten the {param}.",
             param=param,
         )
-    asked = _asked_tokens(request)
     if asked is None and not isinstance(request, ChatCompletionRequest):
         return min(COMPLETION_MAX_TOKENS, room)
     if asked is None:
@@ -98,6 +98,13 @@ def _logprobs(request: GenerationFields) -> int:
     if isinstance(request, CompletionRequest) and request.logprobs is not None:
         return request.logprobs
     return -1
+
+
+def prompt_logprobs(request: GenerationFields) -> int:
+    """How many of the most likely tokens are wanted beside each token of the prompt; -1: nothing is said of them."""
+    wanted = -1 if request.prompt_logprobs is None else request.prompt_logprobs
+    echoed = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+    return max(wanted, _logprobs(request)) if echoed else wanted
 
 
 def _first(*values: Any) -> Any:

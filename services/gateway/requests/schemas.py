@@ -109,6 +109,7 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    prompt_logprobs: int | None = None
 
     # OpenAI's, here for completions too
     response_format: ResponseFormat | None = None

@@ -19,6 +19,7 @@ from services.gateway.requests.schemas import (
     GenerationFields,
 )
 from services.gateway.tools import checks
+from shared.messages import GenerationRequest
 
 T = TypeVar("T")
 
@@ -26,6 +27,8 @@ MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_BIAS = 100
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = (1 << 16, 1 << 17)
+"""Log probabilities of one prompt and of all prompts of a request: of each token, and of the most likely ones there."""
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
@@ -110,11 +113,12 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2, 2),
     ("repetition_penalty", 0, 10),
     ("n", 1, MAX_CHOICES),
-    ("max_tokens", 1, 2**31),
+    ("max_tokens", 0, 2**31),
     ("max_completion_tokens", 1, 2**31),
     ("min_tokens", 0, 2**31),
     ("top_k", -1, 2**31),
     ("top_logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
     ("seed", -(2**63), 2**64 - 1),
 )
 OPEN_BELOW = ("top_p", "repetition_penalty")
@@ -186,6 +190,25 @@ def check_min_tokens(request: GenerationFields, max_tokens: int) -> None:
         check_range("min_tokens", request.min_tokens, 0, max_tokens)
 
 
+def check_prompt_logprobs(prompts: Sequence[GenerationRequest], choices: int) -> None:
+    """Raises `InvalidParameter` when more is asked for of `prompts`, each for so many choices, than is told."""
+    name = "prompt_logprobs" if prompts[0].sampling.logprobs < 0 else "logprobs"
+    counts = [len(one.prompt) * (one.prompt_logprobs + 1) for one in prompts]
+    of_one, of_all = MAX_PROMPT_LOGPROBS
+    for what, count, most in (
+        ("a prompt", max(counts), of_one),
+        ("a request", sum(counts) * choices, of_all),
+    ):
+        if count > most:
+            raise InvalidParameter(
+                f"Invalid '{name}': it asks for {count} log probabilities of the tokens of {what} (of each token, and "
+                f"of the most likely ones in its place), and there are at most {most}; send fewer or shorter prompts, "
+                "or ask for fewer of the most likely tokens.",
+                param=name,
+                reason="array_above_max_length",
+            )
+
+
 class _Streamable(Protocol):
     @property
     def stream(self) -> bool | None: ...
@@ -216,6 +239,8 @@ def _check_stream_options(request: GenerationFields) -> None:
 def check_chat(request: ChatCompletionRequest) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`."""
     _check_fields(request)
+    if request.max_tokens is not None:
+        check_range("max_tokens", request.max_tokens, 1, 2**31)
     if not request.messages:
         raise empty_array("messages")
     for index, message in enumerate(request.messages):

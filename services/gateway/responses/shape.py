@@ -56,8 +56,8 @@ class ResponseShape:
 
     def logprobs(self, scored: Sequence[ScoredToken]) -> list[dict[str, Any]]:
         return [
-            self._token(item.token, item.logprobs.logprob)
-            | {"top_logprobs": [self._token(token, logprob) for token, logprob in item.logprobs.top]}
+            self._token(item.token, item.known.logprob)
+            | {"top_logprobs": [self._token(token, logprob) for token, logprob in item.known.top]}
             for item in scored
         ]
 

@@ -3,15 +3,18 @@
 A chunk differs from the next in its text alone, so everything around the text is encoded once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
 
+from services.gateway.text.prompt_scores import PromptList
 from services.gateway.text.text_output import Piece, ScoredToken
 from services.gateway.text.tokenization import Tokenizer
 from services.gateway.tools import presented
 from services.gateway.tools.calls import CallDelta
+from shared.messages import TokenLogprobs
 from shared.records import Parsing
 
 _json = msgspec.json.Encoder()
@@ -53,6 +56,8 @@ class Choice(msgspec.Struct, frozen=True):
     """Where token ids are shown instead of text."""
     mean_logprob: float = 0.0
     """Of its tokens, where they have log probabilities."""
+    prompt: bytes = b""
+    """Log probabilities of its prompt's tokens, where they are shown."""
 
 
 class Format(Protocol):
@@ -87,8 +92,14 @@ class _Frame:
     def usage(self, usage: Usage) -> bytes:
         return self._before + b'],"usage":' + _json.encode(usage) + b"}"
 
-    def whole(self, kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        return _json.encode(self.head | {"object": kind, "choices": choices, "usage": usage})
+    def whole(
+        self,
+        kind: str,
+        choices: list[dict[str, Any]],
+        usage: Usage,
+        beside: Mapping[str, object] = MappingProxyType({}),
+    ) -> bytes:
+        return _json.encode({**self.head, "object": kind, "choices": choices, "usage": usage, **beside})
 
 
 def _head(
@@ -118,7 +129,10 @@ class ChatFormat:
         fingerprint: str = "",
         service_tier: str = "",
         parsing: Parsing | None = None,
+        logprobs: bool = False,
+        prompts: PromptList | None = None,
     ) -> None:
+        """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were."""
         head = _head(
             f"chatcmpl-{identity}", "chat.completion.chunk", created, model, fingerprint, service_tier
         )
@@ -126,6 +140,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._parsing = parsing
         self._tools = parsing is not None and bool(parsing.tools)
+        self._asked, self._prompts = logprobs, prompts
 
     def first(self, index: int) -> bytes | None:
         return self._frame.chunk(
@@ -157,19 +172,23 @@ class ChatFormat:
             {
                 "index": index,
                 "message": presented.message(choice.text, choice.reasoning, choice.calls, self._parsing),
-                "logprobs": msgspec.Raw(self._logprobs(choice.scored)),
+                "logprobs": msgspec.Raw(self._logprobs(choice.scored, whole=True)),
                 "finish_reason": choice.finish_reason,
             }
             for index, choice in enumerate(choices)
         ]
-        return self._frame.whole("chat.completion", shown, usage)
+        if self._prompts is None:
+            return self._frame.whole("chat.completion", shown, usage)
+        beside = {"prompt_logprobs": self._prompts.of(0, choices[0].prompt)}
+        return self._frame.whole("chat.completion", shown, usage, beside)
 
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:
-        if not scored:
+    def _logprobs(self, scored: Sequence[ScoredToken], *, whole: bool = False) -> bytes:
+        """`whole`: of a whole answer, which says that there are none where they were asked for."""
+        if not scored and not (whole and self._asked):
             return b"null"
         content = [
-            self._token(item.token, item.logprobs.logprob)
-            | {"top_logprobs": [self._token(token, logprob) for token, logprob in item.logprobs.top]}
+            self._token(item.token, item.known.logprob)
+            | {"top_logprobs": [self._token(token, logprob) for token, logprob in item.known.top]}
             for item in scored
         ]
         return _json.encode({"content": content, "refusal": None})
@@ -192,10 +211,15 @@ class CompletionFormat:
         include_usage: bool = False,
         fingerprint: str = "",
         service_tier: str = "",
+        logprobs: bool = False,
+        prompts: PromptList | None = None,
     ) -> None:
+        """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were."""
         head = _head(f"cmpl-{identity}", "text_completion", created, model, fingerprint, service_tier)
         self._frame = _Frame(head, include_usage=include_usage)
         self._tokenizer = tokenizer
+        self._asked, self._prompts = logprobs, prompts
+        self._texts: dict[int, str] = {}
 
     def first(self, index: int) -> bytes | None:
         return None
@@ -220,32 +244,40 @@ class CompletionFormat:
             {
                 "index": index,
                 "text": choice.text,
-                "logprobs": msgspec.Raw(self._logprobs(choice.scored)),
+                "logprobs": msgspec.Raw(self._logprobs(choice.scored, whole=True)),
                 "finish_reason": choice.finish_reason,
             }
+            | ({} if self._prompts is None else {"prompt_logprobs": self._prompts.of(index, choice.prompt)})
             for index, choice in enumerate(choices)
         ]
         return self._frame.whole("text_completion", shown, usage)
 
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:
-        """Offsets count from the beginning of the choice's text."""
-        if not scored:
+    def _logprobs(self, scored: Sequence[ScoredToken], *, whole: bool = False) -> bytes:
+        """Offsets count from the beginning of the choice's text. `whole`: of a whole answer, which says that there
+        are none where they were asked for."""
+        if not scored and not (whole and self._asked):
             return b"null"
         return _json.encode(
             {
                 "text_offset": [item.offset for item in scored],
-                "token_logprobs": [item.logprobs.logprob for item in scored],
+                "token_logprobs": [item.logprobs and item.logprobs.logprob for item in scored],
                 "tokens": [self._text(item.token) for item in scored],
-                "top_logprobs": [self._top(item) for item in scored],
+                "top_logprobs": [item.logprobs and self._top(item.token, item.logprobs) for item in scored],
             }
         )
 
-    def _top(self, item: ScoredToken) -> dict[str, float]:
+    def _top(self, chosen: int, logprobs: TokenLogprobs) -> dict[str, float]:
         """The chosen token is always among them, as in OpenAI's API."""
-        top = {self._text(token): logprob for token, logprob in item.logprobs.top}
-        return top | {self._text(item.token): item.logprobs.logprob}
+        top = {self._text(token): logprob for token, logprob in logprobs.top}
+        return top | {self._text(chosen): logprobs.logprob}
 
     def _text(self, token: int) -> str:
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._text_of(token)
+        return text
+
+    def _text_of(self, token: int) -> str:
         """A part of a character is shown by its bytes, so that no two tokens look the same."""
         data = self._tokenizer.token_bytes(token)
         try:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from services.gateway.text.formats import Choice, Format, Usage
-from services.gateway.text.text_output import Piece
+from services.gateway.text.prompt_scores import EchoedPrompt
+from services.gateway.text.text_output import Piece, ScoredToken
 
 _PAD = 64
 """Bytes that the length of a padded chunk is a multiple of, but for what is random."""
@@ -26,10 +27,15 @@ class Shown:
     """A format that shows choices of `choices` candidates per prompt as they were asked for."""
 
     def __init__(
-        self, shape: Format, choices: int, best: int, hide_logprobs: bool, prompt: Callable[[int], str] | None
+        self,
+        shape: Format,
+        choices: int,
+        best: int,
+        hide_logprobs: bool,
+        prompt: Callable[[int], EchoedPrompt] | None,
     ) -> None:
-        """`best`: choices that are shown of each prompt, 0: all; `prompt`: the text of a prompt by its number,
-        where it is shown before each of its choices."""
+        """`best`: choices that are shown of each prompt, 0: all; `prompt`: a prompt by its number, where it is shown
+        before each of its choices."""
         self._shape = shape
         self._choices = choices
         self._best = best
@@ -37,15 +43,30 @@ class Shown:
         self._prompt = prompt
 
     def first(self, index: int) -> bytes | None:
-        if self._prompt is None:
+        prompt = self._prompt_of(index)
+        if prompt is None:
             return self._shape.first(index)
-        return self._shape.delta(index, Piece(self._prompt(index // self._choices), ()))
+        return None if prompt.has_scores else self._shape.delta(index, Piece(prompt.text, ()))
 
     def delta(self, index: int, piece: Piece) -> bytes:
-        return self._shape.delta(index, piece)
+        return self._shape.delta(index, self._behind_prompt(index, piece))
 
     def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
-        return self._shape.last(index, finish_reason, piece)
+        return self._shape.last(index, finish_reason, self._behind_prompt(index, piece))
+
+    def _prompt_of(self, index: int) -> EchoedPrompt | None:
+        return None if self._prompt is None else self._prompt(index // self._choices)
+
+    def _behind_prompt(self, index: int, piece: Piece) -> Piece:
+        """`piece`, its tokens counted from the prompt's beginning; the first one with the prompt, where that comes with
+        log probabilities."""
+        prompt = self._prompt_of(index)
+        if prompt is None or not (piece.scored or piece.prompt is not None):
+            return piece
+        text, scored = piece.text, _moved(piece.scored, len(prompt.text))
+        if piece.prompt is not None and prompt.has_scores:
+            text, scored = prompt.text + text, prompt.scored(piece.prompt) + scored
+        return piece._replace(text=text, scored=scored)
 
     def usage(self, usage: Usage) -> bytes:
         return self._shape.usage(usage)
@@ -58,8 +79,20 @@ class Shown:
         return self._shape.whole(shown, usage)
 
     def _as_asked(self, prompt: int, choice: Choice) -> Choice:
-        text = choice.text if self._prompt is None else self._prompt(prompt) + choice.text
-        return msgspec.structs.replace(choice, text=text, scored=() if self._hide_logprobs else choice.scored)
+        if self._hide_logprobs:
+            choice = msgspec.structs.replace(choice, scored=())
+        if self._prompt is None:
+            return choice
+        shown = self._prompt(prompt)
+        scored = _moved(choice.scored, len(shown.text))
+        if shown.has_scores:
+            scored = shown.scored(choice.prompt) + scored
+        return msgspec.structs.replace(choice, text=shown.text + choice.text, scored=scored)
+
+
+def _moved(scored: Sequence[ScoredToken], by: int) -> list[ScoredToken]:
+    """With their texts so many characters later."""
+    return [item._replace(offset=item.offset + by) for item in scored]
 
 
 def _best(choices: Sequence[Choice], count: int) -> Sequence[Choice]:

@@ -13,8 +13,15 @@ class ScoredToken(NamedTuple):
     """A token with its log probabilities, and where its text begins in the choice's text."""
 
     token: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
+    """None of a prompt's first token, which follows nothing."""
     offset: int
+
+    @property
+    def known(self) -> TokenLogprobs:
+        """Of any other token."""
+        assert self.logprobs is not None, "a token of an output follows something"
+        return self.logprobs
 
 
 class Piece(NamedTuple):
@@ -26,11 +33,13 @@ class Piece(NamedTuple):
     calls: Sequence[CallDelta] = ()
     tokens: Sequence[int] = ()
     """Where token ids are shown instead of text."""
+    prompt: bytes | None = None
+    """Log probabilities of the prompt, with the first piece of an answer that they are to be shown with."""
 
     @property
     def visible(self) -> bool:
         """Whether there is more to show than log probabilities."""
-        return bool(self.text or self.reasoning or self.calls or self.tokens)
+        return bool(self.text or self.reasoning or self.calls or self.tokens) or self.prompt is not None
 
 
 class Output(Protocol):
@@ -68,8 +77,12 @@ class TextOutput:
         logprobs: bool,
         include_stop: bool = False,
         min_tokens: int = 0,
+        prompt_scores: bool = False,
+        score_end: bool = False,
     ) -> None:
-        """`include_stop`: what ends the text is part of it; `min_tokens`: tokens whose text ends at no stop string."""
+        """`include_stop`: what ends the text is part of it; `min_tokens`: tokens whose text ends at no stop string;
+        `prompt_scores`: whether those of the prompt are shown; `score_end`: whether a token that ends the text and is
+        no part of it has its log probability shown all the same."""
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, included=include_stop)
         self._include_stop = include_stop
@@ -78,6 +91,9 @@ class TextOutput:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._logprobs = logprobs
         self._scored: list[ScoredToken] = []
+        self._awaits_prompt = prompt_scores
+        self._prompt: bytes | None = None
+        self._score_end = score_end
         self._decoded = 0
         """Characters decoded, those held back included."""
         self._shown = 0
@@ -91,16 +107,21 @@ class TextOutput:
         if self.finish:
             return
         tokens = entry.tokens
+        if self._awaits_prompt and (tokens or entry.finish):
+            self._awaits_prompt, self._prompt = False, entry.prompt_scores
         scores = (entry.logprobs or []) if self._logprobs else []
         for index, token in enumerate(tokens):
             self.tokens += 1
             if index < len(scores):
                 self._logprob_sum += scores[index].logprob
             ends = index == len(tokens) - 1 and entry.finish == "stop" and token in self._stop_token_ids
-            if ends and not self._include_stop:
-                break  # it ended the text and is no part of it
+            hidden = ends and not self._include_stop  # it ended the text and is no part of it
+            if hidden and not self._score_end:
+                break
             if index < len(scores):
                 self._scored.append(ScoredToken(token, scores[index], self._decoded))
+            if hidden:
+                break
             self._show(self._detokenizer.feed([token]))
             if self._stops.matched:
                 break
@@ -138,4 +159,5 @@ class TextOutput:
         while not self.finish and ready and self._scored[ready - 1].offset >= self._shown:
             ready -= 1  # its text is held back, and may be cut
         scored, self._scored = self._scored[:ready], self._scored[ready:]
-        return Piece(text, scored)
+        prompt, self._prompt = self._prompt, None
+        return Piece(text, scored, prompt=prompt)

@@ -29,6 +29,7 @@ class ParsedOutput:
         self._calls = CallNumbering(generation_id, single=parsing.single)
         self._events: list[Event] = []
         self._scored: list[ScoredToken] = []
+        self._prompt: bytes | None = None
         self._ended = False
 
     @property
@@ -55,6 +56,7 @@ class ParsedOutput:
         self._output.feed(entry)
         piece = self._output.take()
         self._scored += piece.scored
+        self._prompt = self._prompt if piece.prompt is None else piece.prompt
         self._events += self._parser.feed(piece.text)
         if self._output.finish:
             self._ended = True
@@ -64,9 +66,11 @@ class ParsedOutput:
         """What has become visible since the last call."""
         events, self._events = self._events, []
         scored, self._scored = self._scored, []
+        prompt, self._prompt = self._prompt, None
         return Piece(
             "".join(event.text for event in events if isinstance(event, Text)),
             scored,
             "".join(event.text for event in events if isinstance(event, Thought)),
             self._calls.deltas(events),
+            prompt=prompt,
         )
