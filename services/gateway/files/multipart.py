@@ -15,20 +15,33 @@ from python_multipart.multipart import MultipartParser
 from services.gateway.errors import InvalidParameter, RequestTimeout
 from services.gateway.http_io import header
 from services.gateway.readers.mailbox import ClientGone
+from shared.errors import PayloadTooLarge
 from shared.telemetry import Receive, Scope
 
 MAX_FIELDS = 32
+"""Fields beside the file, with a value or without one."""
 FIELD_BYTES = 4096
-"""Largest field beside the file."""
+"""Largest value of a field, and largest header of a part."""
+FIELD_NAME = 256
+"""Characters of a field's name."""
+FORM_ROOM = 64 << 10
+"""Bytes of a body that are not its file."""
 NAME_CHARACTERS = 255
 _END = b""
 
 
 class MultipartForm:
-    """One request's form. Raises `InvalidParameter`, `RequestTimeout`, `ClientGone`."""
+    """One request's form. Raises `InvalidParameter`, `PayloadTooLarge`, `RequestTimeout`, `ClientGone`."""
 
-    def __init__(self, scope: Scope, receive: Receive, timeout: float) -> None:
-        """`timeout`: seconds that the client may take for each next part of the body."""
+    def __init__(self, scope: Scope, receive: Receive, timeout: float, limit: int) -> None:
+        """`timeout`: seconds that the client may take for each next part of the body; `limit`: bytes of its file."""
+        self._limit = limit
+        self._left = limit + FORM_ROOM
+        """Bytes of the body that may still come, whatever they are."""
+        self._parts = 0
+        length = header(scope, b"content-length")
+        if length is not None and length.isdigit() and int(length) > self._left:
+            raise self._too_large()
         self.fields: dict[str, str] = {}
         self.filename = ""
         """The file's name as the client gave it."""
@@ -95,17 +108,30 @@ class MultipartForm:
             ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone
+        body = message.get("body", b"")
+        self._left -= len(body)
+        if self._left < 0:
+            raise self._too_large()
         try:
-            self._parser.write(message.get("body", b""))
+            self._parser.write(body)
             if not message.get("more_body", False):
                 self._parser.finalize()
                 self._done = True
         except FormParserError as error:
             raise _broken(str(error)) from None
 
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(
+            f"The file is larger than {self._limit:,} bytes, or what is sent with it than {FORM_ROOM:,}; split it, "
+            "or raise RYZANSTEIN_FILE_LIMIT."
+        )
+
     # --- what the parser finds -------------------------------------------------------------------
 
     def _on_part_begin(self) -> None:
+        self._parts += 1
+        if self._parts > MAX_FIELDS + 1:
+            raise _broken(f"it has more than {MAX_FIELDS} fields")
         self._disposition, self._field, self._in_file = "", "", False
         self._value.clear()
 
@@ -129,6 +155,8 @@ class MultipartForm:
         name, filename = _parameter(parsed, "name"), parsed.get_filename()
         if not name:
             raise _broken("a part has no name")
+        if len(name) > FIELD_NAME:
+            raise _broken(f"a part has a name of more than {FIELD_NAME} characters")
         if name == "file" and filename is not None:
             if self._file_seen:
                 raise InvalidParameter("Send one file at a time.", param="file", reason="invalid_value")
@@ -142,8 +170,8 @@ class MultipartForm:
                 self._data.append(data[start:end])
             return
         self._value += data[start:end]
-        if len(self._value) > FIELD_BYTES or len(self.fields) >= MAX_FIELDS:
-            raise _broken(f"it has more than {MAX_FIELDS} fields, or one of more than {FIELD_BYTES} bytes")
+        if len(self._value) > FIELD_BYTES:
+            raise _broken(f"the field '{self._field[:64]}' has more than {FIELD_BYTES} bytes")
 
     def _on_part_end(self) -> None:
         if self._in_file:
@@ -151,7 +179,7 @@ class MultipartForm:
             self._data.append(_END)
             return
         try:
-            self.fields[self._field[:FIELD_BYTES]] = self._value.decode()
+            self.fields[self._field] = self._value.decode()
         except UnicodeDecodeError:
             raise _broken(f"the field '{self._field[:64]}' is not UTF-8") from None
 

@@ -14,15 +14,12 @@ from services.gateway.files.expiry import MOST_EXPIRY, expiry
 from services.gateway.files.listing import limit_of, page, query, shown
 from services.gateway.files.multipart import MultipartForm
 from services.gateway.files.store import Files
-from services.gateway.http_io import header, send_json
+from services.gateway.http_io import send_json
 from services.gateway.openapi.operation import ApiRoute
 from services.gateway.settings import GatewaySettings
 from shared.batches import FileRecord
-from shared.errors import PayloadTooLarge
 from shared.telemetry import Receive, Scope, Send
 
-FORM_ROOM = 64 << 10
-"""Bytes of a form that are not its file."""
 BATCH_EXPIRY = float(MOST_EXPIRY)
 """Seconds after which a batch's input goes when nothing was said, as in OpenAI's API."""
 
@@ -58,10 +55,7 @@ class FilesRoute:
             await send_json(send, 200, msgspec.json.encode(await _list(files, tenant, scope)))
 
     async def _upload(self, files: Files, tenant: str, scope: Scope, receive: Receive) -> FileRecord:
-        length = header(scope, b"content-length")
-        if length is not None and length.isdigit() and int(length) > files.limit + FORM_ROOM:
-            raise PayloadTooLarge(f"The file is larger than {files.limit:,} bytes; split it.")
-        form = MultipartForm(scope, receive, self._settings.body_timeout)
+        form = MultipartForm(scope, receive, self._settings.body_timeout, files.limit)
         await form.until_file()
         if "purpose" in form.fields:
             _purpose(form.fields)  # refused before a byte is stored

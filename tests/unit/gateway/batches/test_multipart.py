@@ -8,22 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.errors import InvalidParameter, RequestTimeout
-from services.gateway.files.multipart import MultipartForm
+from services.gateway.files.multipart import FORM_ROOM, MAX_FIELDS, MultipartForm
 from services.gateway.readers.mailbox import ClientGone
+from shared.errors import PayloadTooLarge
 
 
 def scope(content_type: str = "multipart/form-data; boundary=XyZ") -> dict[str, Any]:
     return {"headers": [(b"content-type", content_type.encode())]}
 
 
-def form(parts: list[bytes], *, goes: bool = False) -> MultipartForm:
+def form(parts: list[bytes], *, goes: bool = False, limit: int = 1 << 20) -> MultipartForm:
     messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     messages.append({"type": "http.disconnect"} if goes else {"type": "http.request", "body": b""})
 
     async def receive() -> Any:
         return messages.pop(0)
 
-    return MultipartForm(scope(), receive, 5.0)
+    return MultipartForm(scope(), receive, 5.0, limit)
 
 
 def encoded(data: bytes, before: dict[str, str], behind: dict[str, str]) -> bytes:
@@ -81,9 +82,9 @@ async def test_a_client_that_goes_or_sleeps() -> None:
         raise TimeoutError
 
     with pytest.raises(RequestTimeout):
-        await MultipartForm(scope(), receive, 0.01).until_file()
+        await MultipartForm(scope(), receive, 0.01, 1).until_file()
     with pytest.raises(InvalidParameter, match="boundary is too long"):
-        MultipartForm(scope("multipart/form-data; boundary=" + "x" * 300), receive, 1.0)
+        MultipartForm(scope("multipart/form-data; boundary=" + "x" * 300), receive, 1.0, 1)
 
 
 async def test_what_is_too_much() -> None:
@@ -95,3 +96,40 @@ async def test_what_is_too_much() -> None:
     for body in (many, two, long_header):
         with pytest.raises(InvalidParameter):
             await read(form([body]))
+
+
+def empty_fields(count: int, name: str = "f") -> bytes:
+    part = '--XyZ\r\nContent-Disposition: form-data; name="{}"\r\n\r\n\r\n'
+    return b"".join(part.format(f"{name}{number}").encode() for number in range(count))
+
+
+async def test_a_field_without_a_value_counts_too() -> None:
+    given = form([empty_fields(20_000)], limit=1 << 30)
+    with pytest.raises(InvalidParameter, match=f"more than {MAX_FIELDS} fields"):
+        await given.until_file()
+    assert len(given.fields) <= MAX_FIELDS + 1, "of so many parts one may be the file"
+    same = form([empty_fields(1) * (MAX_FIELDS + 2)])
+    with pytest.raises(InvalidParameter, match=f"more than {MAX_FIELDS} fields"):
+        await same.until_file()
+
+
+async def test_a_field_of_a_long_name() -> None:
+    with pytest.raises(InvalidParameter, match="name of more than 256 characters"):
+        await form([empty_fields(1, "n" * 300)]).until_file()
+
+
+async def test_a_body_that_does_not_end_before_or_behind_the_file() -> None:
+    """Chunked: no Content-Length says how much there will be."""
+    file = encoded(b"x" * 100, {}, {})
+    endless = [b"\r\n" + b"y" * 65_536] * 100
+    before = form([b"y" * 65_536] * 100, limit=100)
+    with pytest.raises((InvalidParameter, PayloadTooLarge)):
+        await before.until_file()
+    given = form([file, *endless], limit=100)
+    with pytest.raises(PayloadTooLarge, match="RYZANSTEIN_FILE_LIMIT"):
+        await read(given)
+    header = b"--XyZ\r\n" + b"X-A: b\r\n" * 40_000
+    with pytest.raises((InvalidParameter, PayloadTooLarge)):
+        await read(form([header[at : at + 65_536] for at in range(0, len(header), 65_536)], limit=100))
+    whole = encoded(b"x" * FORM_ROOM, {"purpose": "batch"}, {})
+    assert len(await read(form([whole], limit=FORM_ROOM))) == FORM_ROOM
