@@ -93,6 +93,12 @@ class Objects:
                         raise
                     return  # it exists
 
+    async def capacity(self) -> int:
+        """Bytes that the store may have, as it was created; 0: as many as the broker has."""
+        with translated(f"look at the object store {self._name}"):
+            info = await self._bus.jetstream().stream_info(self._stream)
+        return max(0, info.config.max_bytes or 0)
+
     async def info(self, name: str) -> ObjectInfo | None:
         """What is stored as `name`; None: nothing."""
         with translated(f"read an object of {self._name}"):
@@ -140,7 +146,9 @@ class Objects:
         async for chunk in _chunks(parts):
             size += len(chunk)
             if limit and size > limit:
-                raise PayloadTooLarge(f"The file is larger than {limit:,} bytes; split it.")
+                raise PayloadTooLarge(
+                    f"The file is larger than the {limit:,} bytes that are left for it; split it."
+                )
             await self._publish(self._chunks(nuid), chunk, {"Nats-Msg-Id": f"{nuid}-{count}"})
             digest.update(chunk)
             count += 1

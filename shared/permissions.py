@@ -105,6 +105,11 @@ def _own_bucket(name: str) -> Iterator[str]:
     yield f"$KV.{name}.>"
 
 
+def _clear(name: str) -> str:
+    """Removes entries of a KV bucket, and not only marks them as deleted."""
+    return f"{_API}.STREAM.PURGE.KV_{name}"
+
+
 def _own_keys(name: str) -> Iterator[str]:
     """Reads and writes keys that it knows, and cannot list the others."""
     yield _create(f"KV_{name}")
@@ -184,6 +189,15 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_objects(subjects.TOKENIZERS_STORE),
             *_own_bucket(subjects.BATCHES_BUCKET),
             *_own_bucket(subjects.FILES_BUCKET),
+            *map(
+                _clear,
+                (
+                    subjects.RESPONSES_BUCKET,
+                    subjects.CHATS_BUCKET,
+                    subjects.BATCHES_BUCKET,
+                    subjects.FILES_BUCKET,
+                ),
+            ),
             *_own_objects(subjects.FILES_STORE),
             subjects.ALL_BATCH_RESULTS,
             _create(subjects.BATCHES_STREAM),

@@ -7,8 +7,17 @@ from typing import Generic, TypeVar
 
 import msgspec
 import structlog
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import DiscardPolicy, KeyValueConfig, ObjectStoreConfig, StorageType, StreamConfig
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DiscardPolicy,
+    KeyValueConfig,
+    ObjectStoreConfig,
+    StorageType,
+    StreamConfig,
+)
 from nats.js.errors import (
     APIError,
     BadRequestError,
@@ -23,7 +32,7 @@ from nats.js.object_store import ObjectStore as NatsObjectStore
 
 from shared.broker_errors import BROKER_ERRORS, broker_error, lacks_servers, reason_of, translated
 from shared.bus import Bus, encode
-from shared.errors import BrokerFull
+from shared.errors import BrokerFull, BrokerUnavailable
 from shared.streams import LEADER_PAUSE, ensure_stream, when_led
 from shared.subjects import escape, unescape
 
@@ -33,12 +42,17 @@ log = structlog.get_logger(__name__)
 
 READ_TIMEOUT = 10.0
 """Seconds to read a whole bucket or object: nats-py waits for ever for a part that is lost."""
+PAGE = 256
+"""Entries that are asked for at a time where a bucket is read in pages; each page has its own READ_TIMEOUT."""
+SCAN_KEPT = 5.0
+"""Seconds after which the broker forgets a reading in pages that nobody goes on with."""
 READINGS = 10
 """Of a bucket whose keys are written faster than it is read, before what was seen is taken for all."""
 LEAST_BYTES = 1 << 20
 """With less room than that a bucket is of no use."""
 WATCH_PAUSE = 0.2
 """Seconds before a lost watcher is opened again."""
+_SIZE, _OPERATION = "Nats-Msg-Size", "KV-Operation"
 _WRONG_LAST_SEQUENCE = 10071  # error code of the JetStream API
 
 
@@ -51,28 +65,35 @@ class Entry(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Bucket(Generic[T]):
-    """A KV bucket of values of one message type. Keys may be any non-empty names.
+    """A KV bucket of values of one message type. Keys may be any non-empty names; in a bucket of tenants
+    (`shared/tenants.py`) they are those of NATS, as they stand.
 
     Every method raises `BrokerUnavailable` when the broker does not answer or will not do it. A value
     that cannot be decoded is logged and taken for one that is not there.
     """
 
-    def __init__(self, bus: Bus, name: str, store: KeyValue, value_type: type[T]) -> None:
+    def __init__(
+        self, bus: Bus, name: str, store: KeyValue, value_type: type[T], *, plain: bool = False
+    ) -> None:
+        """`plain`: keys are those of NATS."""
         self._bus = bus
         self._name = name
         self._store = store
+        self._plain = plain
         self._decoder = msgspec.msgpack.Decoder(value_type)
 
     @classmethod
-    async def open(cls, bus: Bus, name: str, value_type: type[T], *, ttl: float | None = None) -> "Bucket[T]":
+    async def open(
+        cls, bus: Bus, name: str, value_type: type[T], *, ttl: float | None = None, plain: bool = False
+    ) -> "Bucket[T]":
         """Opens the bucket `name`, creating it where it does not exist. `ttl` in seconds."""
         with translated(f"open the bucket {name}"):
             store = await when_led(bus, lambda: _find_or_create(bus, name, ttl))
-        return cls(bus, name, store, value_type)
+        return cls(bus, name, store, value_type, plain=plain)
 
     @classmethod
     async def open_bounded(
-        cls, bus: Bus, name: str, value_type: type[T], *, ttl: float, max_bytes: int
+        cls, bus: Bus, name: str, value_type: type[T], *, ttl: float, max_bytes: int, plain: bool = False
     ) -> "Bucket[T]":
         """As `open`, for what may be dropped: the oldest values make room once there are `max_bytes`, or as many
         of them as the broker has room for.
@@ -97,12 +118,12 @@ class Bucket(Generic[T]):
         except BrokerFull:
             await _fit(bus, config)
         with translated(f"open the bucket {name}"):
-            return cls(bus, name, await _existing(bus, name), value_type)
+            return cls(bus, name, await _existing(bus, name), value_type, plain=plain)
 
     async def get(self, key: str) -> Entry[T] | None:
         with translated(f"read from the bucket {self._name}"):
             try:
-                found = await self._store.get(escape(key))
+                found = await self._store.get(self._token(key))
             except KeyNotFoundError:
                 return None
         value = self._decode(key, found.value)
@@ -111,13 +132,13 @@ class Bucket(Generic[T]):
     async def put(self, key: str, value: T) -> int:
         """Writes without condition; returns the revision."""
         with self._writing():
-            return await self._store.put(escape(key), encode(value))
+            return await self._store.put(self._token(key), encode(value))
 
     async def create(self, key: str, value: T) -> int | None:
         """Writes if the key does not exist; None when somebody was first."""
         with self._writing():
             try:
-                return await self._store.create(escape(key), encode(value))
+                return await self._store.create(self._token(key), encode(value))
             except KeyWrongLastSequenceError:
                 return None
 
@@ -125,7 +146,7 @@ class Bucket(Generic[T]):
         """Writes if the key still has `revision`; None when somebody was first."""
         with self._writing():
             try:
-                return await self._store.update(escape(key), encode(value), last=revision)
+                return await self._store.update(self._token(key), encode(value), last=revision)
             except KeyWrongLastSequenceError:
                 return None
 
@@ -133,7 +154,7 @@ class Bucket(Generic[T]):
         """Deletes the key, with `revision` only if it still has that one; False when somebody was first."""
         with self._writing():
             try:
-                await self._store.delete(escape(key), last=revision)
+                await self._store.delete(self._token(key), last=revision)
             except KeyWrongLastSequenceError:
                 return False
             except APIError as error:  # nats-py translates it for puts alone
@@ -165,13 +186,66 @@ class Bucket(Generic[T]):
             async for update in watcher:
                 if update is None:
                     return
-                key = unescape(update.key)
+                key = self._key(update.key)
                 seen.add(key)
                 value = self._decode(key, update.value) if update.operation is None else None
                 if value is None:
                     found.pop(key, None)
                 else:
                     found[key] = value
+
+    async def scan(self, keys: str = ">") -> AsyncGenerator[Entry[T], None]:
+        """The entries whose NATS keys match `keys` (`*`: one token, `>`: all that follow), page by page, in the
+        order of their writing: each page has a time-out of its own, so that many entries take long and do not fail."""
+        async for key, message in self._pages(keys, headers_only=False):
+            value = self._decode(key, message.data)
+            if value is not None:
+                yield Entry(key, value, message.metadata.sequence.stream)
+
+    async def sizes(self, keys: str = ">") -> AsyncGenerator[tuple[str, int], None]:
+        """As `scan`, but each entry's key and size in bytes alone: values stay where they are."""
+        async for key, message in self._pages(keys, headers_only=True):
+            yield key, int((message.headers or {}).get(_SIZE, 0))
+
+    async def purge(self, key: str, before: int = 0) -> None:
+        """Removes the key and leaves no mark of it, so that watchers hear nothing; `before`: only what was written
+        before that revision."""
+        with self._writing():
+            await self._bus.jetstream().purge_stream(
+                f"KV_{self._name}", seq=before or None, subject=f"$KV.{self._name}.{self._token(key)}"
+            )
+
+    async def _pages(self, keys: str, *, headers_only: bool) -> AsyncGenerator[tuple[str, Msg], None]:
+        """The messages of entries that are not deleted."""
+        config = ConsumerConfig(
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=SCAN_KEPT,
+            mem_storage=True,
+            headers_only=headers_only or None,
+        )
+        subject, prefix = f"$KV.{self._name}.{keys}", len(f"$KV.{self._name}.")
+        with translated(f"read the bucket {self._name}"):
+            subscription = await self._bus.jetstream().pull_subscribe(
+                subject, stream=f"KV_{self._name}", config=config
+            )
+        try:
+            delivered = 0
+            while True:
+                with translated(f"read the bucket {self._name}"):
+                    messages = await _page(subscription)
+                for message in messages:
+                    delivered += 1
+                    if message.metadata.sequence.consumer != delivered:
+                        raise BrokerUnavailable(
+                            f"The connection to NATS was cut while the bucket {self._name} was read; try again."
+                        )
+                    if _OPERATION not in (message.headers or {}):
+                        yield self._key(message.subject[prefix:]), message
+                if not messages or not messages[-1].metadata.num_pending:
+                    return
+        finally:
+            with contextlib.suppress(*BROKER_ERRORS):  # the broker removes an inactive consumer by itself
+                await subscription.unsubscribe()
 
     async def watch(self) -> AsyncIterator[tuple[str, T | None] | None]:
         """Yields every present (key, value), then None once, then each change; a value of None is a deletion.
@@ -202,7 +276,7 @@ class Bucket(Generic[T]):
                                 first = False
                                 yield None
                             continue
-                        key = unescape(update.key)
+                        key = self._key(update.key)
                         deleted = update.operation is not None
                         value = None if deleted else self._decode(key, update.value)
                         if value is None and not deleted:
@@ -234,6 +308,12 @@ class Bucket(Generic[T]):
                 forget()
             await _stop(watcher)
 
+    def _token(self, key: str) -> str:
+        return key if self._plain else escape(key)
+
+    def _key(self, token: str) -> str:
+        return token if self._plain else unescape(token)
+
     def _writing(self) -> contextlib.AbstractContextManager[None]:
         return translated(f"write to the bucket {self._name}")
 
@@ -243,6 +323,19 @@ class Bucket(Generic[T]):
         except msgspec.DecodeError as error:
             log.warning("undecodable_value", bucket=self._name, key=key, error=str(error))
             return None
+
+
+async def _page(subscription: JetStreamContext.PullSubscription) -> list[Msg]:
+    """The next messages of a reading; none: it is at its end."""
+    pending = (await subscription.consumer_info()).num_pending or 0
+    if not pending:
+        return []
+    try:
+        return await subscription.fetch(min(pending, PAGE), timeout=READ_TIMEOUT)
+    except TimeoutError:
+        if (await subscription.consumer_info()).num_pending:
+            raise
+        return []  # the last ones have been removed meanwhile
 
 
 async def _fit(bus: Bus, config: StreamConfig) -> None:

@@ -53,6 +53,14 @@ class RateLimited(Unavailable):
         self.headers = {"retry-after-ms": str(math.ceil(wait * 1000))} if wait else {}
 
 
+class QuotaExceeded(InvalidRequest):
+    """A tenant keeps as much as it may: waiting does not help, deleting does."""
+
+    code = "quota_exceeded"
+    headers = {"x-should-retry": "false"}
+    """Asks OpenAI's clients, which would try again after a 429, not to."""
+
+
 _STATUS: list[tuple[type[RyzansteinError], int]] = [
     (AuthenticationFailed, 401),
     (UnknownModel, 404),
@@ -61,6 +69,7 @@ _STATUS: list[tuple[type[RyzansteinError], int]] = [
     (RequestTimeout, 408),
     (KeyReused, 422),
     (RateLimited, 429),
+    (QuotaExceeded, 429),
     (QueueFull, 429),
     (NoGroupAvailable, 503),
     (DeadlineExceeded, 504),
@@ -140,7 +149,7 @@ def headers_of(error: BaseException) -> dict[str, str]:
     where what is left of the request must not be taken for the next one."""
     headers: dict[str, str] = dict(getattr(error, "headers", {}))
     seconds: Any = getattr(error, "retry_after", None)
-    if seconds is None and not isinstance(error, RateLimited):
+    if seconds is None and not isinstance(error, (RateLimited, QuotaExceeded)):
         seconds = _RETRY_AFTER.get(status_of(error))
     if seconds is not None:
         headers["retry-after"] = str(max(1, round(seconds)))

@@ -38,7 +38,7 @@ class FilesAndBatches:
         authenticator: Authenticator,
     ) -> None:
         self._bus = bus
-        self._files = Files(bus, limit=settings.file_limit, store_bytes=settings.files_max_bytes)
+        self._files = Files(bus, settings)
         self._jobs = Jobs(bus)
         self._results = Results(bus, self._files.objects, settings.batch_window_limit)
         endpoints = line_endpoints(intake, catalog)
@@ -62,6 +62,7 @@ class FilesAndBatches:
         await self._results.start()
         backend.open_jobs(self._files, self._batches)
         await BatchQueue(self._bus, self._batches, self._files).start()
+        spawn(self._files.watch(), "files of tenants")
         spawn(self._files.run(), "files")
         spawn(self._runners.watch(), "batches")
         spawn(self._runners.run(), "batch runners")

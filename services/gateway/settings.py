@@ -82,6 +82,10 @@ class GatewaySettings(CommonSettings):
     """Largest file that may be uploaded, in bytes."""
     files_max_bytes: int = Field(default=4 << 30, ge=0)
     """Bytes of all files together; 0: as many as NATS has. It counts when the object store is created."""
+    tenant_file_bytes: int = Field(default=1 << 30, gt=0)
+    """Bytes of all files of a tenant together; outputs of batches may be as many again."""
+    tenant_files: int = Field(default=10_000, gt=0)
+    """Files of a tenant, beyond which it uploads no more."""
     batch_requests: int = Field(default=200_000, gt=0)
     """Most lines of a batch."""
     batch_window_limit: float = Field(default=604_800.0, gt=0)

@@ -40,7 +40,9 @@ class MultipartForm:
         """Bytes of the body that may still come, whatever they are."""
         self._parts = 0
         length = header(scope, b"content-length")
-        if length is not None and length.isdigit() and int(length) > self._left:
+        self.announced = int(length) if length is not None and length.isdigit() else -1
+        """Bytes of the body, which are more than those of its file; negative: its client has not said."""
+        if self.announced > self._left:
             raise self._too_large()
         self.fields: dict[str, str] = {}
         self.filename = ""

@@ -47,8 +47,10 @@ class FilesRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        files, tenant = self._backend.files, scope["state"]["principal"].tenant
+        files, principal = self._backend.files, scope["state"]["principal"]
+        tenant = principal.tenant
         if scope["method"] == "POST":
+            await self._backend.intake.count(principal, scope["state"]["answer_headers"])
             record = await self._upload(files, tenant, scope, receive)
             await send_json(send, 200, msgspec.json.encode(file_object(record)))
         else:
@@ -59,7 +61,7 @@ class FilesRoute:
         await form.until_file()
         if "purpose" in form.fields:
             _purpose(form.fields)  # refused before a byte is stored
-        async with files.receive(tenant, form.filename or "file", form.file_data()) as record:
+        async with files.receive(tenant, form.filename or "file", form.file_data(), form.announced) as record:
             await form.rest()
             purpose, seconds = _purpose(form.fields), _expires_after(form.fields)
             now = time.time()

@@ -5,6 +5,10 @@
 
 A file goes in the opposite order: bytes, then record, so that one that was cut off can be repeated. Whoever
 asks as another tenant is told that there is no such file.
+
+Each gateway watches the records, and so knows what every tenant has: an upload is counted from its beginning on,
+with the size that its client has announced. Two gateways that admit within the moment that news take may together
+admit more than a quota.
 """
 
 import asyncio
@@ -17,19 +21,26 @@ from collections.abc import AsyncGenerator, AsyncIterable
 import msgspec
 import structlog
 
-from services.gateway.errors import RouteError
+from services.gateway.errors import QuotaExceeded, RouteError
+from services.gateway.settings import GatewaySettings
 from shared import subjects
 from shared.batches import FileRecord
 from shared.bus import Bus
-from shared.errors import RyzansteinError
+from shared.errors import PayloadTooLarge, RyzansteinError, StorageFull, Unavailable
 from shared.objects import MissingObject, Objects
-from shared.stores import Bucket
+from shared.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
 
 log = structlog.get_logger(__name__)
 
 SWEEP_INTERVAL = 60.0
 UPLOAD_TIME = 3600.0
 """Seconds after which an upload that has not ended is given up."""
+
+
+FOR_OUTPUTS = 4
+"""That part of the store takes no uploads: what batches have computed must find room."""
+KNOWN_WITHIN = 5.0
+"""Seconds that an upload waits for a gateway that has just started to know what there is."""
 
 
 def unknown_file(file_id: str) -> RouteError:
@@ -40,30 +51,99 @@ def unknown_file(file_id: str) -> RouteError:
 class Files:
     """Opened by `start`. Methods raise `BrokerUnavailable`."""
 
-    def __init__(self, bus: Bus, *, limit: int, store_bytes: int) -> None:
-        """`limit`: bytes of one file; `store_bytes`: of all together, 0: as many as NATS has."""
-        self.objects = Objects(bus, subjects.FILES_STORE, max_bytes=store_bytes)
-        self.limit = limit
+    def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
+        self.objects = Objects(bus, subjects.FILES_STORE, max_bytes=settings.files_max_bytes)
+        self.limit = settings.file_limit
+        """Bytes of one file."""
+        self._quota, self._most = settings.tenant_file_bytes, settings.tenant_files
         self._bus = bus
-        self._bucket: Bucket[FileRecord] | None = None
+        self._bucket: TenantBucket[FileRecord] | None = None
+        self._held = Holdings()
+        self._known = asyncio.Event()
+        self._store_bytes = 0
+        self._marks = Marks[FileRecord]()
 
     async def start(self) -> None:
-        self._bucket = await Bucket.open(self._bus, subjects.FILES_BUCKET, FileRecord)
+        self._bucket = await TenantBucket.open(
+            self._bus, subjects.FILES_BUCKET, FileRecord, lambda record: record.tenant
+        )
         await self.objects.open()
+        self._store_bytes = await self.objects.capacity()
 
     @property
-    def _records(self) -> Bucket[FileRecord]:
+    def _records(self) -> TenantBucket[FileRecord]:
         assert self._bucket is not None, "not started"
         return self._bucket
+
+    # --- what there is ---------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Counts what each tenant has. Runs until it is cancelled."""
+        async with contextlib.aclosing(self._records.watch_revisions()) as updates:
+            async for update in updates:
+                if update is None:
+                    self._known.set()
+                    continue
+                key, record, revision = update
+                if record is not None:
+                    self._held.note(key, _held(record))
+                else:
+                    self._held.forget(key)
+                    self._marks.note(key, revision, time.monotonic())
+
+    def held_by(self, tenant: str) -> tuple[int, int]:
+        """Files and bytes of a tenant, uploads counted, as far as this gateway has heard."""
+        return self._held.of(tenant)
+
+    async def admit(self, tenant: str, size: int) -> int:
+        """Bytes that a file of `size`, or of a size that is not known (negative), may have. Raises `PayloadTooLarge`,
+        `QuotaExceeded`, `StorageFull`, `Unavailable`."""
+        try:
+            await asyncio.wait_for(self._known.wait(), KNOWN_WITHIN)
+        except TimeoutError:
+            raise Unavailable(
+                "The gateway does not know yet what files there are; try again in a moment.", retry_after=1
+            ) from None
+        entries, held = self._held.of(tenant)
+        if entries >= self._most:
+            raise QuotaExceeded(
+                f"You have {entries:,} files and may have {self._most:,} (RYZANSTEIN_TENANT_FILES); delete some."
+            )
+        if size > self._quota:
+            raise PayloadTooLarge(
+                f"All your files together may have {self._quota:,} bytes (RYZANSTEIN_TENANT_FILE_BYTES), and this one "
+                f"has up to {size:,}; split it."
+            )
+        left = self._quota - held
+        if left <= 0 or size > left:
+            raise QuotaExceeded(
+                f"Your files have {held:,} bytes, those that are being uploaded counted, and may have {self._quota:,} "
+                f"(RYZANSTEIN_TENANT_FILE_BYTES); this one has {_bytes(size)}. Delete some."
+            )
+        return min(self.limit, left, self._left_for_all(size))
+
+    def _left_for_all(self, size: int) -> int:
+        if not self._store_bytes:
+            return self.limit
+        most = self._store_bytes - self._store_bytes // FOR_OUTPUTS
+        left = most - self._held.size
+        if left <= 0 or size > left:
+            raise StorageFull(
+                f"The files of all tenants have {self._held.size:,} bytes, and uploads may fill {most:,} of the store "
+                f"(RYZANSTEIN_FILES_MAX_BYTES, less a {FOR_OUTPUTS}th for outputs of batches); delete files that are "
+                "not needed."
+            )
+        return left
 
     # --- in --------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def receive(
-        self, tenant: str, filename: str, parts: AsyncIterable[bytes]
+        self, tenant: str, filename: str, parts: AsyncIterable[bytes], size: int = -1
     ) -> AsyncGenerator[FileRecord, None]:
         """Stores what `parts` yields, as a file that nobody sees until `publish`; removed again when the block
-        raises. Raises `PayloadTooLarge`, `StorageFull` too."""
+        raises. `size`: the most that it may come to, as far as that is known. Raises what `admit` raises."""
+        most = await self.admit(tenant, size)
         file_id, nuid = f"file-{secrets.token_hex(12)}", secrets.token_hex(11)
         record = FileRecord(
             id=file_id,
@@ -74,15 +154,26 @@ class Files:
             object_name=file_id,
             status="uploading",
             nuid=nuid,
+            bytes=most if size < 0 else size,
         )
-        await self._records.put(file_id, record)
+        self._held.note(tenant_key(tenant, file_id), _held(record))  # before the next one is admitted
         try:
+            await self._records.put(tenant, file_id, record)
             async with asyncio.timeout(UPLOAD_TIME):
-                size = await self.objects.write(file_id, parts, nuid=nuid, limit=self.limit)
-            yield msgspec.structs.replace(record, bytes=size)
+                written = await self._write(file_id, parts, nuid, most)
+            yield msgspec.structs.replace(record, bytes=written)
         except BaseException:
             await self._discard(record)
             raise
+
+    async def _write(self, name: str, parts: AsyncIterable[bytes], nuid: str, most: int) -> int:
+        try:
+            return await self.objects.write(name, parts, nuid=nuid, limit=most)
+        except PayloadTooLarge:
+            raise PayloadTooLarge(
+                f"The file is larger than {most:,} bytes: a file may have {self.limit:,} (RYZANSTEIN_FILE_LIMIT), and "
+                f"all of yours together {self._quota:,} (RYZANSTEIN_TENANT_FILE_BYTES); split it."
+            ) from None
 
     async def _discard(self, record: FileRecord) -> None:
         try:
@@ -93,19 +184,36 @@ class Files:
     async def publish(self, record: FileRecord) -> FileRecord:
         """From now on it is seen."""
         record = msgspec.structs.replace(record, status="processed", nuid="")
-        await self._records.put(record.id, record)
+        await self._records.put(record.tenant, record.id, record)
+        self._held.note(tenant_key(record.tenant, record.id), _held(record))
         return record
 
     async def put(self, record: FileRecord, parts: AsyncIterable[bytes]) -> FileRecord:
-        """Stores a file under an id that says what is in it: of several writings the first one stays."""
-        size = await self.objects.write(record.object_name, parts, nuid=secrets.token_hex(11), fresh=True)
+        """Stores the output of a batch under an id that says what is in it: of several writings the first one stays.
+
+        Outputs may fill the quota once more, so that uploads leave room for them. Raises `QuotaExceeded`,
+        `StorageFull`.
+        """
+        entries, held = self._held.of(record.tenant)
+        left = 2 * self._quota - held
+        refusal = QuotaExceeded(
+            f"Your {entries:,} files have {held:,} bytes, and with outputs of batches they may have "
+            f"{2 * self._quota:,} (twice RYZANSTEIN_TENANT_FILE_BYTES); delete some."
+        )
+        if left <= 0:
+            raise refusal
+        nuid = secrets.token_hex(11)
+        try:
+            size = await self.objects.write(record.object_name, parts, nuid=nuid, limit=left, fresh=True)
+        except PayloadTooLarge:
+            raise refusal from None
         return await self.publish(msgspec.structs.replace(record, bytes=size))
 
     async def adopt(self, tenant: str, object_name: str, filename: str) -> FileRecord:
         """A file of what another program has put into the object store; of the same content the same file.
         Raises `RouteError`."""
         info = await self.objects.info(object_name)
-        known = await self._records.get(object_name)
+        known = await self._records.get(tenant, object_name)
         if info is None or known is not None:
             raise RouteError(
                 f"There is no object '{object_name[:64]}' of yours in the object store {subjects.FILES_STORE}; "
@@ -115,8 +223,9 @@ class Files:
             )
         text = f"{len(tenant)}:{tenant}:{info.nuid}:{object_name}"
         file_id = f"file-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
-        if (again := await self._records.get(file_id)) is not None:
+        if (again := await self._records.get(tenant, file_id)) is not None:
             return again.value
+        await self.admit(tenant, info.size)
         return await self.publish(
             FileRecord(file_id, tenant, filename, "batch", time.time(), object_name, bytes=info.size)
         )
@@ -125,7 +234,7 @@ class Files:
 
     async def get(self, file_id: str, tenant: str) -> FileRecord:
         """Raises `RouteError` where there is none."""
-        entry = await self._records.get(file_id) if file_id else None
+        entry = await self._records.get(tenant, file_id) if file_id else None
         if entry is None or not _visible(entry.value, tenant, time.time()):
             raise unknown_file(file_id)
         return entry.value
@@ -133,11 +242,10 @@ class Files:
     async def listed(self, tenant: str, purpose: str | None) -> list[FileRecord]:
         """Those of a tenant, in no order."""
         now = time.time()
-        records = await self._records.items()
         return [
-            record
-            for record in records.values()
-            if _visible(record, tenant, now) and purpose in (None, record.purpose)
+            entry.value
+            async for entry in self._records.of(tenant)
+            if _visible(entry.value, tenant, now) and purpose in (None, entry.value.purpose)
         ]
 
     async def content(self, record: FileRecord, *, patience: float = 0.0) -> AsyncGenerator[bytes, None]:
@@ -159,7 +267,10 @@ class Files:
         if record.nuid:
             await self.objects.purge(record.nuid)
         await self.objects.delete(record.object_name)
-        await self._records.delete(record.id)
+        entry = await self._records.get(record.tenant, record.id)
+        if entry is not None:
+            await self._records.delete(entry.key)
+        self._held.forget(tenant_key(record.tenant, record.id) if entry is None else entry.key)
 
     async def run(self) -> None:
         """Removes what has expired, and uploads that were cut off. Runs until it is cancelled."""
@@ -171,11 +282,25 @@ class Files:
                 log.info("files_not_swept", error=str(error))
 
     async def sweep(self, now: float) -> None:
-        """Each gateway does this; what is gone already is no error."""
-        for record in (await self._records.items()).values():
-            if _over(record, now):
+        """Each gateway does this; what is gone already is no error. It looks at what is due alone, and removes the
+        marks that records have left."""
+        for key in self._held.due(now):
+            record = await self._records.at(key)
+            if record is None:
+                self._held.forget(key)
+            elif _over(record, now):
                 await self._remove(record)
                 log.info("file_removed", file=record.id, status=record.status)
+        await self._marks.sweep(self._records, time.monotonic())
+
+
+def _held(record: FileRecord) -> Held:
+    due = record.created_at + UPLOAD_TIME + SWEEP_INTERVAL
+    return Held(record.tenant, record.bytes, due if record.status == "uploading" else record.expires_at)
+
+
+def _bytes(size: int) -> str:
+    return f"{size:,}" if size >= 0 else "a size that is not known"
 
 
 def _visible(record: FileRecord, tenant: str, now: float) -> bool:

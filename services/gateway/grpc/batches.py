@@ -93,7 +93,9 @@ class BatchMethods:
     ) -> BatchJob:
         """With the lines as a file of their own, which is gone again where no batch came of it."""
         files = self._backend.files
-        async with files.receive(principal.tenant, "input.jsonl", _parts(given.jsonl)) as record:
+        await self._backend.intake.count(principal, {})
+        size = len(given.jsonl)
+        async with files.receive(principal.tenant, "input.jsonl", _parts(given.jsonl), size) as record:
             expires = record.created_at + BATCH_EXPIRY
             file = await files.publish(msgspec.structs.replace(record, purpose="batch", expires_at=expires))
         used = ""

@@ -13,6 +13,7 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from services.gateway.files.store import Files
+from services.gateway.settings import GatewaySettings
 from shared import subjects
 from shared.batches import FileRecord
 from shared.bus import Bus
@@ -22,6 +23,7 @@ from shared.objects import CHUNK, MissingObject, Objects
 from shared.stores import Bucket
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
+from tests.integration.gateway.fake_ring import until
 
 FILES = "/v1/files"
 
@@ -245,19 +247,22 @@ async def test_a_client_that_goes_leaves_nothing(gateway: RunningGateway, bus: B
 
 
 async def test_what_a_killed_gateway_had_received_is_removed(bus: Bus, objects: Objects) -> None:
-    files = Files(bus, limit=1 << 20, store_bytes=0)
+    files = Files(bus, GatewaySettings())
     await files.start()
+    watching = asyncio.create_task(files.watch())
     nuid = secrets.token_hex(11)
     await objects._publish(objects._chunks(nuid), b"half a file", {})
     bucket = await Bucket.open(bus, subjects.FILES_BUCKET, FileRecord)
     begun = FileRecord("file-1", "", "a", "", time.time(), "file-1", status="uploading", nuid=nuid)
     await bucket.put("file-1", begun)
     assert await files.listed("", None) == []
+    await until(lambda: files.held_by("") != (0, 0))
     await files.sweep(time.time())
     assert await stored(bus) == 1  # it may be under way
     await files.sweep(time.time() + 4000)
     assert await stored(bus) == 0
     assert await bucket.items() == {}
+    watching.cancel()
 
 
 async def test_other_clients_of_nats_read_and_write_the_same_objects(

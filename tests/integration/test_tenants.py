@@ -1,0 +1,95 @@
+"""Buckets of tenants on a real NATS: one tenant's entries without the others', and a quota for each."""
+
+import asyncio
+
+from shared.batches import FileRecord
+from shared.bus import Bus
+from shared.stores import PAGE, Bucket
+from shared.tenants import SLACK, TenantBucket, Trimmed
+
+NAME = "test"
+
+
+def record(tenant: str, name: str, filename: str = "a") -> FileRecord:
+    return FileRecord(name, tenant, filename, "batch", 1.0, name)
+
+
+async def opened(bus: Bus) -> TenantBucket[FileRecord]:
+    return await TenantBucket.open(bus, NAME, FileRecord, lambda value: value.tenant)
+
+
+async def names(bucket: TenantBucket[FileRecord], tenant: str) -> list[str]:
+    return [entry.value.id async for entry in bucket.of(tenant)]
+
+
+async def test_a_tenant_has_its_own_entries_alone(bus: Bus) -> None:
+    bucket = await opened(bus)
+    for tenant in ("", "acme", "other/one", "*"):
+        assert await bucket.create(tenant, "one", record(tenant, "one")) is not None
+        assert await bucket.create(tenant, "one", record(tenant, "one")) is None
+    for tenant in ("", "acme", "other/one", "*"):
+        entry = await bucket.get(tenant, "one")
+        assert entry is not None
+        assert entry.value.tenant == tenant
+        assert await names(bucket, tenant) == ["one"]
+    assert await bucket.get("acme.one", "x") is None
+    assert await names(bucket, "nobody") == []
+
+
+async def test_more_entries_than_a_page_are_all_read(bus: Bus) -> None:
+    bucket = await opened(bus)
+    wanted = [f"file-{number:04}" for number in range(2 * PAGE + 3)]
+    for tenant in ("acme", "other"):
+        for begin in range(0, len(wanted), 100):
+            group = wanted[begin : begin + 100]
+            await asyncio.gather(*(bucket.put(tenant, name, record(tenant, name)) for name in group))
+    assert sorted(await names(bucket, "acme")) == wanted
+
+
+async def test_what_versions_before_wrote_is_found_where_it_is(bus: Bus) -> None:
+    old = await Bucket.open(bus, NAME, FileRecord)
+    await old.put("file-1", record("acme", "file-1"))
+    bucket = await opened(bus)
+    entry = await bucket.get("acme", "file-1")
+    assert entry is not None
+    assert await bucket.get("other", "file-1") is None
+    assert await bucket.create("acme", "file-1", record("acme", "file-1")) is None
+    await bucket.put("acme", "file-2", record("acme", "file-2"))
+    assert await names(bucket, "acme") == ["file-1", "file-2"]
+    assert await names(bucket, "other") == []
+    changed = record("acme", "file-1", "b")
+    assert await bucket.update(entry.key, changed, entry.revision) is not None
+    assert (await old.items())["file-1"] == changed
+    await bucket.delete(entry.key)
+    assert await names(bucket, "acme") == ["file-2"]
+
+
+async def test_what_is_purged_leaves_nothing(bus: Bus) -> None:
+    bucket = await opened(bus)
+    revision = await bucket.put("acme", "one", record("acme", "one"))
+    entry = await bucket.get("acme", "one")
+    assert entry is not None
+    await bucket.purge(entry.key, before=revision)
+    assert await bucket.get("acme", "one") is not None, "it was written then"
+    await bucket.purge(entry.key)
+    assert (await bus.jetstream().stream_info(f"KV_{NAME}")).state.messages == 0
+
+
+async def test_only_the_tenant_s_own_oldest_make_room(bus: Bus) -> None:
+    bucket = await opened(bus)
+    quota = Trimmed(bucket, max_bytes=1 << 20, max_entries=2 * SLACK)
+    for name in ("a", "b"):
+        await bucket.put("other", name, record("other", name))
+    for number in range(5 * SLACK):
+        await bucket.put("acme", f"{number:03}", record("acme", f"{number:03}"))
+        quota.wrote("acme", 100)
+    await quota.looked()
+    left = await names(bucket, "acme")
+    assert len(left) <= 2 * SLACK + 2
+    assert left == [f"{number:03}" for number in range(5 * SLACK)][-len(left) :]
+    assert await names(bucket, "other") == ["a", "b"]
+    await bucket.put("acme", "large", record("acme", "large", "x" * (1 << 20)))
+    quota.wrote("acme", 1 << 20)
+    await quota.looked()
+    assert await names(bucket, "acme") == []
+    assert await names(bucket, "other") == ["a", "b"]
