@@ -39,7 +39,7 @@ class FilesAndBatches:
     ) -> None:
         self._bus = bus
         self._files = Files(bus, settings)
-        self._jobs = Jobs(bus)
+        self._jobs = Jobs(bus, settings.tenant_batches)
         self._results = Results(bus, self._files.objects, settings.batch_window_limit)
         endpoints = line_endpoints(intake, catalog)
         self._batches = Batches(self._jobs, self._files, endpoints, settings)
@@ -66,6 +66,7 @@ class FilesAndBatches:
         spawn(self._files.run(), "files")
         spawn(self._runners.watch(), "batches")
         spawn(self._runners.run(), "batch runners")
+        spawn(self._runners.sweep(), "batches that are forgotten")
 
     async def stop(self) -> None:
         """Leaves its batches to other gateways, what is done of them stored."""

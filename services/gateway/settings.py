@@ -90,6 +90,8 @@ class GatewaySettings(CommonSettings):
     """Most lines of a batch."""
     batch_window_limit: float = Field(default=604_800.0, gt=0)
     """Longest completion window of a batch, in seconds."""
+    tenant_batches: int = Field(default=200, gt=0)
+    """Batches of a tenant that are not over, beyond which it submits no more."""
     batch_jobs: int = Field(default=8, ge=0)
     """Batches that this gateway runs at a time; 0: it leaves them to others."""
     batch_parallelism: int = Field(default=256, gt=0)

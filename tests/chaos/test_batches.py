@@ -17,6 +17,7 @@ from shared.journal import SubjectReader
 from shared.messages import TokenFrame
 from shared.records import GenerationRecords
 from shared.stores import Bucket
+from shared.tenants import tenant_key
 from tests.chaos.house import House, Plan
 
 LINES = 800
@@ -104,10 +105,10 @@ async def test_everything_dies_in_the_middle_of_a_batch(tmp_path: Path) -> None:
 
 async def owner_of(house: House, batch: str) -> str:
     """The gateway that runs it; for a moment after a loss there is none."""
-    bucket = await Bucket.open(house.bus, subjects.BATCHES_BUCKET, BatchJob)
+    bucket = await Bucket.open(house.bus, subjects.BATCHES_BUCKET, BatchJob, plain=True)
     async with asyncio.timeout(60):
         while True:
-            entry = await bucket.get(batch)
+            entry = await bucket.get(tenant_key("", batch))
             assert entry is not None
             assert entry.value.status not in OVER, "it was over before everything had died"
             if entry.value.owner in house.members:

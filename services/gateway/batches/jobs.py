@@ -11,19 +11,31 @@ No clocks are compared, and nobody must be right about A's death: what A still d
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
+import structlog
 
+from services.gateway.errors import QuotaExceeded
 from shared import subjects
-from shared.batches import BatchJob
+from shared.batches import OVER, BatchJob
 from shared.bus import Bus
-from shared.stores import Bucket, Entry
+from shared.errors import Unavailable
+from shared.stores import Entry
+from shared.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
+
+log = structlog.get_logger(__name__)
 
 RENEW = 2.0
 LEASE = 8.0
 KEEP = 2_592_000.0
 """Seconds for which a batch is known after the last change: 30 days, as OpenAI keeps its files."""
+MOST_KNOWN = 10_000
+"""Batches of a tenant that are known; beyond them the oldest that are over make room."""
+FORGOTTEN_AT_ONCE = 500
+KNOWN_WITHIN = 5.0
+"""Seconds that a submission waits for a gateway that has just started to know what batches there are."""
 
 Change = Callable[[BatchJob], BatchJob]
 
@@ -35,60 +47,112 @@ class LeaseLost(Exception):
 class Jobs:
     """Opened by `start`. Methods raise `BrokerUnavailable`."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, most: int) -> None:
+        """`most`: batches of a tenant that are not over."""
         self._bus = bus
-        self._opened: Bucket[BatchJob] | None = None
+        self._most = most
+        self._opened: TenantBucket[BatchJob] | None = None
+        self._held = Holdings()
+        """Each counts 1 byte while it is not over."""
+        self._known = asyncio.Event()
+        self._marks = Marks[BatchJob]()
 
     async def start(self) -> None:
-        self._opened = await Bucket.open(self._bus, subjects.BATCHES_BUCKET, BatchJob, ttl=KEEP)
+        self._opened = await TenantBucket.open(
+            self._bus, subjects.BATCHES_BUCKET, BatchJob, lambda job: job.tenant, ttl=KEEP
+        )
 
     @property
-    def _bucket(self) -> Bucket[BatchJob]:
+    def _bucket(self) -> TenantBucket[BatchJob]:
         assert self._opened is not None, "not started"
         return self._opened
 
+    async def admit(self, tenant: str) -> None:
+        """Whether the tenant may have one more. Raises `QuotaExceeded`, `Unavailable`."""
+        try:
+            await asyncio.wait_for(self._known.wait(), KNOWN_WITHIN)
+        except TimeoutError:
+            raise Unavailable(
+                "The gateway does not know yet what batches there are; try again in a moment.", retry_after=1
+            ) from None
+        known, unfinished = self._held.of(tenant)
+        if unfinished >= self._most:
+            raise QuotaExceeded(
+                f"You have {unfinished:,} batches that are not over and may have {self._most:,} "
+                "(RYZANSTEIN_TENANT_BATCHES); wait until one has ended, or cancel one."
+            )
+        if known >= MOST_KNOWN:
+            await self._forget_oldest(tenant, known - MOST_KNOWN + FORGOTTEN_AT_ONCE)
+
+    async def _forget_oldest(self, tenant: str, count: int) -> None:
+        entries = [entry async for entry in self._bucket.of(tenant) if entry.value.clean]
+        entries.sort(key=lambda entry: entry.value.created_at)
+        for entry in entries[:count]:
+            await self._bucket.delete(entry.key, entry.revision)
+            self._held.forget(entry.key)
+        log.info("oldest_batches_forgotten", tenant=tenant, batches=len(entries[:count]))
+
     async def create(self, job: BatchJob) -> bool:
         """False when there is a batch of that id."""
-        return await self._bucket.create(job.id, job) is not None
+        if await self._bucket.create(job.tenant, job.id, job) is None:
+            return False
+        self._held.note(tenant_key(job.tenant, job.id), _held(job))
+        return True
 
-    async def get(self, batch: str) -> BatchJob | None:
-        entry = await self._bucket.get(batch) if batch else None
+    async def get(self, batch: str, tenant: str) -> BatchJob | None:
+        entry = await self._bucket.get(tenant, batch) if batch else None
         return None if entry is None else entry.value
 
     async def of(self, tenant: str) -> list[BatchJob]:
         """Those of a tenant, in no order."""
-        return [job for job in (await self._bucket.items()).values() if job.tenant == tenant]
+        return [entry.value async for entry in self._bucket.of(tenant)]
 
-    async def change(self, batch: str, change: Change) -> BatchJob | None:
+    async def change(self, batch: str, tenant: str, change: Change) -> BatchJob | None:
         """Applies `change` to whatever the batch is now; None when there is none."""
         while True:
-            entry = await self._bucket.get(batch)
+            entry = await self._bucket.get(tenant, batch)
             if entry is None:
                 return None
             changed = change(entry.value)
             if changed == entry.value:
                 return changed
-            if await self._bucket.update(batch, changed, entry.revision) is not None:
+            if await self._bucket.update(entry.key, changed, entry.revision) is not None:
                 return changed
 
     async def watch(self) -> AsyncIterator[tuple[str, BatchJob | None, int]]:
-        """Every batch there is and will be, with its revision."""
+        """Every batch there is and will be, by its key, with its revision."""
         async with contextlib.aclosing(self._bucket.watch_revisions()) as updates:
             async for update in updates:
-                if update is not None:
-                    yield update
+                if update is None:
+                    self._known.set()
+                    continue
+                key, job, revision = update
+                if job is None:
+                    self._held.forget(key)
+                    self._marks.note(key, revision, time.monotonic())
+                else:
+                    self._held.note(key, _held(job))
+                yield update
 
-    async def claim(self, job: BatchJob, revision: int, owner: str) -> "Lease | None":
+    async def sweep(self) -> None:
+        """Removes the marks of forgotten batches."""
+        await self._marks.sweep(self._bucket, time.monotonic())
+
+    async def claim(self, key: str, job: BatchJob, revision: int, owner: str) -> "Lease | None":
         """The batch for `owner`, if nobody has changed it since `revision`."""
         mine = msgspec.structs.replace(job, owner=owner, beat=job.beat + 1)
-        taken = await self._bucket.update(job.id, mine, revision)
-        return None if taken is None else Lease(self._bucket, Entry(job.id, mine, taken), owner)
+        taken = await self._bucket.update(key, mine, revision)
+        return None if taken is None else Lease(self._bucket, Entry(key, mine, taken), owner)
+
+
+def _held(job: BatchJob) -> Held:
+    return Held(job.tenant, int(job.status not in OVER), 0.0)
 
 
 class Lease:
     """The right to run a batch, until another gateway has taken it."""
 
-    def __init__(self, bucket: Bucket[BatchJob], entry: Entry[BatchJob], owner: str) -> None:
+    def __init__(self, bucket: TenantBucket[BatchJob], entry: Entry[BatchJob], owner: str) -> None:
         self._bucket = bucket
         self._entry = entry
         self._owner = owner
@@ -108,14 +172,14 @@ class Lease:
             while True:
                 changed = change(self.job)
                 changed = msgspec.structs.replace(changed, beat=changed.beat + 1)
-                revision = await self._bucket.update(changed.id, changed, self._entry.revision)
+                revision = await self._bucket.update(self._entry.key, changed, self._entry.revision)
                 if revision is not None:
-                    self._entry = Entry(changed.id, changed, revision)
+                    self._entry = Entry(self._entry.key, changed, revision)
                     return changed
                 await self._read()
 
     async def _read(self) -> None:
-        entry = await self._bucket.get(self._entry.key)
+        entry = await self._bucket.get(self.job.tenant, self.job.id)
         if entry is None or entry.value.owner != self._owner:
             raise LeaseLost
         self._entry = entry

@@ -45,11 +45,15 @@ from services.gateway.batches.parts import BatchParts
 from services.gateway.batches.room import backoff
 from services.gateway.batches.tally import Tally
 from services.gateway.batches.tasks import end_all
-from shared.batches import OVER, BatchJob, Ending
-from shared.errors import BrokerUnavailable, InternalError, RyzansteinError
+from services.gateway.errors import QuotaExceeded
+from shared.batches import OVER, BatchError, BatchJob, Ending
+from shared.errors import BrokerUnavailable, InternalError, RyzansteinError, StorageFull
 from shared.objects import MissingObject
 
 log = structlog.get_logger(__name__)
+
+FINISH_WITHIN = 3600.0
+"""Seconds for which writing a batch's files is tried while there is no room for them: somebody may delete some."""
 
 
 class BatchRunner:
@@ -114,6 +118,8 @@ class BatchRunner:
                 await self._clean()
             else:
                 await self._finish()
+        except (StorageFull, QuotaExceeded) as error:
+            await self._no_room(error)
         except MissingObject:
             await self._lease.write(lambda job: states.input_gone(job, time.time()))
 
@@ -238,6 +244,16 @@ class BatchRunner:
             completed=counts.completed,
             failed=counts.failed,
         )
+
+    async def _no_room(self, error: RyzansteinError) -> None:
+        """Raises `error`, to be tried again, unless it has been for long enough."""
+        job, now = self._job, time.time()
+        began = max(job.finalizing_at, job.cancelling_at)
+        if job.status not in ("finalizing", "cancelling") or now < began + FINISH_WITHIN:
+            raise error
+        said = f"There was no room for the batch's files for {FINISH_WITHIN:g} s: {error.message}"
+        await self._lease.write(lambda job: states.unwritten(job, now, BatchError(error.code, said)))
+        log.warning("batch_not_written", batch=job.id, error=error.message)
 
     async def _write(self, kind: Kind) -> str:
         confirm = self._lease.write

@@ -1,4 +1,4 @@
-"""Which batches this gateway runs: those that nobody runs, and those whose gateway is lost.
+"""Which batches this gateway runs: those that nobody runs, and those whose gateway is lost, tenants in turn.
 
 Every gateway watches the bucket. A batch whose record stands still for longer than a lease is taken by
 compare-and-set; the time is that of the watcher's own clock, and begins anew with its connection.
@@ -17,6 +17,7 @@ from services.gateway.batches.parts import BatchParts
 from services.gateway.batches.runner import BatchRunner
 from services.gateway.batches.states import needs_work
 from services.gateway.batches.tasks import end_all
+from services.gateway.batches.turns import Running, Waiting, next_of, to_yield
 from shared.batches import BatchJob
 from shared.bus import Bus
 from shared.errors import RyzansteinError
@@ -25,6 +26,11 @@ log = structlog.get_logger(__name__)
 
 TICK = 0.5
 """Seconds between two looks at the leases of others."""
+
+
+WAITS = 5.0
+"""Seconds that a batch waits for any gateway with a place, before one makes room for it."""
+SWEEP_INTERVAL = 60.0
 
 
 class _Seen(NamedTuple):
@@ -36,8 +42,17 @@ class _Seen(NamedTuple):
     """Monotonic seconds at which this revision came."""
 
 
+class _Run(NamedTuple):
+    """A batch that runs here."""
+
+    runner: BatchRunner
+    task: "asyncio.Task[None]"
+    tenant: str
+    began: float
+
+
 class Runners:
-    """One per gateway."""
+    """One per gateway. Batches are known by their keys in the bucket."""
 
     def __init__(self, bus: Bus, jobs: Jobs, parts: BatchParts) -> None:
         self._bus = bus
@@ -45,7 +60,9 @@ class Runners:
         self._parts = parts
         self._seen: dict[str, _Seen] = {}
         """Batches that somebody has to look after."""
-        self._running: dict[str, tuple[BatchRunner, asyncio.Task[None]]] = {}
+        self._running: dict[str, _Run] = {}
+        self._served: dict[str, float] = {}
+        """When a batch of each tenant began here last."""
         self._wake = asyncio.Event()
         self._stopping = False
         bus.on_reconnect(self._count_anew)
@@ -60,7 +77,7 @@ class Runners:
                 continue
             self._seen[batch] = _Seen(job, revision, time.monotonic())
             if batch in self._running:
-                self._running[batch][0].news(job)
+                self._running[batch].runner.news(job)
             else:
                 self._wake.set()
 
@@ -73,43 +90,77 @@ class Runners:
             if not self._bus.connected:
                 self._count_anew()
                 continue
-            for batch in list(self._seen):
-                await self._consider(batch)
+            await self._fill()
+
+    async def _fill(self) -> None:
+        """Takes what waits while there is a place; where there is none, makes one for a tenant that has fewer."""
+        now = time.monotonic()
+        waiting = {item.key: item for item in self._waiting(now)}
+        while waiting and len(self._running) < self._parts.settings.batch_jobs:
+            chosen = next_of(waiting.values(), self._runs(), self._served)
+            assert chosen is not None, "some wait"
+            del waiting[chosen.key]
+            await self._take(chosen.key)
+        patient = [item for item in waiting.values() if now - self._seen[item.key].at >= WAITS]
+        yields = to_yield(patient, self._runs(), now) if not self._stopping else None
+        if yields is not None:
+            log.info("batch_yields", batch=yields.key, tenant=yields.tenant)
+            run = self._running[yields.key]
+            await end_all([run.task])
+            await run.runner.release()
+
+    def _waiting(self, now: float) -> list[Waiting]:
+        return [
+            Waiting(key, seen.job.tenant, seen.job.created_at)
+            for key, seen in self._seen.items()
+            if key not in self._running and self._may_take(seen, now)
+        ]
+
+    def _may_take(self, seen: _Seen, now: float) -> bool:
+        if seen.job.endpoint not in self._parts.endpoints:  # a newer gateway's
+            return False
+        return seen.job.owner in ("", self._parts.instance) or now - seen.at >= LEASE
+
+    def _runs(self) -> list[Running]:
+        return [Running(key, run.tenant, run.began) for key, run in self._running.items()]
+
+    async def sweep(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL)
+            with contextlib.suppress(RyzansteinError):  # next time
+                await self._jobs.sweep()
 
     async def stop(self) -> None:
         """Leaves its batches to others, who may begin at once."""
         self._stopping = True
         running = list(self._running.values())
-        await end_all(task for _, task in running)
-        await asyncio.gather(*(runner.release() for runner, _ in running))
+        await end_all(run.task for run in running)
+        await asyncio.gather(*(run.runner.release() for run in running))
 
     def _count_anew(self) -> None:
         now = time.monotonic()
         self._seen = {batch: seen._replace(at=now) for batch, seen in self._seen.items()}
 
-    async def _consider(self, batch: str) -> None:
-        seen = self._seen.get(batch)
-        if seen is None or batch in self._running or len(self._running) >= self._parts.settings.batch_jobs:
+    async def _take(self, key: str) -> None:
+        seen = self._seen.get(key)
+        if seen is None or self._stopping:
             return
         job = seen.job
-        if job.endpoint not in self._parts.endpoints:  # a newer gateway's
-            return
-        lost = time.monotonic() - seen.at >= LEASE
-        if job.owner not in ("", self._parts.instance) and not lost:
-            return
         try:
-            lease = await self._jobs.claim(job, seen.revision, self._parts.instance)
+            lease = await self._jobs.claim(key, job, seen.revision, self._parts.instance)
         except RyzansteinError as error:
-            log.info("batch_not_claimed", batch=batch, error=str(error))
+            log.info("batch_not_claimed", batch=job.id, error=str(error))
             return
         if lease is None or self._stopping:
             return
         if job.owner:
             self._parts.metrics.taken_over.inc()
-        log.info("batch_claimed", batch=batch, of=job.owner)
+        log.info("batch_claimed", batch=job.id, of=job.owner)
         runner = BatchRunner(lease, self._parts, LineRunner(self._parts, lambda: len(self._running)))
-        task = asyncio.create_task(self._run(batch, runner))
-        self._running[batch] = runner, task
+        task = asyncio.create_task(self._run(key, runner))
+        now = self._served[job.tenant] = time.monotonic()
+        self._running[key] = _Run(runner, task, job.tenant, now)
         self._parts.metrics.running.set(len(self._running))
 
     async def _run(self, batch: str, runner: BatchRunner) -> None:

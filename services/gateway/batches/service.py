@@ -73,6 +73,10 @@ class Batches:
                 param="input_file_id",
                 reason="invalid_value",
             )
+        print_ = (print_ or _fingerprint(wanted)) if key else ""
+        if key and (known := await self.known(principal, key, print_)) is not None:
+            return known
+        await self._jobs.admit(principal.tenant)
         now = time.time()
         job = BatchJob(
             id=_id_of(principal.tenant, key),
@@ -85,7 +89,7 @@ class Batches:
             expires_at=now + seconds,
             metadata=wanted.metadata,
             output_expires_after=expires,
-            fingerprint=(print_ or _fingerprint(wanted)) if key else "",
+            fingerprint=print_,
             key=principal.key,
             traceparent=tracing.edge().traceparent,
         )
@@ -98,7 +102,7 @@ class Batches:
 
     async def known(self, principal: Principal, key: str, print_: str) -> BatchJob | None:
         """The batch that there is under an idempotency key. Raises `KeyReused` where `print_` is not its request's."""
-        known = await self._jobs.get(_id_of(principal.tenant, key))
+        known = await self._jobs.get(_id_of(principal.tenant, key), principal.tenant)
         if known is not None and known.fingerprint != print_:
             raise KeyReused(
                 "This Idempotency-Key was used with another request body; use a new key for another request.",
@@ -107,15 +111,15 @@ class Batches:
         return known
 
     async def get(self, batch: str, tenant: str) -> BatchJob:
-        job = await self._jobs.get(batch)
-        if job is None or job.tenant != tenant:
+        job = await self._jobs.get(batch, tenant)
+        if job is None:
             raise unknown_batch(batch)
         return job
 
     async def cancel(self, batch: str, tenant: str) -> BatchJob:
         """Begins no more of its lines, and keeps what is done."""
         await self.get(batch, tenant)
-        job = await self._jobs.change(batch, lambda known: states.cancelling(known, time.time()))
+        job = await self._jobs.change(batch, tenant, lambda known: states.cancelling(known, time.time()))
         if job is None:
             raise unknown_batch(batch)
         return job

@@ -101,6 +101,11 @@ def input_gone(job: BatchJob, now: float) -> BatchJob:
     return _replace(job, status="finalizing", finalizing_at=now, ending="failed", errors=[error])
 
 
+def unwritten(job: BatchJob, now: float, error: BatchError) -> BatchJob:
+    """There was no room for its files for too long: its results are lost, which `error` says."""
+    return _replace(job, status="failed", failed_at=now, ending="failed", errors=[*job.errors, error])
+
+
 def ended(
     job: BatchJob, now: float, *, counts: Counts, usage: TokenCounts, output: str, errors: str
 ) -> BatchJob:

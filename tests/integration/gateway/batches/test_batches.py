@@ -46,9 +46,9 @@ async def let_expire(bus: Bus, batch: str, results: int) -> None:
     store, found = Results(bus, Objects(bus, subjects.FILES_STORE), 0.0), 0
     while found < results:
         found = len([result async for result in store.read(batch)])
-    jobs = Jobs(bus)
+    jobs = Jobs(bus, 1)
     await jobs.start()
-    await jobs.change(batch, lambda job: msgspec.structs.replace(job, expires_at=time.time()))
+    await jobs.change(batch, "", lambda job: msgspec.structs.replace(job, expires_at=time.time()))
 
 
 async def echo(fake: FakeRing, request: GenerationRequest) -> None:

@@ -17,6 +17,7 @@ from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from shared.stores import Bucket
+from shared.tenants import tenant_key
 from tests.integration.gateway.batches.helpers import (
     custom_ids,
     lines_of,
@@ -116,9 +117,11 @@ async def test_the_gateway_sleeps_through_the_loss_of_its_batch(
     async with begun(bus, nats_settings, tmp_path, ring) as (doomed, batch):
         doomed.process.process.send_signal(signal.SIGSTOP)
         async with run_gateway(nats_settings) as gateway, gateway.openai() as client:
-            jobs = await Bucket.open(bus, subjects.BATCHES_BUCKET, BatchJob)
+            jobs = await Bucket.open(bus, subjects.BATCHES_BUCKET, BatchJob, plain=True)
             async with asyncio.timeout(30):
-                while (entry := await jobs.get(batch)) is None or entry.value.owner == "doomed":
+                while (
+                    entry := await jobs.get(tenant_key("", batch))
+                ) is None or entry.value.owner == "doomed":
                     await bus.flush()
             doomed.process.process.send_signal(signal.SIGCONT)
             await check(client, batch, ring)
