@@ -1,0 +1,123 @@
+"""One tenant's batches neither hold up another's nor grow without bound; files that cannot be written end a batch."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from services.gateway.batches import jobs as jobs_module
+from services.gateway.batches import runner, runners, turns
+from shared.bus import Bus
+from shared.config import CommonSettings
+from shared.messages import GenerationRequest
+from tests.integration.gateway.api_keys import Keys, bearer, changes_to
+from tests.integration.gateway.batches.helpers import CHAT, OVER, ready, requests, submit, until_status
+from tests.integration.gateway.conftest import RunningGateway, run_gateway
+from tests.integration.gateway.fake_ring import FakeRing, say, until
+
+
+async def submitted(http: httpx.AsyncClient, headers: dict[str, str], lines: int = 1) -> httpx.Response:
+    form = {"data": {"purpose": "batch"}, "files": {"file": ("input.jsonl", requests(lines))}}
+    file = (await http.post("/v1/files", headers=headers, **form)).json()["id"]  # type: ignore[arg-type]
+    body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+    return await http.post("/v1/batches", headers=headers, json=body)
+
+
+async def test_one_tenants_batches_make_room_for_anothers(
+    nats_settings: CommonSettings, ring: FakeRing, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((turns, "TURN"), (turns, "SHORT_TURN"), (runners, "WAITS")):
+        monkeypatch.setattr(module, name, 0.0)
+    gate = asyncio.Event()
+
+    async def held(fake: FakeRing, request: GenerationRequest) -> None:
+        if request.tenant == "busy":
+            await gate.wait()
+        await say(fake, request)
+
+    ring.behave = held
+    await ready(ring)
+    busy, other = bearer(await keys.make("busy")), bearer(await keys.make("other"))
+    async with run_gateway(nats_settings, batch_jobs=1) as gateway, gateway.http() as http:
+        for key in (busy, other):
+            await changes_to(gateway, key, 200)
+        first = [(await submitted(http, busy)).json()["id"] for _ in range(3)]
+        await until(lambda: len(ring.requests) == 1)
+        theirs = (await submitted(http, other)).json()["id"]
+        assert await outcome(http, theirs, other) == "completed"
+        gate.set()
+        assert [await outcome(http, batch, busy) for batch in first] == ["completed"] * 3
+    asked = [request.generation_id for request in ring.requests]
+    assert len(asked) == len(set(asked)) == 4, "what was under way was gone on with"
+
+
+async def outcome(http: httpx.AsyncClient, batch: str, headers: dict[str, str]) -> str:
+    """Its status once it is over."""
+    async with asyncio.timeout(40):
+        while True:
+            status = str((await http.get(f"/v1/batches/{batch}", headers=headers)).json()["status"])
+            if status in OVER:
+                return status
+            await asyncio.sleep(0.05)
+
+
+async def test_batches_that_are_not_over_are_bounded(nats_settings: CommonSettings, ring: FakeRing) -> None:
+    async with run_gateway(nats_settings, tenant_batches=2) as gateway, gateway.http() as http:
+        made = [(await submitted(http, {})).json()["id"] for _ in range(2)]
+        answer = await submitted(http, {})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "quota_exceeded")
+        assert "may have 2 (RYZANSTEIN_TENANT_BATCHES)" in answer.json()["error"]["message"]
+        await http.post(f"/v1/batches/{made[0]}/cancel")
+        assert await outcome(http, made[0], {}) == "cancelled"
+        assert (await submitted(http, {})).status_code == 200
+
+
+async def test_a_repeat_is_not_refused(nats_settings: CommonSettings, ring: FakeRing) -> None:
+    async with run_gateway(nats_settings, tenant_batches=1) as gateway, gateway.openai() as client:
+        file = await client.files.create(file=("input.jsonl", requests(1)), purpose="batch")
+        again = [
+            await client.batches.create(
+                input_file_id=file.id,
+                endpoint=CHAT,
+                completion_window="24h",
+                extra_headers={"Idempotency-Key": "nightly"},
+            )
+            for _ in range(2)
+        ]
+        assert again[0].id == again[1].id
+
+
+async def test_the_oldest_that_are_over_are_forgotten(
+    gateway: RunningGateway, ring: FakeRing, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_module, "MOST_KNOWN", 3)
+    monkeypatch.setattr(jobs_module, "FORGOTTEN_AT_ONCE", 1)
+    await ready(ring)
+    async with gateway.openai() as client:
+        made = []
+        for _ in range(4):
+            made.append((await submit(client, requests(1))).id)
+            await until_status(client, made[-1])
+            jobs = gateway.service._work._jobs._jobs  # type: ignore[union-attr]
+            while not (await jobs.get(made[-1], "")).clean:  # type: ignore[union-attr]
+                await bus.flush()
+        assert {batch.id for batch in (await client.batches.list()).data} == set(made[1:])
+
+
+async def test_files_that_cannot_be_written_end_the_batch(
+    nats_settings: CommonSettings, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "FINISH_WITHIN", 0.5)
+    await ready(ring)
+    async with run_gateway(nats_settings, tenant_file_bytes=1000) as gateway, gateway.openai() as client:
+        batch = await submit(client, requests(4))
+        files = gateway.service._backend.files
+        files._quota = 1  # after the upload
+        done = await until_status(client, batch.id)
+        assert done.status == "failed"
+        assert done.errors is not None
+        assert done.errors.data is not None
+        (error,) = done.errors.data
+        assert error.code == "quota_exceeded"
+        assert "RYZANSTEIN_TENANT_FILE_BYTES" in (error.message or "")
+        assert done.output_file_id is None
