@@ -181,6 +181,11 @@ class Call:
         self._peer.connection.end(self._stream, end if self._begun else RESPONSE + end)
         self._peer.flush_soon()
 
+    def refuse(self, error: BaseException) -> None:
+        """Ends a call for what it asks; it counts as one that costs the client nothing."""
+        self._stream.refused = True
+        self.finish(error)
+
     def writable(self) -> None:
         """The client has made room."""
         self._wake(self._sending)

@@ -42,9 +42,14 @@ class Limits(NamedTuple):
     connection_window: int = 1 << 20
     """Bytes of requests that may be under way on the connection."""
     resets: int = 1000
-    """Streams that the peer may reset while we have sent no more than `resets` answers: see `_count_reset`."""
+    """Streams that the peer may reset, or have refused, while we have sent no more than `resets` answers: see
+    `_count_reset`."""
     control_frames: int = 10_000
-    """PINGs and SETTINGS that may come between two frames of requests."""
+    """PINGs and SETTINGS within a second; a SETTINGS that changes the windows of many streams counts as several."""
+    unread: int = 65_536
+    """Bytes that the peer has not read, beyond which no more of its frames are."""
+    owed: int = 64 << 20
+    """Bytes of answers that wait for a peer which does not read, beyond which the connection ends."""
 
 
 class ProtocolError(Exception):
@@ -70,11 +75,12 @@ class Stream:
         "closed",
         "held",
         "id",
-        "local_ended",
         "owner",
         "pending",
         "receive_window",
+        "refused",
         "remote_ended",
+        "sent",
         "trailers",
         "window",
     )
@@ -87,12 +93,14 @@ class Stream:
         self.held = 0
         """Bytes that came and have not been given back to its window."""
         self.pending = b""
-        """What waits for the window."""
+        """What waits for the window, behind `sent` bytes that have gone."""
+        self.sent = 0
         self.trailers: bytes | None = None
         """What follows `pending` and ends the stream."""
         self.remote_ended = False
-        self.local_ended = False
         self.closed = False
+        self.refused = False
+        """Whether the request was refused before anything was done for it."""
         self.owner: object = None
         """What the events' receiver keeps with it."""
 

@@ -8,7 +8,8 @@
                       └─────────────── RST_STREAM, either way ──────────────────▶ gone
 
 Invariants: never more than the peer's windows and frame size allow is sent; what does not fit waits in its
-stream, in order, and the sender is told to wait; what the peer may send is bounded by `Limits`.
+stream, in order, and the sender is told to wait; what the peer may send is bounded by `Limits`, and what it asks
+for is not read while it does not read what it has asked for before (`unread`).
 """
 
 from services.gateway.grpc.frames import (
@@ -52,7 +53,10 @@ from services.gateway.grpc.sending import Sender
 
 
 class Connection(Sender):
-    """`receive` raises nothing: after a fault `failed` is set, and what there is to take says goodbye."""
+    """`receive` raises nothing: after a fault `failed` is set, and what there is to take says goodbye.
+
+    After `take`, where `unread` is set and `buffered` is small: `receive` again, with nothing.
+    """
 
     def __init__(self, events: Events, limits: Limits) -> None:
         super().__init__(events, limits)
@@ -61,7 +65,8 @@ class Connection(Sender):
         self._receive_window = limits.connection_window
         self._continued: tuple[int, int, list[bytes]] | None = None
         """Stream, flags and parts of headers that go on in CONTINUATION frames."""
-        self._control = 0
+        self.unread = False
+        """Whether frames of the peer wait for its reading what it was answered."""
         self._frames = {
             DATA: self._on_data,
             HEADERS: self._on_headers,
@@ -77,29 +82,33 @@ class Connection(Sender):
 
     # --- the peer's bytes ------------------------------------------------------------------------
 
-    def receive(self, data: bytes) -> None:
-        """Takes what has come."""
+    def receive(self, data: bytes = b"") -> None:
+        """Takes what has come; nothing: goes on with what waits."""
         if self.failed:
             return
         buffer = self._rest + data if self._rest else data
         try:
             self._rest = self._read(buffer)
         except ProtocolError as error:
-            self._fail(error)
+            self._rest = b""
+            self.fail(error.code, str(error))
+
+    def _is_behind(self) -> bool:
+        return self._said + self.buffered > self._limits.unread
 
     def _read(self, buffer: bytes) -> bytes:
         """Reads whole frames; returns what is left."""
         at, end = 0, len(buffer)
+        self.unread = False
         if not self.spoke:
-            if not PREFACE.startswith(buffer[: len(PREFACE)]):
-                raise ProtocolError(PROTOCOL_ERROR, "this port speaks gRPC, which is HTTP/2")
-            if end < len(PREFACE):
+            at = self._read_preface(buffer)
+            if not at:
                 return buffer
-            self.spoke = True
-            self._greet()
-            at = len(PREFACE)
         frames = self._frames
-        while end - at >= 9:
+        while end - at >= 9 and not self.failed:
+            if self._is_behind():
+                self.unread = True
+                break
             high, low, kind, flags, number = read_head(buffer, at)
             length = high << 8 | low
             if length > FRAME:
@@ -117,6 +126,16 @@ class Connection(Sender):
                 except StreamError as error:
                     self._break_stream(number & LAST_STREAM, error.code)
         return buffer[at:] if at else buffer
+
+    def _read_preface(self, buffer: bytes) -> int:
+        """Its size, 0 as long as it is not whole."""
+        if not PREFACE.startswith(buffer[: len(PREFACE)]):
+            raise ProtocolError(PROTOCOL_ERROR, "this port speaks gRPC, which is HTTP/2")
+        if len(buffer) < len(PREFACE):
+            return 0
+        self.spoke = True
+        self._greet()
+        return len(PREFACE)
 
     def _on_headers(self, number: int, flags: int, payload: bytes) -> None:
         if not number:
@@ -143,7 +162,6 @@ class Connection(Sender):
             self._headers_complete(number, first_flags, b"".join(parts))
 
     def _headers_complete(self, number: int, flags: int, block: bytes) -> None:
-        self._control = 0
         try:
             headers = self._decoder.decode(block)
         except HeadersTooLarge:
@@ -165,6 +183,7 @@ class Connection(Sender):
         self._last = number
         if number > self._refuse_above or len(self.streams) >= self._limits.streams:
             self._write(RST_STREAM, 0, number, REFUSED_STREAM.to_bytes(4, "big"))
+            self._count_reset()
             return
         stream = self.streams[number] = Stream(number, self._initial_window)
         stream.remote_ended = ended
@@ -189,7 +208,6 @@ class Connection(Sender):
         stream.receive_window -= size
         if stream.receive_window < 0:
             raise StreamError(FLOW_CONTROL_ERROR)
-        self._control = 0
         stream.held += size
         ended = bool(flags & END_STREAM)
         stream.remote_ended = ended
@@ -211,12 +229,11 @@ class Connection(Sender):
             raise ProtocolError(FRAME_SIZE_ERROR, "malformed SETTINGS")
         if flags & ACK:
             return
-        self._count_control()
+        self._count_control(1 + len(self.streams) // 16)
         self._write(SETTINGS, ACK, 0, b"")  # before what larger windows let go
-        for at in range(0, len(payload), 6):
-            self._set(
-                int.from_bytes(payload[at : at + 2], "big"), int.from_bytes(payload[at + 2 : at + 6], "big")
-            )
+        given = {payload[at : at + 2]: payload[at + 2 : at + 6] for at in range(0, len(payload), 6)}
+        for name, value in given.items():  # of a name that comes twice the last counts (RFC 9113, 6.5.3)
+            self._set(int.from_bytes(name, "big"), int.from_bytes(value, "big"))
 
     def _set(self, name: int, value: int) -> None:
         if name == INITIAL_WINDOW:
@@ -242,9 +259,9 @@ class Connection(Sender):
         self._count_control()
         self._write(PING, ACK, 0, payload)
 
-    def _count_control(self) -> None:
-        """Every PING and SETTINGS wants an answer: a flood of them must not fill memory."""
-        self._control += 1
+    def _count_control(self, number: int = 1) -> None:
+        """Every PING and SETTINGS wants an answer: a flood of them must not take all the time."""
+        self._control += number
         if self._control > self._limits.control_frames:
             raise ProtocolError(ENHANCE_YOUR_CALM, "too many control frames")
 
@@ -270,7 +287,9 @@ class Connection(Sender):
         self._window += more
         if self._window > LARGEST_WINDOW:
             raise ProtocolError(FLOW_CONTROL_ERROR, "a connection window that is too large")
-        for stream in [stream for stream in self.streams.values() if stream.pending]:
+        for stream in list(self._waiting.values()):
+            if self._window <= 0:
+                break
             self._flush(stream)
 
     def _on_priority(self, number: int, flags: int, payload: bytes) -> None:

@@ -41,6 +41,14 @@ class Sender:
         self._events = events
         self._limits = limits
         self._out: list[bytes] = []
+        self._said = 0
+        """Bytes of `_out`."""
+        self.buffered = 0
+        """Bytes that were taken and that the peer does not read; whoever takes them says so."""
+        self._waiting: dict[int, Stream] = {}
+        """Streams of which something waits for a window."""
+        self._held_back = 0
+        """Bytes that wait for one."""
         self.streams: dict[int, Stream] = {}
         self.failed = ""
         """Why the connection ended."""
@@ -58,6 +66,7 @@ class Sender:
         """The newest stream of the peer."""
         self._refuse_above = LAST_STREAM
         self._resets = 0
+        self._control = 0
 
     def take(self) -> bytes:
         """What is to be written now."""
@@ -66,7 +75,13 @@ class Sender:
             return b""
         data = out[0] if len(out) == 1 else b"".join(out)
         out.clear()
+        self._said = 0
         return data
+
+    @property
+    def owed(self) -> int:
+        """Bytes of answers that the peer has not read."""
+        return self._said + self.buffered + self._held_back
 
     def _greet(self) -> None:
         settings = (
@@ -83,17 +98,25 @@ class Sender:
     def send(self, stream: Stream, headers: bytes, message: bytes) -> bool:
         """A gRPC message, behind headers (encoded; empty: they were sent). False when some of it has to wait."""
         out = self._out
+        size = len(message) + 5
+        if self.owed > self._limits.owed:
+            self.fail(ENHANCE_YOUR_CALM, f"more than {self._limits.owed} bytes of answers that are not read")
+            return False
         if headers:
             out.append(pack_head(0, len(headers), HEADERS, END_HEADERS, stream.id))
             out.append(headers)
-        size = len(message) + 5
+            self._said += len(headers) + 9
         if not stream.pending and size <= stream.window and size <= self._window and size <= self._max_frame:
             stream.window -= size
             self._window -= size
             out.append(pack_message(size >> 8, size & 0xFF, DATA, 0, stream.id, 0, size - 5))
             out.append(message)
+            self._said += size + 9
             return True
-        stream.pending += pack_prefix(0, size - 5) + message
+        stream.pending = stream.pending[stream.sent :] + pack_prefix(0, size - 5) + message
+        stream.sent = 0
+        self._held_back += size
+        self._waiting[stream.id] = stream
         self._flush(stream)
         return not stream.pending
 
@@ -110,9 +133,11 @@ class Sender:
         self._write(HEADERS, END_HEADERS | END_STREAM, stream.id, trailers)
         if not stream.remote_ended:  # nothing of the rest of the request is wanted (RFC 9113, section 8.1)
             self._write(RST_STREAM, 0, stream.id, NO_ERROR.to_bytes(4, "big"))
-        if self._resets:
-            self._resets -= 1
         self._drop(stream)
+        if stream.refused:
+            self._count_refusal()
+        elif self._resets:
+            self._resets -= 1
 
     def reset(self, stream: Stream, code: int) -> None:
         """Breaks the answer off."""
@@ -129,8 +154,9 @@ class Sender:
         stream.held = 0
 
     def relax(self) -> None:
-        """A second has passed: some more resets are not the mark of an attack."""
+        """A second has passed: some more resets are not the mark of an attack, nor are some more PINGs."""
         self._resets = max(0, self._resets - self._limits.resets // 10)
+        self._control = 0
 
     def ping(self) -> None:
         """Asks whether the peer is still there; `pinged` until it answers."""
@@ -149,11 +175,15 @@ class Sender:
             self._refuse_above = self._last
             self._write(GOAWAY, 0, 0, self._last.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big"))
 
-    def _fail(self, error: ProtocolError) -> None:
-        self.failed = str(error)
+    def fail(self, code: int, reason: str) -> None:
+        """Ends the connection, and tells the peer why."""
+        if self.failed:
+            return
+        self.failed = reason
         if self.spoke:
-            text = self.failed.encode()
-            self._write(GOAWAY, 0, 0, self._last.to_bytes(4, "big") + error.code.to_bytes(4, "big") + text)
+            self._write(
+                GOAWAY, 0, 0, self._last.to_bytes(4, "big") + code.to_bytes(4, "big") + reason.encode()
+            )
         else:
             self._out[:] = [
                 b"HTTP/1.1 505 HTTP Version Not Supported\r\nconnection: close\r\n\r\nThis port speaks gRPC.\n"
@@ -182,14 +212,24 @@ class Sender:
         if self._resets > self._limits.resets:
             raise ProtocolError(ENHANCE_YOUR_CALM, "too many resets")
 
+    def _count_refusal(self) -> None:
+        """A request that is refused at once costs the peer a few bytes and us an answer: it is as good as reset."""
+        try:
+            self._count_reset()
+        except ProtocolError as error:
+            self.fail(error.code, "too many refused requests")
+
     def _drop(self, stream: Stream) -> None:
         self.streams.pop(stream.id, None)
+        self._waiting.pop(stream.id, None)
+        self._held_back -= len(stream.pending) - stream.sent
         stream.closed = True
         stream.pending = b""
+        stream.sent = 0
 
     def _flush(self, stream: Stream) -> None:
         """Sends what waits, as far as the windows allow."""
-        data, at = stream.pending, 0
+        data, at = stream.pending, stream.sent
         while at < len(data):
             size = min(len(data) - at, stream.window, self._window, self._max_frame)
             if size <= 0:
@@ -198,9 +238,12 @@ class Sender:
             self._window -= size
             self._write(DATA, 0, stream.id, data[at : at + size])
             at += size
-        stream.pending = data[at:]
-        if stream.pending:
+        self._held_back -= at - stream.sent
+        stream.sent = at
+        if at < len(data):
             return
+        stream.pending, stream.sent = b"", 0
+        self._waiting.pop(stream.id, None)
         if stream.trailers is not None:
             self._end(stream, stream.trailers)
         self._events.on_writable(stream)
@@ -208,6 +251,7 @@ class Sender:
     def _write(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         size = len(payload)
         self._out.append(pack_head(size >> 8, size & 0xFF, kind, flags, number) + payload)
+        self._said += size + 9
 
     def _widen(self, stream: Stream, more: int) -> None:
         stream.window += more

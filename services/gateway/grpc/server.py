@@ -12,7 +12,7 @@ import structlog
 
 from services.gateway.errors import InvalidParameter, RequestTimeout, RouteError
 from services.gateway.grpc.call import Call
-from services.gateway.grpc.frames import Limits, Stream
+from services.gateway.grpc.frames import ENHANCE_YOUR_CALM, Limits, Stream
 from services.gateway.grpc.headers import Headers, refusal
 from services.gateway.grpc.http2 import Connection
 from services.gateway.readers.mailbox import ClientGone
@@ -26,6 +26,8 @@ log = structlog.get_logger(__name__)
 
 SWEEP = 1.0
 """Seconds between two looks at all connections."""
+LINGER = 2.0
+"""Seconds that a client which has broken the protocol gets to read why its connection ends."""
 
 
 class Method(NamedTuple):
@@ -106,6 +108,8 @@ class GrpcServer:
             await asyncio.wait(set(self.tasks), timeout=grace)
         for task in list(self.tasks):
             task.cancel()
+        for peer in list(self.peers):
+            peer.abort()
         if self._server is None:
             self._sock.close()
 
@@ -127,13 +131,17 @@ class Peer(asyncio.Protocol):
         self.paused = False
         self._transport: asyncio.Transport | None = None
         self._flushing = False
-        self._heard = self._opened = time.perf_counter()
-        self._asked = 0.0
+        self._reading = True
+        self._written = self._delivered = 0
+        """Bytes that the transport was given, and that it has given to the network."""
+        self._heard = self._opened = self._moved = time.perf_counter()
+        self._asked = self._failed = 0.0
 
     # --- the transport's -------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport.set_write_buffer_limits(high=self._server.options.limits.unread)
         self._server.peers.add(self)
         self._flush()
 
@@ -153,6 +161,8 @@ class Peer(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.paused = False
+        self.connection.buffered = 0
+        self._flush()
         for stream in list(self.connection.streams.values()):
             self.on_writable(stream)
 
@@ -161,6 +171,7 @@ class Peer(asyncio.Protocol):
     def on_headers(self, stream: Stream, headers: Headers, ended: bool) -> None:
         refused = _not_grpc(headers)
         if refused:
+            stream.refused = True
             self.connection.end(stream, refused)
             return
         call = Call(self, stream, headers, "", self._server.options.message_limit)
@@ -250,7 +261,7 @@ class Peer(asyncio.Protocol):
 
     def _refuse(self, call: Call, error: Exception) -> None:
         """Ends a call that has not begun, or whose request breaks off; in the latter case its method hears of it."""
-        call.finish(error)
+        call.refuse(error)
         call.end(error)
         self._server.on_done(call)
 
@@ -274,9 +285,28 @@ class Peer(asyncio.Protocol):
         if transport is None:
             return
         if data:
+            self._written += len(data)
             transport.write(data)
+        if self.paused:
+            self.connection.buffered = transport.get_write_buffer_size()
         if self.connection.failed or (self.connection.leaving and not self.connection.streams):
             transport.close()
+        else:
+            self._regulate(transport)
+
+    def _regulate(self, transport: asyncio.Transport) -> None:
+        """Reads nothing more from who does not read the answers to what it has sent."""
+        reads = not self.paused and not self.connection.unread
+        if reads != self._reading and not transport.is_closing():
+            self._reading = reads
+            (transport.resume_reading if reads else transport.pause_reading)()
+        if self.connection.unread and not self.paused:
+            self._loop.call_soon(self._go_on)  # others take their turns meanwhile
+
+    def _go_on(self) -> None:
+        if self.connection.unread and not self.paused:
+            self.connection.receive()
+            self._flush()
 
     def announce_end(self) -> None:
         """Tells the client to open no new streams here."""
@@ -295,11 +325,19 @@ class Peer(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self) -> None:
+        """Waits no longer for the client to read."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def sweep(self, now: float) -> None:
         """Ends what waits for too long, and asks who is silent whether it is there."""
         options, connection = self._server.options, self.connection
         connection.relax()
         if self._transport is None:
+            return
+        if self._is_stuck(self._transport, now):
+            self._transport.abort()
             return
         if not connection.spoke and now - self._opened > options.message_timeout:
             self._transport.abort()
@@ -312,6 +350,20 @@ class Peer(asyncio.Protocol):
             self._asked = now
             connection.ping()
         self._flush()
+
+    def _is_stuck(self, transport: asyncio.Transport, now: float) -> bool:
+        """Whether the client takes nothing of what it is owed, or was told goodbye and does not go."""
+        connection, waiting = self.connection, transport.get_write_buffer_size()
+        if not waiting or self._written - waiting > self._delivered:
+            self._moved = now
+        self._delivered = self._written - waiting
+        if not connection.failed and now - self._moved > self._server.options.keepalive:
+            connection.fail(ENHANCE_YOUR_CALM, "answers that are not read")
+            return True
+        if not connection.failed:
+            return False
+        self._failed = self._failed or now
+        return now - self._failed > LINGER
 
     def _end_incomplete(self, now: float) -> None:
         limit = self._server.options.message_timeout
