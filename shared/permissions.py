@@ -86,6 +86,12 @@ def _read(stream: str) -> Iterator[str]:
     yield f"$JS.FC.{stream}.>"
 
 
+def _read_through(stream: str) -> Iterator[str]:
+    """Reads it with consumers that are removed behind each reading: nobody has a lasting one there."""
+    yield from _read(stream)
+    yield f"{_API}.CONSUMER.DELETE.{stream}.*"
+
+
 def _work_off(stream: str) -> Iterator[str]:
     """Takes messages of a work queue, and says what became of them."""
     yield from _read(stream)
@@ -173,7 +179,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             f"{_API}.STREAM.MSG.GET.{subjects.INTAKE_STREAM}",
             f"{_API}.STREAM.MSG.DELETE.{subjects.INTAKE_STREAM}",
             *map(_change, _STREAMS),
-            *_read(subjects.JOURNAL_STREAM),
+            *_read_through(subjects.JOURNAL_STREAM),
             *_bucket(subjects.GROUPS_BUCKET),
             *_bucket(subjects.SERVICES_BUCKET),
             *_bucket(subjects.MODELS_BUCKET),
@@ -257,7 +263,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *map(_create, _STREAMS),
             *map(_change, _STREAMS),
             *(f"{_API}.STREAM.INFO.{stream}" for stream in _STREAMS),
-            *_read(subjects.JOURNAL_STREAM),  # what the report of service levels is made from
+            *_read_through(subjects.JOURNAL_STREAM),  # what the report of service levels is made from
             *map(_change, _stores()),
             *_bucket(subjects.GROUPS_BUCKET),
             *_bucket(subjects.SERVICES_BUCKET),

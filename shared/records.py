@@ -106,6 +106,8 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int = -1
     """Log probabilities of the prompts that are shown in a list of their own: -1: none; 0: of their tokens; k: also of
     the k most likely ones."""
+    log_behind: int = -1
+    """Number in the journal behind which all of its log stands; -1: not told."""
 
     @property
     def outlives(self) -> bool:

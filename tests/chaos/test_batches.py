@@ -13,7 +13,7 @@ import pytest
 from shared import subjects
 from shared.batches import BatchJob
 from shared.bus import Bus
-from shared.journal import SubjectReader
+from shared.journal import Begin, SubjectReader
 from shared.messages import TokenFrame
 from shared.records import GenerationRecords
 from shared.stores import Bucket
@@ -59,7 +59,7 @@ async def until_done(house: House, batch: str, lines: int) -> dict[str, Any]:
 async def identities(bus: Bus) -> dict[str, set[str]]:
     """The generations of each line, by request id, as the journal has them."""
     found: dict[str, set[str]] = defaultdict(set)
-    async for message in SubjectReader(bus, subjects.ALL_RECORDS, GenerationRecords).read(0.0):
+    async for message in SubjectReader(bus, subjects.ALL_RECORDS, GenerationRecords).read(Begin()):
         for record in message.records:
             found[record.requests[0].request_id].add(record.identity)
     return found
@@ -68,7 +68,7 @@ async def identities(bus: Bus) -> dict[str, set[str]]:
 async def ends(bus: Bus) -> dict[str, int]:
     """How often each generation was brought to its end by a ring."""
     seen: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
-    async for frame in SubjectReader(bus, subjects.ALL_TOKENS, TokenFrame).read(0.0):
+    async for frame in SubjectReader(bus, subjects.ALL_TOKENS, TokenFrame).read(Begin()):
         for entry in frame.entries:
             if entry.finish in ("stop", "length"):
                 seen[entry.generation_id].add((frame.group, frame.epoch, entry.attempt))

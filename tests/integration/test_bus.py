@@ -17,7 +17,7 @@ from shared import subjects
 from shared.bus import Bus, encode
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, LinkLost, NobodyThere, PayloadTooLarge
-from shared.journal import replay
+from shared.journal import Begin, replay
 from shared.messages import Cancel, ControlCommand, ControlReply, Drain, SessionPin, TokenEntry, TokenFrame
 from shared.stores import Bucket, ObjectStore
 from tests.chaos.links import Forwarder
@@ -49,8 +49,8 @@ async def test_frames_are_recorded_as_they_are_published(bus: Bus) -> None:
         await bus.publish(subjects.tokens("gateway-1"), frame)
     await bus.publish(subjects.tokens("gateway-2"), frames[0])
     await bus.flush()
-    assert [frame async for frame in replay(bus, "gateway-1", since)] == frames
-    assert [frame async for frame in replay(bus, "gateway-3", since)] == []
+    assert [frame async for frame in replay(bus, "gateway-1", Begin(since=since))] == frames
+    assert [frame async for frame in replay(bus, "gateway-3", Begin(since=since))] == []
 
 
 async def test_a_slow_consumer_is_told_of_the_gap(bus: Bus) -> None:
@@ -65,7 +65,9 @@ async def test_a_slow_consumer_is_told_of_the_gap(bus: Bus) -> None:
         await bus.publish(subjects.tokens("slow"), TokenFrame("g", 1, step, []))
     await asyncio.wait_for(gap.wait(), 5)
     release.set()
-    assert [frame.step async for frame in replay(bus, "slow", time.time() - 10)] == list(range(50))
+    assert [frame.step async for frame in replay(bus, "slow", Begin(since=time.time() - 10))] == list(
+        range(50)
+    )
 
 
 async def test_compare_and_set_has_one_winner(bus: Bus) -> None:

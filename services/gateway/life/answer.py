@@ -16,6 +16,7 @@ from services.gateway.life.decisions import Limits
 from services.gateway.life.generation import Generation
 from services.gateway.life.identity import PREFIXES
 from services.gateway.requests.sampling import seed_of_choice
+from shared.journal import log_begin
 from shared.messages import GenerationRequest
 from shared.records import GenerationRecord
 
@@ -186,6 +187,7 @@ def followed_answer(
         age = max(0.0, now_unix - record.created)
         generation.attempt_at = now - age
         generation.ends_at -= age
+        generation.begin = log_begin(record)
         generations.append(generation)
     return Answer(record, generations, owner=owner, owned=False, now=now)
 

@@ -6,12 +6,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
 import structlog
 
 from services.gateway.errors import RouteError
 from services.gateway.life.answer import Answer, followed_answer
 from services.gateway.life.generation import Deliver
-from services.gateway.life.generations import CLOCK_MARGIN, SWEEP_INTERVAL, Generations
+from services.gateway.life.generations import SWEEP_INTERVAL, Generations
 from services.gateway.life.identity import writer_of
 from services.gateway.life.ownership import Owners
 from services.gateway.life.records import RecordReader, RecordWriter
@@ -58,7 +59,7 @@ class Answers:
         self._generations = generations
         self._by_identity: dict[str, Answer] = {}
         self._finding: dict[str, asyncio.Task[Answer]] = {}
-        self._writer = RecordWriter(bus, self.writer)
+        self._writer = RecordWriter(bus, self.writer, generations.journal)
         metrics.journal_lag.set_function(lambda: self._writer.lag.seconds(time.monotonic()))
         self.records = RecordReader(bus)
         self.owners = Owners(bus, consumer, generations.claims, metrics, self)
@@ -130,6 +131,8 @@ class Answers:
             if answer.admission is not None:
                 await answer.admission.begin(answer.may_cost)
             self._by_identity[answer.identity] = answer
+            behind = self._generations.journal.number
+            answer.record = msgspec.structs.replace(answer.record, log_behind=behind)
             if record_first:
                 stored = await self._recorded(answer.record)
                 if answer.ended:
@@ -294,7 +297,7 @@ class Answers:
             for generation in answer.generations:
                 generation.sources = (*known, name)
         for source in logs:
-            await source.catch_up(answer.record.created - CLOCK_MARGIN, lambda: answer.ended)
+            await source.catch_up(answer.generations[0].begin, lambda: answer.ended)
 
     # --- inside ----------------------------------------------------------------------------------
 

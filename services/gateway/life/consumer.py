@@ -9,7 +9,7 @@ import structlog
 from shared import subjects
 from shared.broker_errors import BROKER_ERRORS, reason_of
 from shared.bus import Bus, Subscribed
-from shared.journal import JournalReader
+from shared.journal import Begin, JournalReader, earliest
 from shared.messages import TokenFrame
 
 log = structlog.get_logger(__name__)
@@ -21,9 +21,9 @@ REPLAY_INTERVAL = 0.1
 class _Late:
     """Who has come later than the frames they need."""
 
-    def __init__(self, since: float, has_all: Callable[[], bool]) -> None:
-        self.since = since
-        """Unix time of the first of them."""
+    def __init__(self, begin: Begin, has_all: Callable[[], bool]) -> None:
+        self.begin = begin
+        """Where the first of them stands."""
         self.has_all = has_all
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -42,16 +42,16 @@ class TokenConsumer:
         *,
         on_frame: Callable[[TokenFrame], object],
         on_recorded: Callable[[TokenFrame], object],
-        replay_since: Callable[[], float | None],
+        replay_from: Callable[[], Begin | None],
         on_replayed: Callable[[], None],
         pending_frames: int,
     ) -> None:
-        """`replay_since` gives the unix time from which something may be missing, None when nothing is."""
+        """`replay_from` gives where something may begin that is missing, None when nothing is."""
         self._bus = bus
         self._name = name
         self._on_frame = on_frame
         self._on_recorded = on_recorded
-        self._replay_since = replay_since
+        self._replay_from = replay_from
         self._on_replayed = on_replayed
         self._pending_frames = pending_frames
         self._journal = JournalReader(bus, name)
@@ -91,13 +91,13 @@ class TokenConsumer:
         self._wanted.set()
         await done
 
-    async def catch_up(self, since: float, has_all: Callable[[], bool]) -> None:
-        """Returns when everything recorded from `since` (unix seconds) on has been given to `on_recorded`, or so
-        much of it that `has_all` says so: what ended long ago is not read up to now.
+    async def catch_up(self, begin: Begin, has_all: Callable[[], bool]) -> None:
+        """Returns when everything recorded from `begin` on has been given to `on_recorded`, or so much of it that
+        `has_all` says so: what ended long ago is not read up to now.
 
         Those who ask at the same time share one reading.
         """
-        late = _Late(since, has_all)
+        late = _Late(begin, has_all)
         self._late.append(late)
         self._wanted.set()
         await late.done
@@ -111,8 +111,8 @@ class TokenConsumer:
             late, self._late = self._late, []
             try:
                 whole = bool(late) and await self._catch_up(late)
-                if not whole and (since := self._replay_since()) is not None:
-                    await self._replay(self._journal, since, late=())
+                if not whole and (begin := self._replay_from()) is not None:
+                    await self._replay(self._journal, begin, late=())
             except BROKER_ERRORS as error:
                 log.warning("replay_failed", consumer=self._name, error=reason_of(error))
                 self._waiting += waiting
@@ -127,16 +127,18 @@ class TokenConsumer:
     async def _catch_up(self, late: Sequence[_Late]) -> bool:
         """For those who are late, from their beginning. Whether it was read to its newest frame."""
         journal = JournalReader(self._bus, self._name)
-        whole = await self._replay(journal, min(one.since for one in late), late)
+        begin = earliest(one.begin for one in late)
+        assert begin is not None, "somebody is late"
+        whole = await self._replay(journal, begin, late)
         for one in late:
             one.settle()
         return whole
 
-    async def _replay(self, journal: JournalReader, since: float, late: Sequence[_Late]) -> bool:
+    async def _replay(self, journal: JournalReader, begin: Begin, late: Sequence[_Late]) -> bool:
         """False when all who were `late` had what they need before its end."""
         self.replays += 1
         frames = 0
-        async with contextlib.aclosing(journal.read(since)) as reading:
+        async with contextlib.aclosing(journal.read(begin)) as reading:
             async for frame in reading:
                 frames += 1
                 self._on_recorded(frame)

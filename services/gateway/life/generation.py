@@ -16,6 +16,7 @@ import msgspec
 from services.gateway.life.decisions import Decision, Limits
 from services.gateway.life.token_stream import TokenStream
 from shared.errors import RingLost, RyzansteinError, Unavailable, error_from_code
+from shared.journal import CLOCK_MARGIN, Begin
 from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Generation:
         "_stall",
         "_told",
         "attempt_at",
+        "begin",
         "cached_tokens",
         "claim",
         "ends_at",
@@ -57,7 +59,7 @@ class Generation:
         "index",
         "intake_sequence",
         "last_progress",
-        "own_since",
+        "own_begin",
         "prompt_scores",
         "request",
         "scores",
@@ -104,8 +106,10 @@ class Generation:
         self.error: RyzansteinError | None = None
         self.sources: tuple[str, ...] = ()
         """Other gateways whose token subjects have a part of the log."""
-        self.own_since = float("inf") if followed else started_at
-        """Unix seconds since when the log may be on this gateway's token subject."""
+        self.begin = Begin(since=started_at - CLOCK_MARGIN)
+        """Where its log begins in the journal."""
+        self.own_begin = None if followed else self.begin
+        """Where the log begins on this gateway's token subject; None: none of it is there."""
         self.cached_tokens = 0
         self.group = ""
         """The ring whose entry of the current attempt came first; empty while none has come."""
@@ -187,6 +191,14 @@ class Generation:
             deliver(self.index, news)
 
     # --- what happens to it ----------------------------------------------------------------------
+
+    def begins_behind(self, number: int) -> None:
+        """Its log stands behind `number` of the journal: it is about to be handed in, or the journal's last messages
+        are lost and others take their numbers."""
+        if self.begin.behind < 0 or number < self.begin.behind:
+            self.begin = self.begin._replace(behind=number)
+        if self.own_begin is not None and (self.own_begin.behind < 0 or number < self.own_begin.behind):
+            self.own_begin = self.own_begin._replace(behind=number)
 
     def queued(self, sequence: int) -> None:
         """The intake stream has stored the current attempt's request as number `sequence`."""
@@ -321,16 +333,17 @@ class Generation:
         self._told = ring
         return True
 
-    def take_over(self, consumer: str, claim: int, now: float, now_unix: float) -> Decision:
+    def take_over(self, consumer: str, claim: int, now: float, begin: Begin) -> Decision:
         """From now on this gateway, which reads as `consumer`, looks after it under `claim`: what was left undone
-        is decided.
+        is decided. Whatever comes to its own subject stands in the journal from `begin` on.
 
         A request of which no ring has spoken may never have reached the queue; handed in once more it is
         another attempt, and the older one is rejected where it does appear.
         """
         if not self.followed:
             return Decision.NOTHING
-        self.followed, self.own_since, self.claim = False, now_unix, claim
+        self.followed, self.claim = False, claim
+        self.own_begin = self.own_begin or begin
         self.request = msgspec.structs.replace(self.request, consumer=consumer)
         self.last_progress = self.heard_at = now
         if self.ended:

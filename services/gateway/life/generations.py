@@ -24,6 +24,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
 from services.gateway.traces.answers import taken_over
 from shared import subjects
+from shared.broker_errors import BROKER_ERRORS, reason_of, translated
 from shared.bus import Bus
 from shared.errors import (
     BrokerUnavailable,
@@ -34,14 +35,13 @@ from shared.errors import (
     QueueFull,
     RyzansteinError,
 )
+from shared.journal import CLOCK_MARGIN, Begin, JournalEnd, earliest
 from shared.messages import FinishReason, GenerationRequest, GroupEvent, TokenEntry, TokenFrame
 from shared.tracing import NONE
 
 log = structlog.get_logger(__name__)
 
 SWEEP_INTERVAL = 0.25
-CLOCK_MARGIN = 5.0
-"""Seconds that two machines' clocks may differ by."""
 
 _intake = functools.lru_cache(maxsize=1024)(subjects.intake)
 
@@ -60,6 +60,7 @@ class Generations:
         self._rings: Rings | None = None
         self._stall_replay_at = float("-inf")
         self._stopping = False
+        self.journal = JournalEnd(bus)
         self.claims = Claims(bus, consumer, settings.journal_max_age)
         self.cancellations = Cancellations(bus, self.claims)
         self.tokens = TokenConsumer(
@@ -67,7 +68,7 @@ class Generations:
             consumer,
             on_frame=self.on_frame,
             on_recorded=self._take,
-            replay_since=self._oldest,
+            replay_from=self._oldest,
             on_replayed=lambda: self._on_replayed(""),
             pending_frames=settings.pending_frames,
         )
@@ -82,6 +83,9 @@ class Generations:
     async def start(self, rings: Rings) -> None:
         """Subscribes."""
         self._rings = rings
+        with translated("look at the journal"):
+            await self.journal.look()
+        self._bus.on_reconnect(lambda: self._spawn(self._look_at_journal()))
         await self.tokens.start()
         await self._bus.subscribe(subjects.HEALTH_EVENTS, GroupEvent, self._on_group_event)
 
@@ -111,6 +115,8 @@ class Generations:
         Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
         """
         self.add(generations)
+        for generation in generations:
+            generation.begins_behind(self.journal.number)
         try:
             if len(generations) == 1:
                 await self._submit(generations[0])
@@ -162,11 +168,11 @@ class Generations:
 
     def take_over(self, generations: Sequence[Generation], claim: int) -> None:
         """They have been followed so far; from now on they are looked after here, under `claim`."""
-        now, now_unix = time.monotonic(), time.time()
+        now, begin = time.monotonic(), Begin(self.journal.number, time.time() - CLOCK_MARGIN)
         for generation in generations:
             if generation.trace is None and generation.request.traceparent and not generation.ended:
                 generation.trace = taken_over(generation.request)
-            decision = generation.take_over(self._consumer, claim, now, now_unix)
+            decision = generation.take_over(self._consumer, claim, now, begin)
             if decision is Decision.RECOVER and generation.may_be_queued:
                 self._look_for(generation)
             else:
@@ -296,23 +302,32 @@ class Generations:
             name,
             on_frame=self.on_frame,
             on_recorded=self._take,
-            replay_since=lambda: self._oldest_of(name),
+            replay_from=lambda: self._oldest_of(name),
             on_replayed=lambda: self._on_replayed(name),
             pending_frames=self._settings.pending_frames,
         )
 
-    def _oldest(self) -> float | None:
-        return self._counted(generation.own_since for generation in self._by_id.values())
+    async def _look_at_journal(self) -> None:
+        """A broker that is back may have lost the journal's last messages: their numbers are given again."""
+        try:
+            number = await self.journal.look()
+        except BROKER_ERRORS as error:
+            log.info("journal_not_looked_at", error=reason_of(error))
+            return
+        for generation in self._by_id.values():
+            generation.begins_behind(number)
 
-    def _oldest_of(self, source: str) -> float | None:
-        return self._counted(item.started_at for item in self._by_id.values() if source in item.sources)
+    def _oldest(self) -> Begin | None:
+        return self._counted(item.own_begin for item in self._by_id.values())
 
-    def _counted(self, since: Iterable[float]) -> float | None:
-        oldest = min(since, default=float("inf"))
-        if oldest == float("inf"):
-            return None
-        self._metrics.replays.inc()
-        return oldest - CLOCK_MARGIN
+    def _oldest_of(self, source: str) -> Begin | None:
+        return self._counted(item.begin for item in self._by_id.values() if source in item.sources)
+
+    def _counted(self, begins: Iterable[Begin | None]) -> Begin | None:
+        oldest = earliest(begin for begin in begins if begin is not None)
+        if oldest is not None:
+            self._metrics.replays.inc()
+        return oldest
 
     def _on_replayed(self, source: str) -> None:
         """The journal of that other gateway, or of this one (empty), has been read to its newest frame."""

@@ -21,14 +21,13 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from services.gateway.life.answers import Answers
-from services.gateway.life.generations import CLOCK_MARGIN
 from services.gateway.life.identity import place, writer_of
 from services.gateway.life.ownership import Owners
 from shared import subjects
 from shared.broker_errors import BROKER_ERRORS, reason_of
 from shared.bus import Bus
 from shared.errors import RyzansteinError
-from shared.journal import replay
+from shared.journal import CLOCK_MARGIN, earliest, log_begin, replay
 from shared.messages import ServiceRecord
 from shared.records import GenerationRecord, Inheritance, Unfinished
 from shared.stores import Bucket
@@ -196,24 +195,25 @@ class Heirs:
         assert self._unfinished is not None, "not started"
         entry = await self._unfinished.get(lost)
         listed = entry.value if entry is not None else Unfinished(lost_at, [])
-        newest = await self._answers.records.collect(
-            writer_of(lost),
-            "*",
-            min(listed.at, lost_at) - LOOK_BACK,
-            lambda identity: True,
-        )
-        margin = 0.0 if lost == self._consumer else CLOCK_MARGIN
+        begin = min(listed.at, lost_at) - LOOK_BACK
+        newest, stored_at = await self._answers.records.collect_since(writer_of(lost), begin)
         found = {
             identity: record
             for identity, record in newest.items()
-            if record.requests[0].consumer == lost and record.created < lost_at + margin
+            if record.requests[0].consumer == lost and self._is_older(record, stored_at[identity], lost_at)
         }
         missing = [identity for identity in listed.identities if identity not in found]
         slots = sorted({place(identity) for identity in missing})
         for spot in slots:
             wanted = {identity for identity in missing if place(identity) == spot}
-            found |= await self._answers.records.collect(spot.writer, spot.slot, 0.0, wanted.__contains__)
+            found |= await self._answers.records.collect(spot, wanted)
         return found
+
+    def _is_older(self, record: GenerationRecord, stored_at: float, lost_at: float) -> bool:
+        """Whether it is of the life that was lost at `lost_at`, and not of the next one under the same name: by this
+        gateway's own clock for its own name, else by the monitor's and the broker's, which may differ."""
+        own = record.requests[0].consumer == self._consumer
+        return record.created < lost_at if own else stored_at < lost_at + CLOCK_MARGIN
 
     async def _going(self, lost: str, records: list[GenerationRecord]) -> list[GenerationRecord]:
         """Those that have not ended by the log on the token subject of `lost`, and are not at hand."""
@@ -221,7 +221,9 @@ class Heirs:
         if not records:
             return []
         ended: set[str] = set()
-        async for frame in replay(self._bus, lost, min(item.created for item in records) - CLOCK_MARGIN):
+        begin = earliest(map(log_begin, records))
+        assert begin is not None, "there are records"
+        async for frame in replay(self._bus, lost, begin):
             for entry in frame.entries:
                 if entry.finish and not (entry.finish == "error" and entry.retryable):
                     ended.add(entry.generation_id)

@@ -9,8 +9,9 @@ costs. Nobody waits for it but the first byte of the answer, which has a ring to
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import msgspec
 import structlog
@@ -22,7 +23,7 @@ from shared import subjects
 from shared.broker_errors import BROKER_ERRORS, broker_error
 from shared.bus import Bus, encode
 from shared.errors import LinkLost, PayloadTooLarge, RyzansteinError
-from shared.journal import recorded
+from shared.journal import JournalEnd, recorded_in, recorded_since
 from shared.records import GenerationRecord
 
 log = structlog.get_logger(__name__)
@@ -48,9 +49,11 @@ class _Batch:
 class RecordWriter:
     """Writes the records of one gateway."""
 
-    def __init__(self, bus: Bus, writer: str) -> None:
+    def __init__(self, bus: Bus, writer: str, journal: JournalEnd) -> None:
+        """`journal` is told what it has come to."""
         self._bus = bus
         self._writer = writer
+        self._journal = journal
         self.lag = JournalLag()
         self._batches: list[_Batch] = []
         self._task: asyncio.Task[None] | None = None
@@ -99,9 +102,10 @@ class RecordWriter:
     async def _store(self, batch: _Batch) -> None:
         subject, message = subjects.records(self._writer, batch.slot), {"records": batch.payloads}
         try:
-            await self._bus.publish_durable(subject, message)
+            number = await self._bus.publish_durable(subject, message)
         except LinkLost:  # it may be there: read twice it is one record
-            await self._bus.publish_durable(subject, message)
+            number = await self._bus.publish_durable(subject, message)
+        self._journal.stored(number)
 
 
 def _parts(record: GenerationRecord, limit: int) -> list[bytes]:
@@ -152,7 +156,7 @@ class RecordReader:
             waiting = self._waiting.pop(spot)
             wanted = {identity for identity, _ in waiting}
             try:
-                records = await self.collect(spot.writer, spot.slot, 0.0, wanted.__contains__)
+                records = await self.collect(spot, wanted)
             except BROKER_ERRORS as error:
                 for _, found in waiting:
                     if not found.done():
@@ -162,14 +166,38 @@ class RecordReader:
             if not found.done():
                 found.set_result(records.get(identity))
 
-    async def collect(
-        self, writer: str, slot: str, since: float, wanted: Callable[[str], bool]
-    ) -> dict[str, GenerationRecord]:
-        """Whole records by identity. Raises `BROKER_ERRORS`."""
-        parts: dict[str, list[GenerationRecord]] = {}
-        async for message in recorded(self._bus, writer, slot, since):
-            for record in message.records:
-                if wanted(record.identity):
-                    parts.setdefault(record.identity, []).append(record)
-        whole = ((identity, merged(some)) for identity, some in parts.items())
-        return {identity: record for identity, record in whole if record is not None}
+    async def collect(self, spot: Place, wanted: set[str]) -> dict[str, GenerationRecord]:
+        """Those of `wanted` that are there, whole. Raises `BROKER_ERRORS`."""
+        parts = _Parts()
+        async with contextlib.aclosing(recorded_in(self._bus, spot.writer, spot.slot)) as messages:
+            async for message in messages:
+                parts.add(record for record in message.records if record.identity in wanted)
+                if len(parts.whole) == len(wanted):
+                    break
+        return parts.whole
+
+    async def collect_since(
+        self, writer: str, since: float
+    ) -> tuple[dict[str, GenerationRecord], dict[str, float]]:
+        """Whole records of a gateway that were stored from `since` on, and when each was (unix seconds, the broker's
+        clock). Raises `BROKER_ERRORS`."""
+        parts, times = _Parts(), dict[str, float]()
+        async for stored_at, message in recorded_since(self._bus, writer, since):
+            parts.add(message.records)
+            times.update((record.identity, stored_at) for record in message.records)
+        return parts.whole, times
+
+
+class _Parts:
+    """Records, put together from their parts."""
+
+    def __init__(self) -> None:
+        self.whole: dict[str, GenerationRecord] = {}
+        self._parts: dict[str, list[GenerationRecord]] = {}
+
+    def add(self, records: Iterable[GenerationRecord]) -> None:
+        for record in records:
+            known = self._parts.setdefault(record.identity, [])
+            known.append(record)
+            if (whole := merged(known)) is not None:
+                self.whole[record.identity] = whole

@@ -19,7 +19,7 @@ from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable
-from shared.journal import replay
+from shared.journal import Begin, replay
 from shared.messages import (
     Cancel,
     ControlCommand,
@@ -381,7 +381,7 @@ async def test_no_token_is_lost_when_the_broker_is_killed(tmp_path: Path) -> Non
             while not (reader.entries and reader.entries[-1].finish):
                 await reader.more()
         tokens: dict[int, int] = {}
-        async for frame in replay(bus, "me", began):
+        async for frame in replay(bus, "me", Begin(since=began)):
             for entry in frame.entries:
                 tokens.update(enumerate(entry.tokens, entry.position))
         assert [tokens.get(position) for position in range(1000)] == expected(1, 0, 1000)

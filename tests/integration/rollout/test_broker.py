@@ -12,7 +12,7 @@ import pytest
 from services.cli.nats_server import LocalNats
 from shared import subjects
 from shared.bus import Bus
-from shared.journal import replay
+from shared.journal import Begin, replay
 from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, GroupRecord, SamplingParams
 from shared.stores import Bucket
 from tests.integration.executor.test_executor import expected as stub_tokens
@@ -133,7 +133,7 @@ async def recorded(bus: Bus, since: float) -> dict[int, int]:
     """Tokens by position, as far as the journal can be read now."""
     tokens: dict[int, int] = {}
     try:
-        async for frame in replay(bus, "me", since):
+        async for frame in replay(bus, "me", Begin(since=since)):
             for entry in frame.entries:
                 tokens.update(enumerate(entry.tokens, entry.position))
     except Exception:  # no leader yet
