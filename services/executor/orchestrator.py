@@ -20,10 +20,12 @@ from services.executor.nodes.head import NodesHead
 from services.executor.ring import Ring, RingEnd
 from services.executor.ring_watch import LoadWatch, RingWatch
 from services.executor.settings import ExecutorSettings
-from shared.errors import ConfigurationError, RingLost, error_from_code
+from shared import subjects
+from shared.errors import BrokerUnavailable, ConfigurationError, RingLost, error_from_code
 from shared.lifecycle import Service
 from shared.logs import Change
-from shared.messages import GroupBeat, GroupLoad, GroupWork, ServiceName
+from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupWork, ServiceName
+from shared.stores import Bucket
 from shared.telemetry import Health
 
 log = structlog.get_logger(__name__)
@@ -123,6 +125,7 @@ class ExecutorService(Service):
     async def _supervise(self) -> None:
         """One ring after the other; each is killed to the last process before the next begins."""
         pause = FIRST_PAUSE
+        self._epoch = await self._last_epoch()
         while not self._stopping.is_set():
             if not await self._all_hosts():
                 return
@@ -144,6 +147,17 @@ class ExecutorService(Service):
             pause = FIRST_PAUSE if time.monotonic() - began > STABLE_AFTER else min(pause * 2, LONGEST_PAUSE)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _last_epoch(self) -> int:
+        """Of the group's last ring that anybody knows of, 0 without one. Epochs are milliseconds, so that they grow
+        without a memory; but a group may come back on a host whose clock is behind, and would be taken for old."""
+        try:
+            groups = await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)
+            entry = await groups.get(self.group)
+        except BrokerUnavailable as error:
+            log.warning("last_epoch_unknown", group=self.group, error=str(error))
+            return 0
+        return 0 if entry is None else entry.value.epoch
 
     async def _all_hosts(self) -> bool:
         """Waits for the other hosts of the ring; False when the executor ends meanwhile."""

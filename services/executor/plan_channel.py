@@ -2,20 +2,30 @@
 
 Plain TCP on the ring's own address: an idle rank waits in a read for as long as it takes, and the
 end of the other side is seen at once. Tensors do not pass here; they go through the collectives.
-Plans hold users' tokens, so a rank shows the ring's secret before it is taken for one.
+Plans hold users' tokens, so both ends show that they know the ring's secret before the first one:
+
+    leader                              rank
+      │── nonce ──────────────────────────▶│
+      │◀─ nonce, HMAC(secret, "rank") ─────│
+      │── HMAC(secret, "leader") ─────────▶│
+      │── length, plan, MAC ──────────────▶│   again and again (`proofs.MessageMac`)
 """
 
-import hmac
 import secrets
 import select
 import socket
 import struct
+import time
 
 from services.executor.engine.plan import StepPlan, decode_plan, encode_plan
+from services.executor.proofs import MAC_SIZE, MessageMac, is_proof, proof
 from shared.errors import RingLost
 
 _LENGTH = struct.Struct("<I")
 _GREETING_TIMEOUT = 5.0
+"""Seconds for the greeting. Ranks that come meanwhile wait in the listener's queue."""
+_NONCE = 16
+_PROOF = 32
 
 
 class PlanListener:
@@ -33,90 +43,125 @@ class PlanListener:
     def accept(self, followers: int, timeout: float) -> "PlanSender":
         """Waits until every other rank has come. Raises `RingLost`."""
         self._socket.settimeout(timeout)
-        connections: list[socket.socket] = []
+        channels: list[tuple[socket.socket, MessageMac]] = []
         try:
-            while len(connections) < followers:
+            while len(channels) < followers:
                 connection, _ = self._socket.accept()
-                if self._is_rank(connection):
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    connection.settimeout(None)
-                    connections.append(connection)
-                else:
+                mac = self._greet(connection)
+                if mac is None:
                     connection.close()
+                    continue
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.settimeout(None)
+                channels.append((connection, mac))
         except TimeoutError:
             raise RingLost(
-                f"Only {len(connections)} of {followers} other ranks came to the ring within {timeout:g} s."
+                f"Only {len(channels)} of {followers} other ranks came to the ring within {timeout:g} s."
             ) from None
         finally:
             self._socket.close()
-        return PlanSender(connections)
+        return PlanSender(channels)
 
-    def _is_rank(self, connection: socket.socket) -> bool:
-        connection.settimeout(_GREETING_TIMEOUT)
+    def _greet(self, connection: socket.socket) -> MessageMac | None:
+        """For what it will be told; None: it does not know the secret."""
+        key, mine, by = (
+            self.secret.encode(),
+            secrets.token_bytes(_NONCE),
+            time.monotonic() + _GREETING_TIMEOUT,
+        )
         try:
-            shown = connection.recv(len(self.secret), socket.MSG_WAITALL)
+            connection.sendall(mine)
+            answer = _read(connection, _NONCE + _PROOF, by)
+            if answer is None:
+                return None
+            nonces = mine + bytes(answer[:_NONCE])
+            if not is_proof(answer[_NONCE:], key, "rank", nonces):
+                return None
+            connection.sendall(proof(key, "leader", nonces))
         except OSError:
-            return False
-        return hmac.compare_digest(shown, self.secret.encode())
+            return None
+        return MessageMac(key, "leader", nonces)
 
 
 class PlanSender:
     """The leader's side: sends each plan to every other rank."""
 
-    def __init__(self, connections: list[socket.socket]) -> None:
-        self._connections = connections
+    def __init__(self, channels: list[tuple[socket.socket, MessageMac]]) -> None:
+        self._channels = channels
 
     def send(self, plan: StepPlan) -> None:
         """Raises `RingLost` when a rank is gone."""
-        if not self._connections:
+        if not self._channels:
             return
         payload = encode_plan(plan)
         message = _LENGTH.pack(len(payload)) + payload
         try:
-            for connection in self._connections:
-                connection.sendall(message)
+            for connection, mac in self._channels:
+                connection.sendall(message + mac.next(payload))
         except OSError as error:
             raise RingLost(f"A rank of the ring is gone ({error.strerror}).") from error
 
     def close(self) -> None:
-        for connection in self._connections:
+        for connection, _ in self._channels:
             connection.close()
-        self._connections = []
+        self._channels = []
 
 
 class PlanReceiver:
     """A follower's side."""
 
     def __init__(self, host: str, port: int, secret: str, timeout: float) -> None:
+        """Raises `RingLost` where whoever listens there does not know the secret."""
         self._socket = socket.create_connection((host, port), timeout=timeout)
-        self._socket.sendall(secret.encode())
+        self._mac = self._greet(secret.encode(), time.monotonic() + timeout)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(None)
 
+    def _greet(self, key: bytes, by: float) -> MessageMac:
+        theirs, mine = _read(self._socket, _NONCE, by), secrets.token_bytes(_NONCE)
+        if theirs is not None:
+            nonces = bytes(theirs) + mine
+            self._socket.sendall(mine + proof(key, "rank", nonces))
+            answer = _read(self._socket, _PROOF, by)
+            if answer is not None and is_proof(answer, key, "leader", nonces):
+                return MessageMac(key, "leader", nonces)
+        self._socket.close()
+        raise RingLost("What listens at the leader's address does not know the ring's secret.")
+
     def receive(self) -> StepPlan | None:
-        """The next plan; None when the leader has closed the ring."""
-        header = self._read(_LENGTH.size)
+        """The next plan; None when the leader has closed the ring. Raises `RingLost` for a message that was
+        changed on its way."""
+        header = _read(self._socket, _LENGTH.size)
         if header is None:
             return None
-        payload = self._read(_LENGTH.unpack(header)[0])
-        return None if payload is None else decode_plan(payload)
+        payload = _read(self._socket, _LENGTH.unpack(header)[0])
+        shown = _read(self._socket, MAC_SIZE)
+        if payload is None or shown is None:
+            return None
+        if not self._mac.accepts(shown, payload):
+            raise RingLost("A step plan was changed on its way from the leader.")
+        return decode_plan(payload)
 
     def has_news(self, timeout: float) -> bool:
         """Whether a plan, or the end, comes within `timeout` seconds."""
         return bool(select.select([self._socket], [], [], timeout)[0])
 
-    def _read(self, count: int) -> bytearray | None:
-        buffer = bytearray(count)
-        view = memoryview(buffer)
-        while view:
-            try:
-                received = self._socket.recv_into(view)
-            except OSError:
-                return None
-            if received == 0:
-                return None
-            view = view[received:]
-        return buffer
-
     def close(self) -> None:
         self._socket.close()
+
+
+def _read(connection: socket.socket, count: int, by: float | None = None) -> bytearray | None:
+    """`count` bytes; None where the connection ends before, or where they have not come `by` then."""
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    while view:
+        try:
+            if by is not None:
+                connection.settimeout(max(1e-3, by - time.monotonic()))
+            received = connection.recv_into(view)
+        except OSError:
+            return None
+        if received == 0:
+            return None
+        view = view[received:]
+    return buffer

@@ -8,7 +8,9 @@ torch's process group is not started at all, where they are on one host; on seve
 GPUs use NCCL, and for small sums between those of one host symmetric memory.
 """
 
+import ctypes
 import socket
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 JOIN_TIMEOUT = 120.0
+_SO_ATTACH_FILTER = 26
+_BPF_RETURN = 0x06
 Announce = Callable[[Rendezvous], None]
 
 
@@ -73,6 +77,7 @@ def lead(
 
     # Our own socket, since the store would listen on every address of the host.
     own = socket.create_server((settings.meeting_host, 0))
+    listening = own.dup()
     store = TCPStore(
         settings.meeting_host,
         own.getsockname()[1],
@@ -83,7 +88,22 @@ def lead(
     )
     announce(Rendezvous(*place, store_port=store.port, model_directory=str(directory), backend=backend))
     sender = listener.accept(others, JOIN_TIMEOUT)
-    return sender, _join(settings, spec, backend, store, device)
+    collectives = _join(settings, spec, backend, store, device)
+    if backend == "gloo":  # NCCL may connect to the store anew, for its watchdog
+        refuse_connections(listening)
+    listening.close()
+    return sender, collectives
+
+
+def refuse_connections(listening: socket.socket) -> None:
+    """Whoever comes to that port from now on hears nothing; connections that stand go on.
+
+    The store has no keys and cannot be told to stop listening. A socket filter (Linux, socket(7)) that lets nothing
+    through drops what would open a connection before it is one.
+    """
+    drop_all = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, 0))
+    program = struct.pack("@HP", 1, ctypes.addressof(drop_all))
+    listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def follow(

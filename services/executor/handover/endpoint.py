@@ -1,11 +1,12 @@
 """One rank's side of hand-overs: does what the leader's commands say, beside the steps.
 
 engine thread   obey(command), take(slot)        between two steps
-threads here    one that listens, one that sends; both touch sockets, the rank's report, and of the store only
-                blocks that the leader keeps from being written to
+threads here    one that listens, a few that greet who has come, one that sends; they touch sockets, the rank's
+                report, and of the store only blocks that the leader keeps from being written to
 """
 
 import contextlib
+import functools
 import socket
 import threading
 from collections.abc import Callable
@@ -28,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 ACCEPT_TURN = 0.2
 """Seconds after which a thread that waits for a connection looks whether it should end."""
+MAX_UNPROVEN = 32
+"""Connections at a time that have not shown yet that they have the batch's key; one more is closed at once."""
 ENDED, FAILED = 1, 2
 
 
@@ -50,7 +53,7 @@ class RankEndpoint:
         self._report = report
         self._rank = rank
         self._address = (host, base_port + rank if base_port else 0)
-        self._listener: socket.socket | None = None
+        self._listener: _Listener | None = None
         self._receiving: _Job | None = None
         self._sending: _Job | None = None
         self._receiver: BatchReceiver | None = None
@@ -88,13 +91,12 @@ class RankEndpoint:
             job.stopped,
         )
         try:
-            listener = self._listen()
+            port = self._listen()
         except OSError as error:
             log.warning("handover_port_not_open", address=self._address, error=str(error))
             self._report.write(Field.LISTENING, command.batch, 0)
             return
-        job.start(lambda: _accept(listener, self._receiver, job))
-        self._report.write(Field.LISTENING, command.batch, listener.getsockname()[1])
+        self._report.write(Field.LISTENING, command.batch, port)
 
     def _stop_receiving(self) -> None:
         if self._receiving is not None:
@@ -104,11 +106,11 @@ class RankEndpoint:
             self._listener.close()
             self._listener = None
 
-    def _listen(self) -> socket.socket:
+    def _listen(self) -> int:
+        """The port; whoever comes there is for the batch of that moment. Raises OSError."""
         if self._listener is None:
-            self._listener = socket.create_server(self._address, backlog=8)
-            self._listener.settimeout(ACCEPT_TURN)
-        return self._listener
+            self._listener = _Listener(self._address, lambda: self._receiver)
+        return self._listener.port
 
     # --- sending ---------------------------------------------------------------------------------
 
@@ -139,6 +141,10 @@ class RankEndpoint:
         self._report.write(Field.ENDED, command.batch, ENDED)
 
 
+def _in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="handover", daemon=True).start()
+
+
 class _Job:
     """A thread that looks now and then whether it should end."""
 
@@ -147,24 +153,49 @@ class _Job:
         self.stopped: Callable[[], bool] = self._stop.is_set
 
     def start(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name="handover", daemon=True).start()
+        _in_thread(work)
 
     def stop(self) -> None:
         self._stop.set()
 
 
-def _accept(listener: socket.socket, receiver: BatchReceiver | None, job: _Job) -> None:
-    """One connection after the other, until the batch is over."""
-    assert receiver is not None
-    while not job.stopped():
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue
-        except OSError:  # closed
-            return
+class _Listener:
+    """Takes connections until it is closed. Who they are is found out side by side, so that a stranger who says
+    nothing holds up nobody; blocks come from one of them at a time."""
+
+    def __init__(self, address: tuple[str, int], receiver: Callable[[], BatchReceiver | None]) -> None:
+        """`receiver`: of the batch that is being received now. Raises OSError."""
+        self._socket = socket.create_server(address, backlog=MAX_UNPROVEN)
+        self._socket.settimeout(ACCEPT_TURN)  # a close does not wake the thread that waits in accept
+        self._receiver = receiver
+        self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
+        self.port = int(self._socket.getsockname()[1])
+        _in_thread(self._accept)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # closed
+                return
+            receiver = self._receiver()
+            if receiver is None or not self._unproven.acquire(blocking=False):
+                connection.close()
+                continue
+            _in_thread(functools.partial(self._talk, connection, receiver))
+
+    def _talk(self, connection: socket.socket, receiver: BatchReceiver) -> None:
         with connection, contextlib.suppress(OSError):
             try:
+                try:
+                    receiver.greet(connection)
+                finally:
+                    self._unproven.release()
                 receiver.serve(connection)
             except HandoverBroken as error:
                 log.warning("handover_connection_refused", error=str(error))

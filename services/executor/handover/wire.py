@@ -16,6 +16,7 @@ against damage, not against an enemy. Who could change bytes on the way is kept 
 import secrets
 import socket
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -134,7 +135,7 @@ class BatchSender:
 
 
 class BatchReceiver:
-    """Takes one batch. `serve` is called for each connection, one at a time."""
+    """Takes one batch. For each connection first `greet`, then `serve`."""
 
     def __init__(
         self,
@@ -153,23 +154,27 @@ class BatchReceiver:
         self._blocks: dict[int, bytearray] = {}
         self._next = 0
         self._damaged = 0
+        self._serving = threading.Lock()
 
     def take(self, index: int) -> bytearray:
         """The bytes of a block that has landed; once."""
         return self._blocks.pop(index)
 
     def serve(self, connection: socket.socket) -> None:
-        """Returns when the batch is complete or the connection ends. Raises `HandoverBroken` or OSError for what
-        is not a sender of this batch, or is too slow."""
-        self._greet(connection, time.monotonic() + GREETING_TIMEOUT)
+        """A sender that was greeted, one after the other: returns when the batch is complete or the connection ends.
+        Raises `HandoverBroken` or OSError for what is no block of this batch, or is too slow."""
         connection.settimeout(IDLE_TIMEOUT)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_COUNT.pack(self._next))
-        while self._next < self._count and not self._stopped():
-            if not self._frame(connection):
-                return
+        with self._serving:
+            connection.sendall(_COUNT.pack(self._next))
+            while self._next < self._count and not self._stopped():
+                if not self._frame(connection):
+                    return
 
-    def _greet(self, connection: socket.socket, by: float) -> None:
+    def greet(self, connection: socket.socket) -> None:
+        """From any thread. Raises `HandoverBroken` or OSError for what is not a sender of this batch, or is too
+        slow."""
+        by = time.monotonic() + GREETING_TIMEOUT
         greeting = _read(connection, len(MAGIC) + _NONCE, by=by)
         if greeting[: len(MAGIC)] != MAGIC:
             raise HandoverBroken("not a sender of blocks")

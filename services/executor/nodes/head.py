@@ -28,7 +28,7 @@ from services.executor.nodes.wire import (
     Welcome,
     to_head,
 )
-from services.executor.proofs import is_proof, proof
+from services.executor.proofs import MessageMac, is_proof, proof
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
 from shared.version import VERSION
@@ -180,17 +180,17 @@ class NodesHead:
         self._talks.add(task)
         line = to_head(reader, writer)
         try:
-            number = await self._greeted(line)
-            if number is not None:
-                await self._talk(_Node(line, number))
+            node = await self._greeted(line)
+            if node is not None:
+                await self._talk(node)
         except LineLost as error:
             log.warning("host_not_heard", reason=str(error))
         finally:
             await line.close()
             self._talks.discard(task)
 
-    async def _greeted(self, line: Line[ToHead]) -> int | None:
-        """Which host it is; None for one that is refused. Raises `LineLost`."""
+    async def _greeted(self, line: Line[ToHead]) -> _Node | None:
+        """The host that has come; None for one that is refused. Raises `LineLost`."""
         nonce = secrets.token_bytes(32)
         line.send(Challenge(nonce))
         hello = await line.receive(GREETING)
@@ -202,7 +202,9 @@ class NodesHead:
             line.send(Refused(reason))
             return None
         line.send(Welcome(proof(self._secret, "head", hello.nonce)))
-        return hello.node
+        nonces = nonce + hello.nonce
+        sent, received = (MessageMac(self._secret, side, nonces) for side in ("head", f"node {hello.node}"))
+        return _Node(line.protected(sent, received), hello.node)
 
     def _objection(self, hello: Hello, nonce: bytes) -> str:
         """Why it is refused; empty: it is not. The secret comes first: others are told nothing."""

@@ -31,7 +31,7 @@ from services.executor.nodes.wire import (
     Welcome,
     to_node,
 )
-from services.executor.proofs import is_proof, proof
+from services.executor.proofs import MessageMac, is_proof, proof
 from services.executor.rank_process import LocalRank
 from services.executor.ring import RankSpec, thread_count
 from services.executor.settings import ExecutorSettings
@@ -189,23 +189,26 @@ class RingNode(Service):
             raise LineLost(str(error) or "no answer") from None
         line = to_node(reader, writer)
         try:
-            await self._greet(line)
+            return await self._greeted(line)
         except BaseException:
             await line.close()
             raise
-        return line
 
-    async def _greet(self, line: Line[ToNode]) -> None:
+    async def _greeted(self, line: Line[ToNode]) -> Line[ToNode]:
         challenge = await line.receive(GREETING)
         if not isinstance(challenge, Challenge):
             raise LineLost("it asked for no proof")
         number, nonce = self._executor_settings.node_rank, secrets.token_bytes(32)
-        line.send(Hello(number, nonce, proof(self._secret, f"node {number}", challenge.nonce), VERSION))
+        side, nonces = f"node {number}", challenge.nonce + nonce
+        line.send(Hello(number, nonce, proof(self._secret, side, challenge.nonce), VERSION))
         answer = await line.receive(GREETING)
         if isinstance(answer, Refused):
             raise LineLost(f"it refuses this host, because {answer.reason}")
         if not isinstance(answer, Welcome) or not is_proof(answer.proof, self._secret, "head", nonce):
             raise LineLost("it does not know the ring's secret")
+        return line.protected(
+            MessageMac(self._secret, side, nonces), MessageMac(self._secret, "head", nonces)
+        )
 
     async def _talk(self, line: Line[ToNode]) -> None:
         """For as long as the line holds. Raises `LineLost`."""

@@ -1,5 +1,7 @@
 """What host 0 and the other hosts of a ring say to each other: length-prefixed MessagePack over TCP.
 
+Everything behind the greeting carries a MAC of the session (`proofs.MessageMac`).
+
 host 0 ── Challenge ──▶ host n        both show that they know the secret, and neither sends it
 host 0 ◀─── Hello ───── host n
 host 0 ─── Welcome ───▶ host n        or Refused, with the reason
@@ -13,6 +15,8 @@ import struct
 from typing import Generic, TypeVar
 
 import msgspec
+
+from services.executor.proofs import MAC_SIZE, MessageMac
 
 SILENCE = 10.0
 """Seconds without a word after which the other side is taken for gone."""
@@ -111,17 +115,25 @@ class Line(Generic[Said]):
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         decoder: msgspec.msgpack.Decoder[Said],
+        macs: tuple[MessageMac, MessageMac] | None = None,
     ) -> None:
+        """`macs`: of what is sent and of what is received; None: before the greeting is over."""
         self._reader = reader
         self._writer = writer
         self._decoder = decoder
+        self._macs = macs
+
+    def protected(self, sent: MessageMac, received: MessageMac) -> "Line[Said]":
+        """The same connection once both ends have shown that they know the secret."""
+        return Line(self._reader, self._writer, self._decoder, (sent, received))
 
     def send(self, message: msgspec.Struct) -> None:
         """Into the socket's buffer; on a line that is lost, nothing."""
         if self._writer.is_closing():
             return
         payload = _encoder.encode(message)
-        self._writer.write(_LENGTH.pack(len(payload)) + payload)
+        mac = b"" if self._macs is None else self._macs[0].next(payload)
+        self._writer.write(_LENGTH.pack(len(payload)) + payload + mac)
 
     async def receive(self, within: float = SILENCE) -> Said:
         """Raises `LineLost`."""
@@ -130,7 +142,12 @@ class Line(Generic[Said]):
                 (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
                 if size > MOST_BYTES:
                     raise LineLost(f"a message of {size:,} bytes was announced")
-                return self._decoder.decode(await self._reader.readexactly(size))
+                payload = await self._reader.readexactly(size)
+                if self._macs is not None and not self._macs[1].accepts(
+                    await self._reader.readexactly(MAC_SIZE), payload
+                ):
+                    raise LineLost("a message was changed on its way")
+                return self._decoder.decode(payload)
         except TimeoutError:
             raise LineLost(f"nothing was heard for {within:g} s") from None
         except (OSError, asyncio.IncompleteReadError):

@@ -89,6 +89,19 @@ async def control(bus: Bus, command: ControlCommand) -> ControlReply:
     return await bus.request(subjects.control("g"), command, ControlReply, timeout=5)
 
 
+async def test_a_ring_is_newer_than_the_groups_last_one_whatever_its_clock_says(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    """The group has lived on a host whose clock is a day ahead."""
+    groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
+    ahead = int((time.time() + 86_400) * 1000)
+    await groups.put("g", GroupRecord("g", "stub", "gone", ahead, [], GroupLoad()))
+    async with executor(bus, nats_settings, tmp_path) as process:
+        beat = await process.wait_ready()
+        assert beat.group is not None
+        assert beat.group.epoch == ahead + 1
+
+
 async def test_a_ring_that_was_replaced_takes_nothing_more_and_leaves(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ class Line:
                 connection, _ = self._listener.accept()
                 with connection, contextlib.suppress(OSError):
                     try:
+                        self.receiver.greet(connection)
                         self.receiver.serve(connection)
                     except HandoverBroken as error:
                         self.refused.append(str(error))
@@ -284,6 +285,33 @@ def test_a_batch_that_is_over_takes_nothing_more(pair: Pair) -> None:
     pair.giver.obey(encode_command(StopSending()))
     until(lambda: pair.ended(1) == FAILED)
     assert pair.boards[1].least(Field.LANDED, 2) == 0
+
+
+def test_strangers_who_say_nothing_hold_nobody_up(pair: Pair) -> None:
+    """None of them is given up before the batch is there: they are waited for beside it."""
+    address = pair.receive(1, 20)
+    strangers = [socket.create_connection(address) for _ in range(8)]
+    pair.send(1, address, list(range(20)))
+    until(lambda: pair.ended(1) == ENDED)
+    assert pair.boards[1].least(Field.LANDED, 1) == 20
+    for stranger in strangers:
+        stranger.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stranger.recv(1)
+        stranger.close()
+
+
+def test_no_more_strangers_are_listened_to_than_the_bound(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.executor.handover.endpoint.MAX_UNPROVEN", 1)
+    address = pair.receive(1, 1)
+    with socket.create_connection(address) as first, socket.create_connection(address) as second:
+        second.settimeout(20)
+        assert second.recv(1) == b""
+        first.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            first.recv(1)
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:

@@ -106,8 +106,59 @@ def test_plans_reach_only_those_who_know_the_secret() -> None:
     sender.close()
     thread.join(10)
     assert received == [PLAN]
+    assert stranger.recv(16), "it was asked for a proof"
     assert stranger.recv(100) == b"", "it was turned away with nothing"
     stranger.close()
+
+
+def test_a_rank_takes_no_plans_from_who_does_not_know_the_secret() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def pretend() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"n" * 16)
+                connection.recv(48, socket.MSG_WAITALL)
+                connection.sendall(b"p" * 32)
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(RingLost, match="does not know the ring's secret"):
+            PlanReceiver("127.0.0.1", other.getsockname()[1], "the ring's secret", 10)
+        thread.join(10)
+
+
+def test_a_plan_that_is_changed_on_its_way_ends_the_ring() -> None:
+    """By somebody who has passed the greeting on as it was."""
+    listener = PlanListener("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as between:
+
+        def relay() -> None:
+            near, _ = between.accept()
+            with near, socket.create_connection((listener.host, listener.port)) as far:
+                near.sendall(far.recv(16, socket.MSG_WAITALL))
+                far.sendall(near.recv(48, socket.MSG_WAITALL))
+                near.sendall(far.recv(32, socket.MSG_WAITALL))
+                said = bytearray()
+                while data := far.recv(1000):
+                    said += data
+                said[10] ^= 1
+                near.sendall(said)
+
+        def lead() -> None:
+            sender = listener.accept(1, 10)
+            sender.send(PLAN)
+            sender.close()
+
+        threads = [threading.Thread(target=relay), threading.Thread(target=lead)]
+        for thread in threads:
+            thread.start()
+        receiver = PlanReceiver("127.0.0.1", between.getsockname()[1], listener.secret, 10)
+        with pytest.raises(RingLost, match="changed on its way"):
+            receiver.receive()
+        receiver.close()
+        for thread in threads:
+            thread.join(10)
 
 
 def test_a_rank_that_does_not_come_is_said() -> None:
