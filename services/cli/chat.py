@@ -27,10 +27,13 @@ class _Delta(msgspec.Struct, frozen=True):
 
 class _Choice(msgspec.Struct, frozen=True):
     delta: _Delta = _Delta()
+    text: str = ""
+    """Of a completion."""
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
     message: str
+    code: str | None = None
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -46,6 +49,14 @@ class _Failure(msgspec.Struct, frozen=True):
 
 class KeyNeeded(ConfigurationError):
     """The gateway asks for an API key, or for another one."""
+
+
+class NoChatTemplate(RyzansteinError):
+    """The model goes on with texts and knows no conversations."""
+
+
+PLAIN_TOKENS = 256
+"""Of a text that is gone on with, where nobody says how many: a base model seldom ends one by itself."""
 
 
 class ChatClient:
@@ -71,6 +82,8 @@ class ChatClient:
         self._headers = {"x-session-id": session} if session else {}
         self.model = model
         self.messages: list[Message] = []
+        self.plain = False
+        """Whether the model has turned out to have no chat template: it goes on with each text alone."""
 
     def close(self) -> None:
         self._client.close()
@@ -88,20 +101,26 @@ class ChatClient:
     def ask(
         self, prompt: str, *, max_tokens: int | None = None, temperature: float | None = None
     ) -> Iterator[str]:
-        """Yields the answer's text as it comes, and keeps question and answer when it is whole."""
+        """Yields the answer's text as it comes, and keeps question and answer when it is whole. Of a model without a
+        chat template, what `prompt` goes on with; nothing is kept."""
         question: Message = {"role": "user", "content": prompt}
         body = _body(self.choose_model(), [*self.messages, question], max_tokens, temperature)
         parts: list[str] = []
-        for text in self._stream(body):
-            parts.append(text)
-            yield text
+        try:
+            for text in () if self.plain else self._stream(_chats(self.url), body):
+                parts.append(text)
+                yield text
+        except NoChatTemplate:
+            self.plain = True
+        if self.plain:
+            body = _plain_body(self.model, prompt, max_tokens, temperature)
+            yield from self._stream(_completions(self.url), body)
+            return
         self.messages += [question, {"role": "assistant", "content": "".join(parts)}]
 
-    def _stream(self, body: dict[str, object]) -> Iterator[str]:
+    def _stream(self, url: str, body: dict[str, object]) -> Iterator[str]:
         try:
-            with self._client.stream(
-                "POST", _completions(self.url), json=body, headers=self._headers
-            ) as response:
+            with self._client.stream("POST", url, json=body, headers=self._headers) as response:
                 if response.status_code != 200:
                     response.read()
                     raise _refusal(response)
@@ -117,17 +136,28 @@ class ChatClient:
 
 
 async def answer_once(
-    url: str, prompt: str, *, max_tokens: int, api_key: str = "", trust: ssl.SSLContext | bool = True
+    url: str,
+    prompt: str,
+    *,
+    max_tokens: int,
+    api_key: str = "",
+    trust: ssl.SSLContext | bool = True,
+    plain: bool = False,
 ) -> AsyncIterator[str]:
-    """The greedy answer to a single question, as it comes; leaving it early ends it at the gateway too."""
+    """The greedy answer to a single question, or with `plain` what a text goes on with, as it comes; leaving it early
+    ends it at the gateway too. Raises `NoChatTemplate` for a question to a model that knows no conversations."""
     url = _checked(url)
     options: dict[str, Any] = {"timeout": _timeout(600), "trust_env": False, "headers": _bearer(api_key)}
     options["verify"] = trust
     async with httpx.AsyncClient(**options) as client:
         try:
             model = _first_model(url, await client.get(f"{url}/v1/models"))
-            body = _body(model, [{"role": "user", "content": prompt}], max_tokens, 0.0)
-            async with client.stream("POST", _completions(url), json=body) as response:
+            if plain:
+                where, body = _completions(url), _plain_body(model, prompt, max_tokens, 0.0)
+            else:
+                where = _chats(url)
+                body = _body(model, [{"role": "user", "content": prompt}], max_tokens, 0.0)
+            async with client.stream("POST", where, json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
                     raise _refusal(response)
@@ -159,16 +189,30 @@ def _timeout(seconds: float) -> httpx.Timeout:
     return httpx.Timeout(seconds, connect=5.0)
 
 
-def _completions(url: str) -> str:
+def _chats(url: str) -> str:
     return f"{url}/v1/chat/completions"
+
+
+def _completions(url: str) -> str:
+    return f"{url}/v1/completions"
 
 
 def _body(
     model: str, messages: list[Message], max_tokens: int | None, temperature: float | None
 ) -> dict[str, object]:
+    return {"model": model, "messages": messages, "stream": True, **_given(max_tokens, temperature)}
+
+
+def _plain_body(
+    model: str, prompt: str, max_tokens: int | None, temperature: float | None
+) -> dict[str, object]:
+    given = _given(max_tokens or PLAIN_TOKENS, temperature)
+    return {"model": model, "prompt": prompt, "stream": True, **given}
+
+
+def _given(max_tokens: int | None, temperature: float | None) -> dict[str, object]:
     options = {"max_tokens": max_tokens, "temperature": temperature}
-    given = {name: value for name, value in options.items() if value is not None}
-    return {"model": model, "messages": messages, "stream": True, **given}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _first_model(url: str, response: httpx.Response) -> str:
@@ -196,7 +240,7 @@ def _text_of(url: str, line: str) -> str | None:
         raise _no_gateway(url) from None
     if event.error is not None:
         raise RyzansteinError(event.error.message)
-    return "".join(choice.delta.content or "" for choice in event.choices)
+    return "".join(choice.delta.content or choice.text for choice in event.choices)
 
 
 def trust_of(certificate: str, ca: str = "") -> ssl.SSLContext | bool:
@@ -213,15 +257,17 @@ def _bearer(api_key: str) -> dict[str, str]:
 
 def _refusal(response: httpx.Response) -> RyzansteinError:
     if response.status_code == 401:
-        return KeyNeeded(f"{_error_text(response)} Here: set RYZANSTEIN_API_KEY.")
-    return RyzansteinError(_error_text(response))
+        return KeyNeeded(f"{_error_of(response).message} Here: set RYZANSTEIN_API_KEY.")
+    error = _error_of(response)
+    kind = NoChatTemplate if error.code == "no_chat_template" else RyzansteinError
+    return kind(error.message)
 
 
-def _error_text(response: httpx.Response) -> str:
+def _error_of(response: httpx.Response) -> _ErrorBody:
     try:
-        return msgspec.json.decode(response.content, type=_Failure).error.message
+        return msgspec.json.decode(response.content, type=_Failure).error
     except msgspec.DecodeError:
-        return f"The gateway answered {response.status_code} {response.reason_phrase}."
+        return _ErrorBody(f"The gateway answered {response.status_code} {response.reason_phrase}.")
 
 
 def _unreachable(url: str, error: httpx.HTTPError) -> Unavailable:

@@ -352,11 +352,16 @@ def _answer(
     client: ChatClient, screen: Console, prompt: str, max_tokens: int | None, temperature: float | None
 ) -> None:
     printer = AnswerPrinter(screen)
+    known = client.plain
     try:
         for text in client.ask(prompt, max_tokens=max_tokens, temperature=temperature):
             printer.write(text)
     finally:
         printer.end()
+    if client.plain and not known and screen.is_terminal:
+        screen.print(
+            "(no chat template: the model goes on with each text, and keeps none in mind)", style="dim"
+        )
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

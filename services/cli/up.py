@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from services.cli.bars import LoadBars, model_bars
-from services.cli.chat import KeyNeeded, answer_once, trust_of
+from services.cli.chat import KeyNeeded, NoChatTemplate, answer_once, trust_of
 from services.cli.gpus import find_gpus, share_out
 from services.cli.nats_address import existing_nats, without_credentials
 from services.cli.prepare import prepare_model
@@ -30,6 +30,8 @@ from shared.http_server import bind
 T = TypeVar("T")
 
 PROOF_PROMPT = "In one sentence: what is a distributed system?"
+PROOF_TEXT = "A distributed system is"
+"""Of a model without a chat template."""
 PROOF_TOKENS = 60
 
 
@@ -196,25 +198,33 @@ class Up:
         if self._settings.tls_client_ca:
             self._say("(no answer is asked for as proof: clients need a certificate)")
             return
-        self._say(f"\n> {PROOF_PROMPT}", "bold")
-        printer = AnswerPrinter(self._console)
-        key, trust = self._settings.api_key.get_secret_value(), trust_of(self._settings.tls_certificate)
         try:
-            async for text in answer_once(
-                url, PROOF_PROMPT, max_tokens=PROOF_TOKENS, api_key=key, trust=trust
-            ):
-                printer.write(text)
-            printer.end()
+            try:
+                await self._show_answer(url, PROOF_PROMPT)
+            except NoChatTemplate:
+                self._say("(the model has no chat template: it goes on with a text instead)")
+                await self._show_answer(url, PROOF_TEXT, plain=True)
         except KeyNeeded:
-            printer.end()
             self._say("(not asked: the stack has API keys; set RYZANSTEIN_API_KEY to one of them for that)")
         except RyzansteinError as error:
-            printer.end()
             raise ConfigurationError(
                 f"The stack is up and could not answer ({error}); the reason stands in the logs in "
                 f"{self._options.data_dir / 'logs'}. To serve all the same, use --no-proof."
             ) from None
         self._say("")
+
+    async def _show_answer(self, url: str, prompt: str, *, plain: bool = False) -> None:
+        """Raises as `answer_once`."""
+        self._say(f"\n> {prompt}", "bold")
+        printer = AnswerPrinter(self._console)
+        key, trust = self._settings.api_key.get_secret_value(), trust_of(self._settings.tls_certificate)
+        try:
+            async for text in answer_once(
+                url, prompt, max_tokens=PROOF_TOKENS, api_key=key, trust=trust, plain=plain
+            ):
+                printer.write(text)
+        finally:
+            printer.end()
 
     async def _stop(self, stack: LocalStack) -> None:
         """Stops in order; a second Ctrl-C stops at once."""

@@ -2,8 +2,8 @@
 
 They are heavy, and what they need does not fit the versions in constraints.txt: they live in environments of their own.
 
-    RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, litellm or instructor (the extra `clients`),
-                               with colons between them
+    RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, litellm, instructor or lm-eval (the extra
+                               `clients`), with colons between them
     RYZANSTEIN_CLIENTS_NODE    a directory in which `npm install openai` was run
 
 A test whose client is nowhere is skipped, and says so.
@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from services.cli.models import DEFAULT_MODEL, ensure_model
+from services.cli.settings import LocalSettings
 from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -90,3 +92,67 @@ def test_openai_npm(stack: Stack) -> None:
     assert seen["embeddings"] == EMBEDDINGS
     assert seen["models"] == [MODEL]
     assert seen["refused"] == [True, "unsupported_parameter", "suffix"]
+
+
+def test_lm_eval(tmp_path: Path) -> None:
+    """Its own judgement of the real model, by its own reading of the answers, against transformers' log-softmax."""
+    python = python_with("lm_eval")
+    directory = ensure_model(DEFAULT_MODEL, LocalSettings().model_cache, lambda stage, done, total: None)[1]
+    with Stack(tmp_path, "--dtype", "fp32", "--no-proof") as stack:
+        seen = run(python, str(HERE / "use_lm_eval.py"), stack.url, DEFAULT_MODEL, str(directory))
+    judge = Judge(directory)
+    completions, rights = seen["completions"]["samples"], 0
+    for line, judged in zip(lines_of("choices"), completions["choices"], strict=True):
+        expected = [judge.of(line["question"], f" {ending}") for ending in line["endings"]]
+        assert [float(value) for value, _ in judged] == pytest.approx(
+            [value for value, _ in expected], abs=1e-3
+        )
+        assert [str(greedy) for _, greedy in judged] == [str(greedy) for _, greedy in expected]
+        rights += max(range(len(expected)), key=lambda at: expected[at][0]) == line["right"]
+    assert seen["completions"]["results"]["choices"]["acc,none"] == rights / len(lines_of("choices"))
+    for line, judged in zip(lines_of("passages"), completions["passages"], strict=True):
+        assert float(judged[0]) == pytest.approx(judge.passage(line["text"], 510), rel=1e-4)
+    for answers in (completions["answers"], seen["chat"]["samples"]["answers"]):
+        assert ["Paris" in answers[0][0], "honey" in answers[1][0]] == [True, True], answers
+
+
+def lines_of(task: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (HERE / "lm_eval_tasks" / f"{task}.jsonl").read_text().splitlines()]
+
+
+class Judge:
+    """transformers, in fp32."""
+
+    def __init__(self, directory: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self._torch = torch
+        self._tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        self._model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+
+    def of(self, context: str, ending: str) -> tuple[float, bool]:
+        """(log likelihood of `ending` behind `context`, whether it is the greedy one)."""
+        before = self._ids(context)
+        return self._scored(before, self._ids(context + ending)[len(before) :])
+
+    def passage(self, text: str, most: int) -> float:
+        """Log likelihood of a text behind the token that begins one, `most` tokens of it at a time, each with as much
+        before it as has room: lm-eval's rolling windows."""
+        tokens, sums, done = self._ids(text), 0.0, 0
+        while done < len(tokens):
+            part = tokens[done : done + most]
+            before = tokens[max(0, done + len(part) - most - 1) : done] or [self._tokenizer.bos_token_id]
+            sums += self._scored(before, part)[0]
+            done += len(part)
+        return sums
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _scored(self, context: list[int], ending: list[int]) -> tuple[float, bool]:
+        with self._torch.inference_mode():
+            logits = self._model(self._torch.tensor([context + ending]), use_cache=False).logits[0]
+        rows = logits[len(context) - 1 : -1].log_softmax(dim=-1)
+        wanted = self._torch.tensor(ending)
+        return float(rows.gather(1, wanted[:, None]).sum()), bool((rows.argmax(dim=-1) == wanted).all())

@@ -121,7 +121,8 @@ class ModelTokenizer:
         template = self._template if tools is None else self._tool_template
         if template is None:
             raise InvalidParameter(
-                "This model has no chat template; send a plain prompt to /v1/completions instead.",
+                "This model has no chat template: it goes on with texts, and knows no conversations. Send a prompt to "
+                "/v1/completions, or put a chat_template.jinja beside the model's files and serve it again.",
                 param="messages",
                 reason="no_chat_template",
             )

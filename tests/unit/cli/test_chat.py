@@ -1,5 +1,6 @@
 """The chat client against a server that is real and misbehaves."""
 
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -7,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from services.cli.chat import ChatClient, answer_once
+from services.cli.chat import PLAIN_TOKENS, ChatClient, NoChatTemplate, answer_once
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 
 CHUNK = 'data: {"choices":[{"index":0,"delta":{"content":"%s"}}]}\n\n'
@@ -20,13 +21,18 @@ class Handler(BaseHTTPRequestHandler):
     body: ClassVar[str] = ""
     models: ClassVar[str] = '{"data":[{"id":"m"}]}'
     asked: ClassVar[list[bytes]] = []
+    chats: ClassVar[bool] = True
+    """Whether the model has a chat template."""
 
     def do_GET(self) -> None:
         self._send(200, self.models)
 
     def do_POST(self) -> None:
         self.asked.append(self.rfile.read(int(self.headers["content-length"])))
-        self._send(self.status, self.body)
+        if self.chats or "chat" not in self.path:
+            self._send(self.status, self.body)
+        else:
+            self._send(400, '{"error":{"message":"No chat template.","code":"no_chat_template"}}')
 
     def _send(self, status: int, body: str) -> None:
         self.send_response(status)
@@ -58,6 +64,37 @@ def test_the_conversation_is_kept(client: ChatClient, monkeypatch: pytest.Monkey
     assert "".join(client.ask("Again", max_tokens=3, temperature=0)) == "Hello"
     assert b'"assistant","content":"Hello"' in Handler.asked[1].replace(b", ", b",").replace(b": ", b":")
     assert b'"max_tokens"' in Handler.asked[1]
+
+
+TEXT = 'data: {"choices":[{"index":0,"text":"%s"}]}\n\n'
+
+
+def test_a_model_without_a_chat_template_goes_on_with_texts(
+    client: ChatClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handler, "chats", False)
+    monkeypatch.setattr(Handler, "body", TEXT % "on a" + TEXT % " time" + "data: [DONE]\n\n")
+    assert "".join(client.ask("Once up")) == "on a time"
+    assert client.plain
+    assert "".join(client.ask("Once up", max_tokens=3)) == "on a time"
+    chat, *plain = map(json.loads, Handler.asked)
+    assert "messages" in chat
+    assert [(body["prompt"], body["max_tokens"]) for body in plain] == [
+        ("Once up", PLAIN_TOKENS),
+        ("Once up", 3),
+    ]
+    assert client.messages == []
+
+
+async def test_a_question_to_it_is_refused_and_a_text_is_not(
+    client: ChatClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handler, "chats", False)
+    monkeypatch.setattr(Handler, "body", TEXT % "on a time" + "data: [DONE]\n\n")
+    with pytest.raises(NoChatTemplate):
+        [text async for text in answer_once(client.url, "Hi", max_tokens=3)]
+    texts = [text async for text in answer_once(client.url, "Once up", max_tokens=3, plain=True)]
+    assert texts == ["on a time"]
 
 
 @pytest.mark.parametrize(
