@@ -75,6 +75,11 @@ class Catalog:
             if record.model == model and record.state in _SERVING
         )
 
+    def has_waiting(self, group: str, epoch: int) -> bool:
+        """Whether requests waited for a place in that ring when it was heard last."""
+        record = self._groups.get(group)
+        return record is not None and record.epoch == epoch and record.load.waiting > 0
+
     def idle_at(self, group: str, epoch: int) -> float:
         """Unix seconds at which that ring was at work with nothing to do; 0 when it was not seen so last."""
         record = self._groups.get(group)

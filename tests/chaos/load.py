@@ -254,7 +254,12 @@ class Load:
 
     async def _send(self, address: str, record: Record) -> None:
         if record.kind == "websocket":
-            message = {"type": "generate", "id": "a", "request": record.task.body}
+            message = {
+                "type": "generate",
+                "id": "a",
+                "request": record.task.body,
+                "background": resume.BACKGROUND,
+            }
             await self._websocket(address, message, record)
         elif record.kind == "sse":
             body = {**record.task.body, "stream": True}

@@ -11,7 +11,8 @@ import json
 
 from tests.chaos.streams import Answer, Lost
 
-HEADERS = {"X-Ryzanstein-Background": "60"}
+BACKGROUND = 60.0
+HEADERS = {"X-Ryzanstein-Background": f"{BACKGROUND:g}"}
 """What a request says to be kept alive while nobody reads it: clients here look for another gateway at leisure."""
 
 

@@ -46,6 +46,7 @@ class Answer:
         "admission",
         "consumers",
         "generations",
+        "left",
         "listened_until",
         "may_cost",
         "owned",
@@ -76,6 +77,8 @@ class Answer:
         self.readers = 0
         self.quiet_since = now
         """When the last reader here left."""
+        self.left = False
+        """Whether its client closed its last connection here, and was not cut off with a gateway."""
         self.listened_until = 0.0
         """Until when another gateway has said that it listens."""
         self.silent_asks = 0
@@ -120,17 +123,31 @@ class Answer:
         """Whether a client can come back to it: it has seen the id, or has a key that leads there."""
         return self.record.stream or bool(self.record.idempotency) or self.record.background > 0
 
-    def linger(self, grace: float) -> float:
-        """Seconds that it goes on while nobody listens."""
+    @property
+    def expects_return(self) -> bool:
+        """Whether its client has said that it may come back."""
+        return bool(self.record.idempotency) or self.record.background > 0
+
+    def linger(self, grace: float, *, crowded: bool = False) -> float:
+        """Seconds that it goes on while nobody listens. `crowded`: others wait for its place in the ring. A client
+        that closed its stream without having said that it comes back gives the place to them, and at once where it
+        has seen nothing yet: there is no position to come back to."""
         if not self.resumable:
+            return 0.0
+        if self.left and not self.expects_return and (crowded or not self.begun):
             return 0.0
         return self.record.background or grace
 
-    def forsaken(self, now: float, grace: float) -> bool:
+    @property
+    def begun(self) -> bool:
+        """Whether there is something to read."""
+        return any(item.tokens or item.finish for item in self.generations)
+
+    def forsaken(self, now: float, grace: float, *, crowded: bool = False) -> bool:
         """Whether nobody has listened for as long as it may go on so. Only its owner asks."""
         if self.readers or now < self.listened_until:
             return False
-        return now - max(self.quiet_since, self.listened_until) >= self.linger(grace)
+        return now - max(self.quiet_since, self.listened_until) >= self.linger(grace, crowded=crowded)
 
     def forgettable(self, now: float) -> bool:
         """Whether nothing is lost here when it is dropped."""

@@ -177,6 +177,7 @@ class Answers:
                 retry_after=1,
             )
         answer.readers += 1
+        answer.left = False
         for generation in answer.generations:
             generation.attach(deliver)
 
@@ -188,10 +189,11 @@ class Answers:
         if answer.readers or self._by_identity.get(answer.identity) is not answer:
             return
         now = answer.quiet_since = time.monotonic()
+        answer.left = not self._stopping
         if answer.ended:
             self._drop(answer)
         elif answer.owned and not self._stopping:
-            if answer.forsaken(now, self._settings.resume_grace):
+            if self._is_forsaken(answer, now):
                 self._give_up(answer)
             else:
                 self._watch(answer)
@@ -334,8 +336,10 @@ class Answers:
                 self._give_up(answer)
 
     def _is_forsaken(self, answer: Answer, now: float) -> bool:
-        going = answer.owned and not answer.ended
-        return going and answer.forsaken(now, self._settings.resume_grace)
+        if not answer.owned or answer.ended:
+            return False
+        crowded = any(map(self._generations.is_crowded, answer.generations))
+        return answer.forsaken(now, self._settings.resume_grace, crowded=crowded)
 
     def _give_up(self, answer: Answer) -> None:
         """Nobody listens any more. Where a client can come back, it may have done so at another gateway, which has

@@ -161,6 +161,12 @@ class Generations:
         for generation in generations:
             self._remove(generation)
 
+    def is_crowded(self, generation: Generation) -> bool:
+        """Whether others wait for a place in the ring that has it."""
+        if self._rings is None or not generation.group:
+            return False
+        return self._rings.has_waiting(generation.group, generation.epoch)
+
     def _remove(self, generation: Generation) -> None:
         """It gets nothing more of what is said."""
         if self._by_id.pop(generation.id, None) is not None and generation.trace is not None:

@@ -17,6 +17,10 @@ class Rings(Protocol):
         """Whether some group could take a request for `model` now."""
         ...
 
+    def has_waiting(self, group: str, epoch: int) -> bool:
+        """Whether requests wait for a place in that ring."""
+        ...
+
     def idle_at(self, group: str, epoch: int) -> float:
         """Unix seconds at which that ring was serving and had no work; 0 when it was not seen so last."""
         ...

@@ -103,10 +103,12 @@ class FakeRing:
         models = await Bucket.open(self.bus, subjects.MODELS_BUCKET, ModelCard)
         await models.put(card.model, card)
 
-    async def put_record(self, state: str, *, model: str = MODEL, running: int = 0, at: float = 0.0) -> None:
+    async def put_record(
+        self, state: str, *, model: str = MODEL, running: int = 0, waiting: int = 0, at: float = 0.0
+    ) -> None:
         """What the health monitor writes; `at` is its time stamp."""
         groups = await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)
-        load = GroupLoad(running=running)
+        load = GroupLoad(running=running, waiting=waiting)
         record = GroupRecord(self.group, model, state, self.epoch, [], load, updated_at=at)  # type: ignore[arg-type]
         await groups.put(self.group, record)
 

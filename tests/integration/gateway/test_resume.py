@@ -1,6 +1,7 @@
 """A client that lost its connection goes on at any gateway, from where it stood."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from shared.config import CommonSettings
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, saying, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, saying, silence, until
 from tests.integration.gateway.resuming import Paced, finishes, public_id, read_events, text_of
 
 CHAT = "/v1/chat/completions"
@@ -170,6 +171,51 @@ async def test_background_outlives_the_grace_and_its_stop_string_ends_it(
         state = (await http.get(f"/v1/generations/{public_id(first)}")).json()
         assert state["status"] == "completed"
         assert state["response"]["choices"][0]["message"]["content"] == "The log is the "
+
+
+async def test_a_client_that_left_before_the_first_token_frees_its_place_at_once(
+    nats_settings: CommonSettings, ring: FakeRing
+) -> None:
+    """It has no position to come back to, unless a key leads there."""
+    ring.behave = silence
+    key = {"Idempotency-Key": "k"}
+    async with run_gateway(nats_settings, resume_grace=3600.0) as gateway, gateway.http() as http:
+        asked = [asyncio.create_task(http.post(CHAT, json=STREAM, headers=headers)) for headers in (key, {})]
+        await until(lambda: len(ring.requests) == 2)
+        for task in asked:
+            task.cancel()
+        await until(lambda: ring.cancelled)
+        answers = gateway.service.work.answers
+        assert answers is not None
+        (kept,) = [answer for answer in answers.all() if not answer.ended]
+        assert kept.record.idempotency
+        assert ring.cancelled == {item.generation_id for item in ring.requests} - {f"{kept.identity}-0"}
+
+
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "k"}, {"X-Ryzanstein-Background": "3600"}])
+async def test_a_client_that_left_keeps_its_place_while_nobody_waits_for_it_or_if_it_said_so(
+    nats_settings: CommonSettings, ring: FakeRing, headers: dict[str, str]
+) -> None:
+    ring.behave = paced = Paced(TEXT, 10)
+    async with run_gateway(nats_settings, resume_grace=3600.0) as gateway, gateway.http() as http:
+        answers, catalog = gateway.service.work.answers, gateway.service.work.catalog
+        assert answers is not None
+        await ring.put_record("busy", running=1)
+        async with http.stream("POST", CHAT, json=STREAM, headers=headers) as response:
+            first = await read_events(response, 5)
+        await until(lambda: all(answer.left for answer in answers.all()))
+        answers._sweep(time.monotonic())
+        assert not answers._giving_up
+        await ring.put_record("busy", running=1, waiting=1)
+        await until(lambda: catalog.has_waiting("g1", 1))
+        answers._sweep(time.monotonic())
+        if headers:
+            assert not answers._giving_up
+            paced.allow()
+            rest = await go_on(gateway, public_id(first), first[-1][1])
+            assert text_of(first) + text_of(rest) == TEXT.decode()
+        else:
+            await until(lambda: ring.requests[0].generation_id in ring.commanded)
 
 
 async def test_delete_ends_a_generation_for_its_readers(

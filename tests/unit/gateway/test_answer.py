@@ -37,6 +37,23 @@ def test_how_long_it_goes_on_while_nobody_listens(fields: dict[str, object], sec
     assert made.forsaken(200.0 + seconds, GRACE)
 
 
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [({"stream": True}, 0.0), ({"stream": True, "idempotency": "k"}, GRACE), ({"background": 60.0}, 60.0)],
+)
+def test_who_left_gives_its_place_to_those_who_wait_unless_it_said_that_it_comes_back(
+    fields: dict[str, object], seconds: float
+) -> None:
+    made = answer(**fields)
+    made.generations[0].tokens = [1]
+    assert not made.forsaken(100.0, GRACE, crowded=True)  # cut off with its gateway
+    made.left = True
+    assert made.forsaken(100.0 + seconds, GRACE, crowded=True)
+    assert not made.forsaken(100.0, GRACE)
+    made.generations[0].tokens = []
+    assert made.forsaken(100.0, GRACE) is not made.expects_return  # nothing to come back to
+
+
 def test_what_may_be_forgotten() -> None:
     made = answer(stream=True)
     assert not made.forgettable(1e9)  # it is ours to end
