@@ -34,7 +34,7 @@ class BatchMethods:
 
     async def submit(self, call: Call) -> None:
         """SubmitBatch."""
-        given = requests.decode(pb.SubmitBatchRequest, call.message)
+        given = requests.decode(pb.SubmitBatchRequest, call.take())
         with self._backend.active():
             key = validation.check_idempotency_key(call.metadata("idempotency-key"))
             job = await self._submitted(given, call.principal, _KEYS_OF + key if key else "")
@@ -42,21 +42,21 @@ class BatchMethods:
 
     async def get(self, call: Call) -> None:
         """GetBatch."""
-        given = requests.decode(pb.GetBatchRequest, call.message)
+        given = requests.decode(pb.GetBatchRequest, call.take())
         with self._backend.active():
             job = await self._backend.batches.get(_named(given.batch_id), call.principal.tenant)
         await call.send(pb.GetBatchResponse(batch=shown(job)).SerializeToString())
 
     async def cancel(self, call: Call) -> None:
         """CancelBatch."""
-        given = requests.decode(pb.CancelBatchRequest, call.message)
+        given = requests.decode(pb.CancelBatchRequest, call.take())
         with self._backend.active():
             job = await self._backend.batches.cancel(_named(given.batch_id), call.principal.tenant)
         await call.send(pb.CancelBatchResponse(batch=shown(job)).SerializeToString())
 
     async def listed(self, call: Call) -> None:
         """ListBatches."""
-        given = requests.decode(pb.ListBatchesRequest, call.message)
+        given = requests.decode(pb.ListBatchesRequest, call.take())
         size = given.page_size or USUAL
         validation.check_range("page_size", size, 1, MOST)
         with self._backend.active():

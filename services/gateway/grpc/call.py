@@ -5,6 +5,7 @@ import time
 from typing import Protocol
 
 from services.gateway.auth.principal import ANONYMOUS
+from services.gateway.errors import InvalidParameter
 from services.gateway.grpc.frames import Stream
 from services.gateway.grpc.framing import MessageReader
 from services.gateway.grpc.headers import RESPONSE, Headers
@@ -22,6 +23,10 @@ class Peer(Protocol):
 
     def flush_soon(self) -> None: ...
 
+    def hold(self, change: int) -> None:
+        """So many bytes more are held of request messages that nobody has taken yet. Raises `QueueFull`."""
+        ...
+
 
 class Call:
     """Given to a method. What it has not read and sent when it returns is not wanted."""
@@ -29,6 +34,7 @@ class Call:
     __slots__ = (
         "_begun",
         "_ended",
+        "_held",
         "_loop",
         "_mailboxes",
         "_messages",
@@ -36,6 +42,7 @@ class Call:
         "_reader",
         "_receiving",
         "_sending",
+        "_single",
         "_stream",
         "began",
         "complete",
@@ -45,18 +52,21 @@ class Call:
         "headers",
         "model",
         "principal",
+        "public",
         "request_id",
         "timer",
         "trailing",
     )
 
-    def __init__(self, peer: Peer, stream: Stream, headers: Headers, request_id: str, limit: int) -> None:
-        """`limit`: bytes of a message."""
+    def __init__(self, peer: Peer, stream: Stream, headers: Headers, request_id: str = "") -> None:
         self._peer = peer
         self._stream = stream
         self._loop = asyncio.get_running_loop()
-        self._reader = MessageReader(limit)
+        self._reader = MessageReader(0)
+        self._single = True
         self._messages: list[bytes] = []
+        self._held = 0
+        """Bytes of messages that nobody has taken yet."""
         self._receiving: asyncio.Future[None] | None = None
         self._sending: asyncio.Future[None] | None = None
         self._mailboxes: list[Mailbox] = []
@@ -77,6 +87,8 @@ class Call:
         """For logs and metrics."""
         self.principal = ANONYMOUS
         """Whose call it is."""
+        self.public = False
+        """Whether it needed no key."""
         self.trailing: dict[str, str] = {}
         """More trailing metadata."""
 
@@ -91,10 +103,11 @@ class Call:
         """Whether somebody waits for its answer."""
         return self._ended is None
 
-    @property
-    def message(self) -> bytes:
-        """The one message of a call that has one."""
-        return self._messages[0]
+    def take(self) -> bytes:
+        """The one message of a call that has one; once."""
+        message = self._messages.pop()
+        self._hold()
+        return message
 
     async def receive(self) -> bytes | None:
         """The next message; None when there are no more. Raises what `end` was given."""
@@ -109,6 +122,7 @@ class Call:
             finally:
                 self._receiving = None
         message = self._messages.pop(0)
+        self._hold()
         if not self._messages:
             self._release()
         return message
@@ -125,6 +139,17 @@ class Call:
         if not fits or peer.paused:
             await self._until_writable()
 
+    async def wait(self, news: "asyncio.Future[None]") -> None:
+        """Returns when `news` is done, or earlier. Raises what `end` was given."""
+        if self._ended is None:
+            self._receiving = self._loop.create_future()
+            try:
+                await asyncio.wait((news, self._receiving), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._receiving = None
+        if self._ended is not None:
+            raise self._ended
+
     def watch(self, mailbox: Mailbox) -> None:
         """`mailbox` is closed when the call ends before the method does. Raises what `end` was given."""
         if self._ended is not None:
@@ -138,32 +163,39 @@ class Call:
 
     # --- for the connection ----------------------------------------------------------------------
 
+    def expect(self, reader: MessageReader, *, single: bool) -> None:
+        """`reader` is for its messages; `single`: it takes one alone."""
+        self._reader = reader
+        self._single = single
+
     def feed(self, data: bytes, ended: bool) -> None:
-        """More of the request. Raises as `MessageReader.feed`."""
+        """More of the request. Raises as `MessageReader.feed`, and `QueueFull`."""
         self.complete = ended
         if data:
             self._messages += self._reader.feed(data)
-            if (
-                self._reader.partial or len(self._messages) < 2
-            ):  # else the reader is slow: let it be told to wait
+            if self._single and self._messages and (self._reader.partial or len(self._messages) > 1):
+                raise self._not_single()
+            self._hold()
+            if len(self._messages) < 2:  # else the reader is slow: let it be told to wait
                 self._release()
+        if ended and self._single and not self._messages:
+            raise self._not_single()
         self._wake(self._receiving)
 
-    @property
-    def single(self) -> bool:
-        """Whether exactly one whole message has come, and the client has ended."""
-        return self.complete and len(self._messages) == 1 and not self._reader.partial
-
-    @property
-    def count(self) -> int:
-        """Whole messages that wait."""
-        return len(self._messages)
+    def _not_single(self) -> InvalidParameter:
+        more = " and a part" if self._reader.partial else ""
+        return InvalidParameter(
+            f"The call has {len(self._messages)} whole request messages{more}, and takes exactly one.",
+            param=None,
+            reason="invalid_value",
+        )
 
     def end(self, reason: BaseException) -> None:
         """The client has gone, or its time is over: whatever the method waits for raises `reason`."""
         if self._ended is not None:
             return
         self._ended = reason
+        self._forget()
         for mailbox in self._mailboxes:
             mailbox.close(reason)
         self._wake(self._receiving)
@@ -175,6 +207,7 @@ class Call:
             return
         error = error or self._ended
         self.finished, self.error = True, error
+        self._forget()
         if self.timer is not None:
             self.timer.cancel()
         end = trailers(error, self.request_id, self.trailing)
@@ -191,6 +224,19 @@ class Call:
         self._wake(self._sending)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _hold(self) -> None:
+        """Tells the connection what is held now."""
+        before, self._held = self._held, self._reader.size + sum(map(len, self._messages))
+        if self._held != before:
+            self._peer.hold(self._held - before)
+
+    def _forget(self) -> None:
+        """Nothing more of its messages is wanted."""
+        if self._held:
+            self._reader = MessageReader(0)
+            self._peer.hold(-self._held)
+            self._held = 0
 
     def _release(self) -> None:
         self._peer.connection.release(self._stream)

@@ -38,7 +38,10 @@ class Limits(NamedTuple):
     streams: int = 1024
     """Streams open at a time."""
     header_bytes: int = 16_384
-    """Size of a request's headers, as HPACK counts it, and encoded."""
+    """Size of a request's headers, as HPACK counts it; who sends more has its call refused."""
+    unread_header_bytes: int = 65_536
+    """Size of a request's headers, as HPACK counts it, and encoded, beyond which they are not read to their end, and
+    with them the connection ends: the headers that follow could not be understood."""
     connection_window: int = 1 << 20
     """Bytes of requests that may be under way on the connection."""
     resets: int = 1000

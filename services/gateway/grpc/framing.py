@@ -1,23 +1,38 @@
-"""gRPC's messages within a stream of bytes: a flag, a length, the message. Pure."""
+"""gRPC's messages within a stream of bytes: a flag, a length, the message, gzip perhaps. Pure."""
 
-from services.gateway.errors import RouteError
+import zlib
+
+from services.gateway.errors import InvalidParameter, RouteError
 from shared.errors import PayloadTooLarge
+
+ENCODINGS = "identity,gzip"
+"""What request messages may be compressed with, as `grpc-accept-encoding` says it."""
+_GZIP = 16 + zlib.MAX_WBITS
 
 
 class MessageReader:
-    """Of one request. Methods raise `PayloadTooLarge`, and `RouteError` for compressed messages."""
+    """Of one request. Methods raise `PayloadTooLarge`, and `RouteError` and `InvalidParameter` for messages that are
+    compressed in a way that is not taken."""
 
-    __slots__ = ("_buffer", "_limit")
+    __slots__ = ("_buffer", "_encoding", "_limit", "_setting")
 
-    def __init__(self, limit: int) -> None:
-        """`limit`: bytes of one message."""
+    def __init__(self, limit: int, encoding: str | None = None, setting: str = "") -> None:
+        """`limit`: bytes of one message, as it comes and inflated; `setting` changes it. `encoding`: the request's
+        `grpc-encoding`."""
         self._buffer = bytearray()
         self._limit = limit
+        self._encoding = encoding
+        self._setting = setting
 
     @property
     def partial(self) -> bool:
         """Whether a message has begun and is not complete."""
         return bool(self._buffer)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are held of it."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that became complete."""
@@ -25,7 +40,7 @@ class MessageReader:
             size = int.from_bytes(data[1:5], "big")
             if len(data) == size + 5:  # nearly always
                 self._check(data[0], size)
-                return [data[5:]]
+                return [self._whole(data[0], data[5:])]
         self._buffer += data
         return self._split()
 
@@ -38,19 +53,43 @@ class MessageReader:
             self._check(buffer[at], size)
             if len(buffer) - at - 5 < size:
                 break
-            found.append(bytes(buffer[at + 5 : at + 5 + size]))
+            found.append(self._whole(buffer[at], bytes(buffer[at + 5 : at + 5 + size])))
             at += 5 + size
         del buffer[:at]
         return found
 
     def _check(self, flag: int, size: int) -> None:
-        if flag:
+        if flag and self._encoding != "gzip":
             raise RouteError(
-                "Compressed messages are not supported; send them as they are (grpc-accept-encoding: identity).",
+                f"The request message is compressed with {(self._encoding or 'nothing that is named')[:64]!r}; "
+                f"taken are {ENCODINGS}.",
                 status=501,
                 reason="unsupported_encoding",
             )
         if size > self._limit:
-            raise PayloadTooLarge(
-                f"The request message has {size:,} bytes, and {self._limit:,} are allowed; shorten the request."
+            raise self._too_large(f"{size:,}")
+
+    def _too_large(self, size: str) -> PayloadTooLarge:
+        limit = f"{self._limit:,} are allowed"
+        if self._setting:
+            limit += f" ({self._setting})"
+        return PayloadTooLarge(f"The request message has {size} bytes, and {limit}; shorten the request.")
+
+    def _whole(self, flag: int, data: bytes) -> bytes:
+        if not flag:
+            return data
+        inflate = zlib.decompressobj(_GZIP)
+        try:
+            found = inflate.decompress(data, self._limit + 1)
+        except zlib.error:
+            found = b""
+        if len(found) > self._limit:
+            raise self._too_large(f"inflated more than {self._limit:,}")
+        if not inflate.eof or inflate.unused_data:
+            raise InvalidParameter(
+                "The request message is no gzip, though its flag and grpc-encoding say so; compress it whole, or send "
+                "it as it is.",
+                param=None,
+                reason="invalid_encoding",
             )
+        return found

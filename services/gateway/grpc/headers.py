@@ -14,6 +14,7 @@ from hpack import Decoder
 from hpack.exceptions import HPACKError, OversizedHeaderListError
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.grpc.framing import ENCODINGS
 
 CONTENT_TYPE = b"application/grpc"
 _REMEMBERED = 64
@@ -34,6 +35,8 @@ class Headers(NamedTuple):
     content_type: str
     metadata: dict[str, str]
     """By lower-case name, `-bin` values as they came."""
+    size: int = 0
+    """Bytes, as RFC 7541 counts them in section 4.1."""
 
     @property
     def timeout(self) -> float | None:
@@ -55,7 +58,8 @@ class HeaderDecoder:
     """A connection's. Blocks must be given in the order in which they came."""
 
     def __init__(self, limit: int) -> None:
-        """`limit`: bytes of a request's headers, as RFC 7541 counts them in section 4.1."""
+        """`limit`: bytes of a request's headers, as RFC 7541 counts them in section 4.1, beyond which they are not
+        read to their end."""
         self._decoder = Decoder(max_header_list_size=limit)
         self._known: dict[bytes, Headers] = {}
         """What blocks mean that neither change the table nor are outdated by a change."""
@@ -89,12 +93,17 @@ class HeaderDecoder:
 
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> Headers:
-    metadata = {name.decode("ascii"): value.decode("latin-1") for name, value, *_ in pairs}
+    metadata: dict[str, str] = {}
+    size = 0
+    for name, value, *_ in pairs:
+        metadata[name.decode("ascii")] = value.decode("latin-1")
+        size += len(name) + len(value) + 32
     return Headers(
         metadata.pop(":method", ""),
         metadata.pop(":path", ""),
         metadata.pop("content-type", ""),
         metadata,
+        size,
     )
 
 
@@ -119,8 +128,10 @@ def _length(size: int) -> bytes:
     return bytes(out)
 
 
-RESPONSE = b"\x88" + literal(b"content-type", CONTENT_TYPE)
-"""`:status: 200` (entry 8 of the static table) and the content type: how every answer begins."""
+RESPONSE = (
+    b"\x88" + literal(b"content-type", CONTENT_TYPE) + literal(b"grpc-accept-encoding", ENCODINGS.encode())
+)
+"""`:status: 200` (entry 8 of the static table), the content type, and what is taken: how every answer begins."""
 
 
 def refusal(status: int, text: bytes) -> bytes:

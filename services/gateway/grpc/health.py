@@ -25,6 +25,10 @@ class HealthService:
         """`services`: names that may be asked for, besides the empty one, which means the whole."""
         self._health = health
         self._known = frozenset(("", *services))
+        self._change: asyncio.Future[None] | None = None
+        """Done when the status is another one; there while somebody watches."""
+        self._watchers = 0
+        self._looking: asyncio.Task[None] | None = None
 
     def methods(self) -> dict[str, Method]:
         """By path."""
@@ -36,7 +40,7 @@ class HealthService:
 
     async def check(self, call: Call) -> None:
         """Check."""
-        asked = decode(health_pb2.HealthCheckRequest, call.message).service
+        asked = decode(health_pb2.HealthCheckRequest, call.take()).service
         if asked not in self._known:
             raise RouteError(
                 f"There is no service '{asked[:128]}' here; ask for the empty name, which means the server.",
@@ -47,18 +51,37 @@ class HealthService:
 
     async def watch(self, call: Call) -> None:
         """Watch: the status now, and each change, until the client goes."""
-        asked = decode(health_pb2.HealthCheckRequest, call.message).service
+        asked = decode(health_pb2.HealthCheckRequest, call.take()).service
         told = None
-        while call.alive:
-            status = self._status() if asked in self._known else _Response.SERVICE_UNKNOWN
-            if status != told:
-                await call.send(_Response(status=status).SerializeToString())
-                told = status
+        self._watchers += 1
+        try:
+            while True:
+                status = self._status() if asked in self._known else _Response.SERVICE_UNKNOWN
+                if status != told:
+                    await call.send(_Response(status=status).SerializeToString())
+                    told = status
+                else:
+                    await call.wait(self._changed())
+        finally:
+            self._watchers -= 1
+
+    def _changed(self) -> "asyncio.Future[None]":
+        if self._change is None:
+            loop = asyncio.get_running_loop()
+            self._change = loop.create_future()
+            self._looking = loop.create_task(self._look(self._change, self._status()))
+        return self._change
+
+    async def _look(self, change: "asyncio.Future[None]", seen: int) -> None:
+        """One looks for all who watch, however many they are."""
+        while self._watchers and self._status() == seen:  # noqa: ASYNC110 - nobody tells of a change
             await asyncio.sleep(LOOK)
+        self._change = None
+        change.set_result(None)
 
     async def list(self, call: Call) -> None:
         """List: every service's status."""
-        decode(health_pb2.HealthListRequest, call.message)
+        decode(health_pb2.HealthListRequest, call.take())
         status = _Response(status=self._status())
         shown = health_pb2.HealthListResponse(statuses=dict.fromkeys(sorted(self._known), status))
         await call.send(shown.SerializeToString())

@@ -61,7 +61,7 @@ class Connection(Sender):
     def __init__(self, events: Events, limits: Limits) -> None:
         super().__init__(events, limits)
         self._rest = b""
-        self._decoder = HeaderDecoder(limits.header_bytes)
+        self._decoder = HeaderDecoder(limits.unread_header_bytes)
         self._receive_window = limits.connection_window
         self._continued: tuple[int, int, list[bytes]] | None = None
         """Stream, flags and parts of headers that go on in CONTINUATION frames."""
@@ -155,7 +155,7 @@ class Connection(Sender):
             raise ProtocolError(PROTOCOL_ERROR, "a continuation of nothing")
         _, first_flags, parts = self._continued
         parts.append(payload)
-        if len(parts) > 64 or sum(map(len, parts)) > self._limits.header_bytes:
+        if len(parts) > 64 or sum(map(len, parts)) > self._limits.unread_header_bytes:
             raise ProtocolError(ENHANCE_YOUR_CALM, "headers of too many bytes")
         if flags & END_HEADERS:
             self._continued = None

@@ -52,12 +52,12 @@ class Inference:
 
     async def generate(self, call: Call) -> None:
         """Generate."""
-        given = decode(pb.GenerateRequest, call.message)
+        given = decode(pb.GenerateRequest, call.take())
         await self._answer(call, GENERATE, given, requests.completion_request(given))
 
     async def chat(self, call: Call) -> None:
         """Chat."""
-        given = decode(pb.ChatRequest, call.message)
+        given = decode(pb.ChatRequest, call.take())
         await self._answer(call, CHAT, given, requests.chat_request(given))
 
     async def _answer(
@@ -83,7 +83,7 @@ class Inference:
 
     async def attach(self, call: Call) -> None:
         """Attach."""
-        given = decode(pb.AttachRequest, call.message)
+        given = decode(pb.AttachRequest, call.take())
         with self._backend.active():
             view = EventView(given.output)
             after = cursor.parse(given.position, "position") if given.position else None
@@ -99,7 +99,7 @@ class Inference:
 
     async def cancel(self, call: Call) -> None:
         """Cancel."""
-        given = decode(pb.CancelRequest, call.message)
+        given = decode(pb.CancelRequest, call.take())
         with self._backend.active():
             answer, going = await self._backend.reading.cancel(given.generation_id, call.principal.tenant)
             call.model = answer.record.requests[0].model
@@ -107,7 +107,7 @@ class Inference:
 
     async def tokenize(self, call: Call) -> None:
         """Tokenize."""
-        given = decode(pb.TokenizeRequest, call.message)
+        given = decode(pb.TokenizeRequest, call.take())
         with self._backend.active():
             card, tokenizer = await self._backend.intake.tokenizer(given.model)
             call.model = card.model
@@ -128,7 +128,7 @@ class Inference:
 
     async def detokenize(self, call: Call) -> None:
         """Detokenize."""
-        given = decode(pb.DetokenizeRequest, call.message)
+        given = decode(pb.DetokenizeRequest, call.take())
         with self._backend.active():
             card, tokenizer = await self._backend.intake.tokenizer(given.model)
             call.model = card.model
@@ -140,13 +140,13 @@ class Inference:
 
     async def list_models(self, call: Call) -> None:
         """ListModels."""
-        decode(pb.ListModelsRequest, call.message)
+        decode(pb.ListModelsRequest, call.take())
         models = [_model(card) for card in self._backend.catalog.listed()]
         await call.send(pb.ListModelsResponse(models=models).SerializeToString())
 
     async def embed(self, call: Call) -> None:
         """Embed."""
-        given = decode(pb.EmbedRequest, call.message)
+        given = decode(pb.EmbedRequest, call.take())
         with self._backend.active():
             context = msgspec.structs.replace(context_of(call, self._settings), view=EmbedView())
             print_ = requests.fingerprint(given) if context.key else ""

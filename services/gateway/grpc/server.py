@@ -10,16 +10,17 @@ from typing import NamedTuple, cast
 
 import structlog
 
-from services.gateway.errors import InvalidParameter, RequestTimeout, RouteError
+from services.gateway.errors import RequestTimeout, RouteError
 from services.gateway.grpc.call import Call
 from services.gateway.grpc.frames import ENHANCE_YOUR_CALM, Limits, Stream
+from services.gateway.grpc.framing import MessageReader
 from services.gateway.grpc.headers import Headers, refusal
 from services.gateway.grpc.http2 import Connection
 from services.gateway.readers.mailbox import ClientGone
 from services.gateway.requests.validation import check_request_id
 from services.gateway.traces.rpc import begin_call, end_call
 from shared import tracing
-from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from shared.errors import ConfigurationError, DeadlineExceeded, PayloadTooLarge, QueueFull, Unavailable
 from shared.http_server import stop_listening
 
 log = structlog.get_logger(__name__)
@@ -42,13 +43,19 @@ class Method(NamedTuple):
 
 class ServerOptions(NamedTuple):
     message_limit: int
-    """Bytes of a request message."""
+    """Bytes of a request message; it is RYZANSTEIN_BODY_LIMIT."""
     message_timeout: float
     """Seconds that a client gets to send its message, and the preface of a connection."""
     keepalive: float
     """Seconds of silence after which a client is asked whether it is there."""
     keepalive_timeout: float
     """Seconds that it has to answer."""
+    public_message_limit: int = 4096
+    """Bytes of a request message of a public method."""
+    public_calls: int = 16
+    """Calls of public methods on a connection at a time."""
+    held_messages: int = 4
+    """Request messages of the largest size that may be incomplete, or not taken yet, on a connection."""
     limits: Limits = Limits()
 
 
@@ -136,6 +143,11 @@ class Peer(asyncio.Protocol):
         """Bytes that the transport was given, and that it has given to the network."""
         self._heard = self._opened = self._moved = time.perf_counter()
         self._asked = self._failed = 0.0
+        self._held = 0
+        """Bytes of request messages that no method has taken."""
+        self._let_in = False
+        """Whether a call that needs a key has been let in."""
+        self._sent_away = 0.0
 
     # --- the transport's -------------------------------------------------------------------------
 
@@ -174,16 +186,19 @@ class Peer(asyncio.Protocol):
             stream.refused = True
             self.connection.end(stream, refused)
             return
-        call = Call(self, stream, headers, "", self._server.options.message_limit)
+        call = Call(self, stream, headers)
         stream.owner = call
         try:
             call.request_id = check_request_id(headers.metadata.get("x-request-id")) or _new_id()
+            self._check_size(headers)
             method = self._method(headers.path)
+            self._expect(call, method)
             if (timeout := headers.timeout) is not None:
                 call.deadline = time.time() + timeout
                 call.timer = self._loop.call_later(timeout, self._expire, call)
             if not method.public:
                 self._server.authorize(call)
+                self._let_in = True
             if ended:
                 call.feed(b"", True)
             if method.streamed or ended:
@@ -213,6 +228,44 @@ class Peer(asyncio.Protocol):
 
     # --- calls -----------------------------------------------------------------------------------
 
+    def hold(self, change: int) -> None:
+        """A call holds so many bytes more of messages that its method has not taken. Raises `QueueFull`."""
+        self._held += change
+        options = self._server.options
+        limit = options.held_messages * options.message_limit
+        if change > 0 and self._held > limit:
+            raise QueueFull(
+                f"The calls of this connection hold {self._held:,} bytes of messages that are not complete, and "
+                f"{limit:,} are allowed ({options.held_messages} times RYZANSTEIN_BODY_LIMIT); use more connections."
+            )
+
+    def _check_size(self, headers: Headers) -> None:
+        limit = self._server.options.limits.header_bytes
+        if headers.size > limit:
+            raise PayloadTooLarge(
+                f"The call's metadata has {headers.size:,} bytes, and {limit:,} are allowed (32 are counted for each "
+                "entry, RFC 7541, 4.1); send less."
+            )
+
+    def _expect(self, call: Call, method: Method) -> None:
+        """Raises `QueueFull`."""
+        options = self._server.options
+        limit, setting = options.message_limit, "RYZANSTEIN_BODY_LIMIT"
+        if method.public:
+            self._check_public(options.public_calls)
+            limit, setting = options.public_message_limit, ""
+            call.public = True
+        encoding = call.metadata("grpc-encoding")
+        call.expect(MessageReader(limit, encoding, setting), single=not method.streamed)
+
+    def _check_public(self, limit: int) -> None:
+        owners = (stream.owner for stream in self.connection.streams.values())
+        if sum(1 for owner in owners if isinstance(owner, Call) and owner.public) >= limit:
+            raise QueueFull(
+                f"This connection has {limit} calls under way that need no key, and may have no more; wait for one to "
+                "end."
+            )
+
     def _method(self, path: str) -> Method:
         method = self._server.methods.get(path)
         if method is None:
@@ -226,12 +279,6 @@ class Peer(asyncio.Protocol):
     def _begin(self, call: Call, method: Method) -> None:
         if call.finished:
             return
-        if not method.streamed and not call.single:
-            raise InvalidParameter(
-                f"The call has {call.count} whole request messages and takes exactly one.",
-                param=None,
-                reason="invalid_value",
-            )
         task = self._loop.create_task(self._run(call, method))
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)
@@ -315,15 +362,17 @@ class Peer(asyncio.Protocol):
 
     def close(self) -> None:
         """Ends all that is left."""
-        error = Unavailable("The gateway is shutting down; send the request again.", retry_after=1)
-        for stream in list(self.connection.streams.values()):
-            if isinstance(stream.owner, Call):
-                stream.owner.finish(error)
-                stream.owner.end(error)
+        self._end_all(Unavailable("The gateway is shutting down; send the request again.", retry_after=1))
         self.connection.refuse_new()
         self._flush()
         if self._transport is not None:
             self._transport.close()
+
+    def _end_all(self, error: Unavailable) -> None:
+        for stream in list(self.connection.streams.values()):
+            if isinstance(stream.owner, Call):
+                stream.owner.finish(error)
+                stream.owner.end(error)
 
     def abort(self) -> None:
         """Waits no longer for the client to read."""
@@ -343,6 +392,8 @@ class Peer(asyncio.Protocol):
             self._transport.abort()
             return
         self._end_incomplete(now)
+        if not self._let_in and now - self._opened > options.keepalive:
+            self._send_away(now)
         if connection.pinged:
             if now - self._asked > options.keepalive_timeout:
                 self._transport.abort()
@@ -350,6 +401,15 @@ class Peer(asyncio.Protocol):
             self._asked = now
             connection.ping()
         self._flush()
+
+    def _send_away(self, now: float) -> None:
+        """Nobody keeps a connection here without a key: its client is told to go, and may come back."""
+        self.announce_end()
+        self._sent_away = self._sent_away or now
+        if now - self._sent_away > self._server.options.keepalive_timeout:
+            self._end_all(
+                Unavailable("The connection was open for too long without a call that needs a key.")
+            )
 
     def _is_stuck(self, transport: asyncio.Transport, now: float) -> bool:
         """Whether the client takes nothing of what it is owed, or was told goodbye and does not go."""

@@ -168,13 +168,31 @@ async def test_what_is_no_such_call(client: Client) -> None:
     assert broken_text.code() == INVALID
     two = client.channel.stream_stream(f"{SERVICE}/Generate")
     error = await failure(two(iter([PROMPT.SerializeToString()] * 2)))
-    assert (error.code(), "2 whole request messages" in (error.details() or "")) == (INVALID, True)
+    assert (error.code(), "takes exactly one" in (error.details() or "")) == (INVALID, True)
     none = await failure(two(iter([])))
     assert "0 whole request messages" in (none.details() or "")
     squeezed = client.channel.unary_stream(f"{SERVICE}/Generate")
-    error = await failure(squeezed(PROMPT.SerializeToString() * 100, compression=grpc.Compression.Gzip))
-    assert (error.code(), "identity" in (error.details() or "")) == (grpc.StatusCode.UNIMPLEMENTED, True)
+    error = await failure(squeezed(PROMPT.SerializeToString() * 100, compression=grpc.Compression.Deflate))
+    assert (error.code(), "identity,gzip" in (error.details() or "")) == (grpc.StatusCode.UNIMPLEMENTED, True)
     assert text_of([event async for event in client.Generate(PROMPT)]) == "Hello, world!"
+
+
+async def test_a_message_may_be_compressed_with_gzip_and_its_limit_stays(client: Client) -> None:
+    events = client.Generate(PROMPT, compression=grpc.Compression.Gzip)
+    assert text_of([event async for event in events]) == "Hello, world!"
+    bomb = pb.GenerateRequest(model=MODEL, text="x" * (5 << 20))
+    error = await failure(client.Generate(bomb, compression=grpc.Compression.Gzip))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "RYZANSTEIN_BODY_LIMIT" in (error.details() or "")
+
+
+async def test_too_much_metadata_ends_its_call_alone(client: Client) -> None:
+    going = client.Generate(PROMPT)
+    large = [("x-large", "y" * 20_000)]
+    error = await failure(client.Generate(PROMPT, metadata=large))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "16,384" in (error.details() or "")
+    assert text_of([event async for event in going]) == "Hello, world!"
 
 
 async def test_a_message_over_the_limit_is_refused_and_one_under_it_is_taken(

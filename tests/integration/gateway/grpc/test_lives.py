@@ -21,6 +21,7 @@ from tests.integration.gateway.grpc.test_errors import SERVICE, details, failure
 from tests.integration.gateway.resuming import Paced
 from tests.integration.gateway.test_gateway_lost import gateway_process
 from tests.unit.gateway.grpc.test_http2 import REQUEST, Pair, framed
+from tests.unit.gateway.grpc.test_server import calls
 
 TEXT = b"A connection is a cursor over a log."
 KEY = [("idempotency-key", "order-66")]
@@ -204,6 +205,7 @@ async def test_a_client_that_has_gone_silent_is_let_go(nats_settings: CommonSett
         host, port = gateway.service.grpc_address.rsplit(":", 1)
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
+        writer.write(calls(1, f"{SERVICE}/ListModels"))  # who calls nothing is not asked, but sent away
         said = b""
         with contextlib.suppress(ConnectionError):
             while data := await asyncio.wait_for(reader.read(1024), 20):

@@ -1,10 +1,12 @@
 """gRPC's messages, however their bytes are cut."""
 
+import gzip
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.errors import RouteError
+from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.grpc.framing import MessageReader
 from shared.errors import PayloadTooLarge
 
@@ -30,6 +32,29 @@ def test_a_message_that_is_too_large_is_refused_before_it_has_come() -> None:
         reader.feed(framed(b"x" * 11)[:5])
 
 
-def test_compressed_messages_are_refused() -> None:
-    with pytest.raises(RouteError, match="identity"):
-        MessageReader(10).feed(framed(b"x", 1))
+def test_messages_compressed_with_gzip_are_inflated() -> None:
+    reader = MessageReader(100, "gzip")
+    assert reader.feed(framed(gzip.compress(b"x" * 100), 1) + framed(b"as it is")) == [
+        b"x" * 100,
+        b"as it is",
+    ]
+    assert reader.feed(framed(gzip.compress(b""), 1)) == [b""]
+
+
+def test_an_inflated_message_has_the_same_limit() -> None:
+    with pytest.raises(
+        PayloadTooLarge, match=r"inflated more than 100 bytes, and 100 are allowed \(A_SETTING\)"
+    ):
+        MessageReader(100, "gzip", "A_SETTING").feed(framed(gzip.compress(b"x" * 101), 1))
+
+
+@pytest.mark.parametrize("data", [b"", b"x", gzip.compress(b"x")[:-1], gzip.compress(b"x") + b"y"])
+def test_what_is_no_gzip_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidParameter, match="gzip"):
+        MessageReader(100, "gzip").feed(framed(data, 1))
+
+
+@pytest.mark.parametrize("encoding", [None, "identity", "br"])
+def test_messages_compressed_in_another_way_are_refused(encoding: str | None) -> None:
+    with pytest.raises(RouteError, match="identity,gzip"):
+        MessageReader(10, encoding).feed(framed(b"x", 1))

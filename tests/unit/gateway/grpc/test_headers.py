@@ -25,7 +25,8 @@ def test_remembered_blocks_mean_what_they_would_without_memory(
     for metadata, huffman in requests:
         for _ in range(3):  # the first changes the table, the third is remembered
             block = encoder.encode(BASE + list(metadata.items()), huffman=huffman)
-            assert decoder.decode(block) == Headers("POST", "/a/b", "application/grpc", metadata)
+            size = sum(len(name) + len(value.encode()) + 32 for name, value in [*BASE, *metadata.items()])
+            assert decoder.decode(block) == Headers("POST", "/a/b", "application/grpc", metadata, size)
 
 
 def test_a_resized_table_forgets_what_blocks_meant() -> None:
@@ -54,7 +55,11 @@ def test_literals_are_hpack(name: bytes, value: bytes) -> None:
 
 
 def test_how_every_answer_begins() -> None:
-    assert Decoder().decode(headers.RESPONSE) == [(":status", "200"), ("content-type", "application/grpc")]
+    assert Decoder().decode(headers.RESPONSE) == [
+        (":status", "200"),
+        ("content-type", "application/grpc"),
+        ("grpc-accept-encoding", "identity,gzip"),
+    ]
 
 
 @pytest.mark.parametrize(

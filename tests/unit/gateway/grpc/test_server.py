@@ -291,6 +291,125 @@ async def test_a_real_client_that_does_not_read(server: GrpcServer) -> None:
         await asyncio.gather(flooding, return_exceptions=True)
 
 
+# --- what messages hold ---------------------------------------------------------------------------
+
+
+def opened(number: int, path: str, *more: tuple[bytes, bytes]) -> bytes:
+    return http2_frame(http2.HEADERS, 4, number, head(path, *more))
+
+
+def data(number: int, payload: bytes, *, end: bool = False) -> bytes:
+    return http2_frame(http2.DATA, int(end), number, payload)
+
+
+GOOD = (b"authorization", b"good")
+
+
+async def test_a_public_method_takes_small_messages(server: GrpcServer) -> None:
+    peer, transport = connected(server)
+    peer.data_received(opened(1, PUBLIC) + data(1, b"\0" + (4097).to_bytes(4, "big")))
+    await settled()
+    assert b"4,097 bytes, and 4,096 are allowed" in transport.written
+    assert not peer.connection.streams
+
+
+async def test_calls_without_a_key_hold_little(server: GrpcServer) -> None:
+    peer, transport = connected(server)
+    partial = framed(b"x" * 4096)[:-1]
+    for number in range(1, 401, 2):
+        peer.data_received(opened(number, PUBLIC) + data(number, partial))
+        transport.read()
+    assert len(peer.connection.streams) == 16
+    assert peer._held == 16 * len(partial)
+    assert b"This connection has 16 calls under way that need no key" in transport.written
+    peer.data_received(b"".join(data(number, b"x", end=True) for number in range(1, 32, 2)))
+    await settled()
+    assert (peer._held, len(peer.connection.streams)) == (0, 0)
+
+
+async def test_a_second_message_of_a_unary_call_is_refused_at_once(
+    server: GrpcServer, service: Service
+) -> None:
+    for rest in (framed(b""), b"\0"):
+        peer, transport = connected(server)
+        peer.data_received(opened(1, METHOD, GOOD) + data(1, framed(b"xy")))
+        assert peer.connection.streams
+        peer.data_received(data(1, rest))
+        await settled()
+        assert not peer.connection.streams
+        assert b"takes exactly one" in transport.written
+        assert (peer._held, service.begun) == (0, [])
+
+
+async def test_tiny_messages_whose_frames_end_in_the_next_get_no_new_window(server: GrpcServer) -> None:
+    peer, _ = connected(server)
+
+    async def deaf(call: Call) -> None:
+        await asyncio.Event().wait()
+
+    server.methods = {SESSION: Method(deaf, streamed=True)}
+    peer.data_received(opened(1, SESSION, GOOD) + data(1, b"\0"))
+    for _ in range(200):
+        peer.data_received(data(1, b"\0\0\0\2xy\0" * 200))
+    assert not peer.connection.streams, "it sends more than its window"
+    assert peer._held == 0
+
+
+async def test_a_large_message_behind_small_ones_comes_whole(server: GrpcServer, service: Service) -> None:
+    peer, _ = connected(server)
+    large = framed(b"x" * 200_000)
+    peer.data_received(opened(1, SESSION, GOOD) + data(1, framed(b"") * 3 + large[:10_000]))
+    for at in range(10_000, len(large), 10_000):
+        await settled()
+        peer.data_received(data(1, large[at : at + 10_000]))
+    await settled()
+    assert peer.connection.streams
+    assert (peer._held, service.begun[0].complete) == (0, False)
+
+
+async def test_unfinished_messages_of_all_calls_are_bounded(service: Service) -> None:
+    server = service.server(bind("127.0.0.1", 0), OPTIONS._replace(message_limit=40_000))
+    peer, transport = connected(server)
+    part = framed(b"x" * 40_000)[:16_000]
+    for number in range(1, 41, 2):
+        peer.data_received(opened(number, METHOD, GOOD) + data(number, part) + data(number, part))
+        transport.read()
+    assert peer._held <= 160_000
+    assert len(peer.connection.streams) == 5
+    assert b"160,000 are allowed (4 times RYZANSTEIN_BODY_LIMIT)" in transport.written
+    await server.stop(grace=0.1)
+
+
+async def test_a_call_with_too_much_metadata_is_refused_and_others_go_on(server: GrpcServer) -> None:
+    peer, transport = connected(server)
+    more = [(b"x-%d" % number, b"y" * 100) for number in range(150)]
+    block = head(METHOD, GOOD, *more)
+    peer.data_received(http2_frame(http2.HEADERS, 1, 1, block[:16_000]))
+    peer.data_received(http2_frame(http2.CONTINUATION, 4, 1, block[16_000:]))
+    await settled()
+    assert b"and 16,384 are allowed" in transport.written
+    transport.written.clear()
+    peer.data_received(opened(3, METHOD, GOOD) + data(3, framed(b""), end=True))
+    await settled()
+    assert b"x" * 100 in transport.written
+    assert not peer.connection.failed
+
+
+async def test_a_connection_without_a_key_is_sent_away_and_one_with_a_key_stays(server: GrpcServer) -> None:
+    strangers = [connected(server, GREETING + said) for said in (b"", opened(1, PUBLIC), calls(1))]
+    friend, kept = connected(server, GREETING + opened(1, METHOD, GOOD) + data(1, framed(b""), end=True))
+    await settled()
+    for seconds in (61, 65, 85):
+        for peer, transport in [*strangers, (friend, kept)]:
+            transport.read()
+            peer._heard = peer._opened + seconds
+            peer.sweep(peer._opened + seconds)
+    for _, transport in strangers:
+        assert transport.closing
+        assert goodbye_in(transport) == http2.NO_ERROR
+    assert not kept.closing
+
+
 @contextlib.asynccontextmanager
 async def connect(
     server: GrpcServer, **options: Any
