@@ -52,7 +52,7 @@ def local_vocabulary(model: Path) -> Vocabulary:
         tokenizer = ModelTokenizer(files)
 
         async def measure(contents: Sequence[str]) -> int:
-            return len(await tokenizer.encode_rendered(tokenizer.render_chat(conversation(contents))))
+            return len(await tokenizer.encode_rendered(await tokenizer.render_chat(conversation(contents))))
 
         return asyncio.run(calibrate(measure))
     except RyzansteinError as error:

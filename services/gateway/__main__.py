@@ -2,7 +2,8 @@
 
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewaySettings
-from shared import lifecycle
+from shared import lifecycle, memory
 
 if __name__ == "__main__":
+    memory.keep_little()
     raise SystemExit(lifecycle.main(GatewayService, GatewaySettings, "ryzanstein serve gateway"))

@@ -38,6 +38,8 @@ class Catalog:
         self._on_lost = on_lost
         self._on_alive = on_alive
         self.cards: dict[str, ModelCard] = {}
+        self._told: set[str] = set()
+        """Models whose card was given to `on_card`: cards stay, and most of them may be of models of the past."""
         self._groups: dict[str, GroupRecord] = {}
         self._caught_up = (asyncio.Event(), asyncio.Event())
         self._stopping = False
@@ -114,7 +116,9 @@ class Catalog:
                 self.cards.pop(model, None)
                 continue
             self.cards[model] = card
-            self._on_card(card)
+            self._told.discard(model)
+            if any(record.model == model and record.state in _AT_WORK for record in self._groups.values()):
+                self._tell(card)
 
     async def watch_groups(self) -> None:
         """Runs until it is cancelled."""
@@ -139,3 +143,9 @@ class Catalog:
         self._on_lost(group, over, record.model, record.updated_at)
         if record.state in _AT_WORK:
             self._on_alive(group, record.epoch, record.updated_at)
+            if record.model not in self._told and (card := self.cards.get(record.model)) is not None:
+                self._tell(card)
+
+    def _tell(self, card: ModelCard) -> None:
+        self._told.add(card.model)
+        self._on_card(card)

@@ -32,6 +32,9 @@ class GatewaySettings(CommonSettings):
     """Seconds that a client gets to send a request body."""
     prompt_limit: int = Field(default=0, ge=0)
     """Tokens that a prompt may have; 0: what the model's context takes."""
+    special_tokens_in_messages: bool = False
+    """Whether the text of a special token in a message is that token, as the model's own template writes it; otherwise
+    it is the text that it is, and a message cannot pretend to be another one."""
     request_timeout: float = Field(default=0.0, ge=0)
     """Seconds after which a generation is ended, however far it has come; 0: never. Batch jobs have their own."""
     token_timeout: float = Field(default=600.0, gt=0)

@@ -13,7 +13,8 @@ from services.gateway.requests.conversation import check_conversation, rendered
 from services.gateway.requests.intake import Intake
 from services.gateway.requests.schemas import ChatCompletionRequest, Message
 from services.gateway.settings import GatewaySettings
-from services.gateway.text.tokenization import LONG_TEXT, Tokenizer
+from services.gateway.text.encoding import INLINE
+from services.gateway.text.tokenization import Tokenizer
 from services.gateway.tools.schemas import Tool
 from shared.messages import ModelCard
 from shared.telemetry import Receive, Scope, Send
@@ -66,7 +67,14 @@ async def tokenize(intake: Intake, body: bytes) -> Tokenized:
         )
     card, tokenizer = await intake.speaker(request.model)
     tokens = await _tokens_of(request, card, tokenizer)
-    strings = tokenizer.token_strings(tokens) if request.return_token_strs else None
+    strings: list[str] | None = None
+    if request.return_token_strs:
+        few = len(tokens) <= INLINE
+        strings = (
+            tokenizer.token_strings(tokens)
+            if few
+            else await asyncio.to_thread(tokenizer.token_strings, tokens)
+        )
     return Tokenized(len(tokens), card.context_length, tokens, strings)
 
 
@@ -82,7 +90,7 @@ async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Token
         chat_template_kwargs=request.chat_template_kwargs,
     )
     check_conversation(chat)
-    return await tokenizer.encode_rendered(rendered(chat, card, tokenizer).text)
+    return await tokenizer.encode_rendered((await rendered(chat, card, tokenizer)).prompt)
 
 
 async def detokenize(intake: Intake, body: bytes) -> Detokenized:
@@ -90,9 +98,7 @@ async def detokenize(intake: Intake, body: bytes) -> Detokenized:
     request = validation.decode(body, _detokenize_decoder)
     card, tokenizer = await intake.speaker(request.model)
     validation.check_token_ids("tokens", request.tokens, card.vocab_size)
-    if len(request.tokens) < LONG_TEXT:
-        return Detokenized(tokenizer.decode(request.tokens, skip_special_tokens=False))
-    return Detokenized(await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False))
+    return Detokenized(await tokenizer.decode_many(request.tokens, skip_special_tokens=False))
 
 
 class TokenizerRoute:

@@ -61,7 +61,9 @@ class Work:
         self._spawn = spawn
         self._opened = False
         self.generations = Generations(bus, instance, settings, metrics)
-        tokenizers = TokenizerStore(bus)
+        self._tokenizers = tokenizers = TokenizerStore(
+            bus, special_tokens_in_messages=settings.special_tokens_in_messages
+        )
         self.catalog = Catalog(
             bus,
             on_card=tokenizers.prefetch,
@@ -159,6 +161,7 @@ class Work:
             await self.heirs.write_list()
         await self.generations.stop()
         await self._grammars.stop()
+        await self._tokenizers.stop()
         if self._opened:
             await self.limiter.stop()
 

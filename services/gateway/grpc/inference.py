@@ -134,8 +134,7 @@ class Inference:
             call.model = card.model
             ids = list(given.token_ids)
             validation.check_token_ids("token_ids", ids, card.vocab_size)
-            output = tokenizer.detokenizer([], skip_special_tokens=given.skip_special_tokens)
-            text = output.feed(ids) + output.flush()
+            text = await tokenizer.decode_many(ids, skip_special_tokens=given.skip_special_tokens)
         await call.send(pb.DetokenizeResponse(text=text).SerializeToString())
 
     async def list_models(self, call: Call) -> None:

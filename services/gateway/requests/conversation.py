@@ -4,15 +4,14 @@ from typing import NamedTuple
 
 from services.gateway.requests import extra_fields, validation
 from services.gateway.requests.schemas import ChatCompletionRequest
-from services.gateway.text.tokenization import Tokenizer
+from services.gateway.text.tokenization import Rendered, Tokenizer
 from services.gateway.tools.plan import ChatPlan, plan_of
 from shared.messages import ModelCard
 
 
-class Rendered(NamedTuple):
+class Planned(NamedTuple):
     plan: ChatPlan
-    text: str
-    """The prompt."""
+    prompt: Rendered
 
 
 def check_conversation(request: ChatCompletionRequest) -> None:
@@ -21,7 +20,7 @@ def check_conversation(request: ChatCompletionRequest) -> None:
     extra_fields.check(request)
 
 
-def rendered(request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer) -> Rendered:
-    """A request that was checked, in the model's own form. Raises `InvalidParameter`."""
+async def rendered(request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer) -> Planned:
+    """A request that was checked, in the model's own form. Raises `InvalidParameter`, `QueueFull`."""
     plan = plan_of(request, card, tokenizer.traits)
-    return Rendered(plan, tokenizer.render_chat(plan.messages, plan.tools, plan.options))
+    return Planned(plan, await tokenizer.render_chat(plan.messages, plan.tools, plan.options))

@@ -91,11 +91,23 @@ async def prompts_of(
 
     Raises `InvalidParameter`, `ContextLengthExceeded`, both with the input's index."""
     several = not isinstance(request.input, str)
+    texts = [one for one in given if isinstance(one, str)]
+    most = min(card.context_length, prompt_limit or card.context_length)
+    for index, text in enumerate(() if request.truncate_prompt_tokens else texts):
+        if len(text) > most and (fewest := tokenizer.fewest_tokens(text)) > most:
+            name = f"input[{index}]" if several else "input"
+            limit = f"This model's maximum context length is {most} tokens"
+            if most < card.context_length:
+                limit = f"This server takes prompts of at most {most} tokens (RYZANSTEIN_PROMPT_LIMIT)"
+            raise ContextLengthExceeded(
+                f"{limit}, and '{name}' has {fewest} or more; shorten it.", param=name
+            )
+    encoded = iter(await tokenizer.encode_all(texts) if texts else ())
     prompts = []
     for index, one in enumerate(given):
         name = f"input[{index}]" if several else "input"
         if isinstance(one, str):
-            tokens = await tokenizer.encode(one)
+            tokens = next(encoded)
         else:
             check_token_ids(name, one, card.vocab_size)
             tokens = one

@@ -198,19 +198,18 @@ def _metadata_error(what: str) -> InvalidParameter:
 
 async def extras_of(request: GenerationFields, tokenizer: Tokenizer) -> Extras:
     """The fields of `request` that are texts for the ring, as its tokens."""
-    words: list[list[int]] = []
-    for word in request.bad_words or ():
-        words += await _ways_to_say(word.lstrip(), tokenizer)
+    given = [word.lstrip() for word in request.bad_words or ()]
+    both = [way for word in given for way in (word, f" {word}")]
+    encoded = await tokenizer.encode_all(both, special=False) if both else []
+    words = [way for pair in zip(encoded[::2], encoded[1::2], strict=True) for way in _ways_to_say(*pair)]
     prediction: list[int] = []
     if isinstance(request, ChatCompletionRequest) and request.prediction is not None:
         prediction = await tokenizer.encode(_text(request.prediction.content), special=False)
     return Extras(words, prediction)
 
 
-async def _ways_to_say(word: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of `word` at the beginning of a text, and after a space where these are as many others."""
-    plain = await tokenizer.encode(word, special=False)
-    spaced = await tokenizer.encode(f" {word}", special=False)
+def _ways_to_say(plain: list[int], spaced: list[int]) -> list[list[int]]:
+    """The tokens of a word at the beginning of a text, and after a space where these are as many others."""
     differs = len(spaced) == len(plain) and spaced[:1] != plain[:1]
     return [tokens for tokens in ([plain, spaced] if differs else [plain]) if tokens]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ from services.gateway.life.idempotency import ABANDONED, POLL, IdempotencyKeys, 
 from services.gateway.limits.limiter import Limiter
 from services.gateway.readers.reading import Reading
 from services.gateway.readers.run import Run
-from services.gateway.requests import embeddings, extra_fields, validation
+from services.gateway.requests import embeddings, extra_fields, sampling, validation
 from services.gateway.requests.build import Build, Context, Parts
 from services.gateway.requests.conversation import check_conversation, rendered
 from services.gateway.requests.messages import text_of
@@ -238,13 +238,15 @@ class Intake:
         card = self._catalog.card(request.model)
         answer = wanted_by(request)
         tokenizer = await self._tokenizers.get(card)
-        plan, text = rendered(request, card, tokenizer)
+        plan, rendering = await rendered(request, card, tokenizer)
+        text = rendering.text
+        sampling.check_size(request, card, text, tokenizer, self._parts.settings.prompt_limit)
         parsing = plan.parsing(text)
         grammar = await self._grammar(
             plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
         )
         with tracing.stage("tokenize"):
-            prompt = await tokenizer.encode_rendered(text)
+            prompt = await tokenizer.encode_rendered(rendering)
         session = context.session or cache_key(request.prompt_cache_key)
         session = session or conversation_key(chat_messages(request))
         extras = await extra_fields.extras_of(request, tokenizer)
@@ -262,7 +264,7 @@ class Intake:
         check_conversation(request)
         card = self._catalog.card(request.model)
         tokenizer = await self._tokenizers.get(card)
-        return await tokenizer.encode_rendered(rendered(request, card, tokenizer).text)
+        return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)
 
     async def _grammar(self, plan: ChatPlan, wanted: Wanted | None) -> Grammar | None:
         """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`."""
@@ -304,7 +306,11 @@ class Intake:
         tokenizer = await self._tokenizers.get(card)
         special = request.add_special_tokens is not False
         with tracing.stage("tokenize"):
-            prompts = [await _prompt_ids(prompt, tokenizer, card, special) for prompt in given]
+            limit = self._parts.settings.prompt_limit
+            for text in given:
+                if isinstance(text, str):
+                    sampling.check_size(request, card, text, tokenizer, limit)
+            prompts = await _prompt_ids(given, tokenizer, card, special)
         extras = await extra_fields.extras_of(request, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key)
         build = Build(self._parts, request, card, tokenizer, context, session, grammar, extras=extras)
@@ -318,12 +324,14 @@ def _streamed(request: FieldsT) -> FieldsT:
 
 
 async def _prompt_ids(
-    prompt: str | list[int], tokenizer: Tokenizer, card: ModelCard, special: bool
-) -> list[int]:
-    if isinstance(prompt, str):
-        return await tokenizer.encode(prompt, special=special)
-    validation.check_token_ids("prompt", prompt, card.vocab_size)
-    return prompt
+    prompts: Sequence[str | list[int]], tokenizer: Tokenizer, card: ModelCard, special: bool
+) -> list[list[int]]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(await tokenizer.encode_all(texts, special=special) if texts else ())
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            validation.check_token_ids("prompt", prompt, card.vocab_size)
+    return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:

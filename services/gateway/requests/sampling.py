@@ -6,6 +6,7 @@ from typing import Any
 from services.gateway.errors import InvalidParameter
 from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.requests.validation import check_token_ids
+from services.gateway.text.tokenization import Tokenizer
 from shared.errors import ContextLengthExceeded
 from shared.messages import ModelCard, SamplingParams
 
@@ -50,6 +51,25 @@ def stop_token_ids(request: GenerationFields, card: ModelCard) -> list[int]:
     given = request.stop_token_ids or []
     check_token_ids("stop_token_ids", given, card.vocab_size)
     return given if request.ignore_eos else [*card.eos_token_ids, *given]
+
+
+def check_size(
+    request: GenerationFields, card: ModelCard, prompt: str, tokenizer: Tokenizer, prompt_limit: int
+) -> None:
+    """Refuses before it is tokenized what cannot fit by its size alone. `prompt_limit`: 0, none. Raises
+    `ContextLengthExceeded`."""
+    if request.truncate_prompt_tokens is not None:
+        return
+    most = min(card.context_length, prompt_limit or card.context_length)
+    if len(prompt) > most and (fewest := tokenizer.fewest_tokens(prompt)) > most:
+        param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+        limit = f"This model's maximum context length is {most} tokens"
+        if most < card.context_length:
+            limit = f"This server takes prompts of at most {most} tokens (RYZANSTEIN_PROMPT_LIMIT)"
+        raise ContextLengthExceeded(
+            f"{limit}, and your {param} resulted in {fewest} tokens or more; shorten the {param}.",
+            param=param,
+        )
 
 
 def max_tokens(request: GenerationFields, card: ModelCard, prompt_tokens: int, default: int) -> int:

@@ -15,11 +15,13 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
-import msgspec
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.text.templates import TemplateOptions, Templates
+from services.gateway.tools.traits import traits_of
 
 _OURS = frozenset(("messages", "tools", "add_generation_prompt"))
+_MOST_OF_REASON = 1000
 _REFUSALS = (
     jinja2.TemplateError,
     TypeError,
@@ -40,17 +42,6 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class TemplateOptions(msgspec.Struct, frozen=True):
-    """How a conversation is rendered."""
-
-    add_generation_prompt: bool = True
-    """Whether the prompt ends with the header of the assistant's next message."""
-    continue_final: bool = False
-    """Whether it ends within the last message, which the answer goes on with."""
-    variables: dict[str, Any] = {}
-    """Further variables of the template."""
 
 
 class ChatTemplate:
@@ -85,7 +76,7 @@ class ChatTemplate:
             text = self._render(messages, tools, options)
         except _REFUSALS as error:
             raise InvalidParameter(
-                f"The chat template of the model does not take these messages: {error}.",
+                f"The chat template of the model does not take these messages: {str(error)[:_MOST_OF_REASON]}.",
                 param="messages",
                 reason="invalid_messages",
             ) from None
@@ -133,30 +124,33 @@ def _cut_behind(last: object, text: str) -> str:
     return text[: start + len(whole if text.startswith(whole, start) else last.strip())]
 
 
-def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The `..._token` entries of tokenizer_config.json: texts, or objects that hold one as `content`."""
-    found = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+def compiled(templates: Templates) -> tuple[ChatTemplate, ChatTemplate]:
+    """The template, and the one for conversations with tools. Raises ValueError where one is no template."""
+    try:
+        template = ChatTemplate(templates.source, templates.special_tokens)
+        if templates.with_tools == templates.source:
+            return template, template
+        return template, ChatTemplate(templates.with_tools, templates.special_tokens)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise ValueError(str(error)) from error
 
 
-def template_source(
-    files: Mapping[str, bytes], config: Mapping[str, Any], name: str = "default"
-) -> str | None:
-    """The template among a model's files, or None: chat_template.jinja, else in tokenizer_config.json.
+class InProcess:
+    """Renders in this process, without limits: for tests and benchmarks (else `template_process.py`)."""
 
-    Where there are several by `name`, the one for conversations with tools is `tool_use`."""
-    if name == "default" and "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get(name)
-    elif name != "default":
-        source = None
-    return source if isinstance(source, str) else None
+    def __init__(self, templates: Templates) -> None:
+        """Raises ValueError."""
+        self._template, self._with_tools = compiled(templates)
+        self.traits = traits_of(self._with_tools)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: TemplateOptions,
+    ) -> str:
+        """Raises `InvalidParameter`."""
+        return (self._template if tools is None else self._with_tools).render(messages, tools, options)
 
 
 def _to_json(

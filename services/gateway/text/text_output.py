@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from services.gateway.text.detokenization import Detokenizer
 from services.gateway.text.stop_strings import StopStrings
-from services.gateway.text.tokenization import Detokenizer
 from services.gateway.tools.calls import CallDelta
 from shared.messages import FinishReason, TokenEntry, TokenLogprobs
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.text.chat_template import TemplateOptions
+from services.gateway.text.templates import TemplateOptions
 from services.gateway.tools.checks import Asked, asked_of
 from services.gateway.tools.conversation import (
     functions_for_template,

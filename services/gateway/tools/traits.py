@@ -5,12 +5,14 @@ and some as text, some fail on a message without content or on two calls at once
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.tools.families import family_of, reasoning_of, variant_of
+
+if TYPE_CHECKING:
+    from services.gateway.text.chat_template import ChatTemplate
 
 _TOOL, _ARGUMENT, _VALUE, _RESULT = "probe_tool", "probe_argument", "probe_value", "probe_result"
 LONG_ID, SHORT_ID = "call_0123456789abcdef01234567", "abcdef123"
@@ -58,7 +60,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """What it looks at beyond messages and tools, such as `enable_thinking`."""
 
 
-def traits_of(template: ChatTemplate) -> Traits:
+def traits_of(template: "ChatTemplate") -> Traits:
     """Renders some ten conversations: milliseconds, once per model."""
     probe = _Probe(template)
     objects = probe.shows_call({_ARGUMENT: _VALUE}) and not probe.looks_like_python()
@@ -83,7 +85,7 @@ def traits_of(template: ChatTemplate) -> Traits:
 class _Probe:
     """Shows a call and its result to a template, in the ways that templates want it."""
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: "ChatTemplate") -> None:
         self._template = template
         self.identity = LONG_ID
         self.content: str | None = None

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
-from services.gateway.text import tokenization
-from services.gateway.text.tokenization import MOST_PENDING, ModelTokenizer
+from services.gateway.text import detokenization
+from services.gateway.text.detokenization import CONTEXT_TOKENS, MOST_PENDING
+from services.gateway.text.tokenization import ModelTokenizer
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 
 
@@ -129,8 +130,8 @@ def test_decoding_takes_linear_time(token: int, monkeypatch: pytest.MonkeyPatch)
                 self._held = len(ids)
             return text
 
-    monkeypatch.setattr(tokenization, "DecodeStream", Counted)
+    monkeypatch.setattr(detokenization, "DecodeStream", Counted)
     detokenizer = TINY.detokenizer([], skip_special_tokens=True)
     for _ in range(2000):
         detokenizer.feed([token])
-    assert decoded <= 2000 * 2 * (MOST_PENDING + tokenization.CONTEXT_TOKENS)
+    assert decoded <= 2000 * 2 * (MOST_PENDING + CONTEXT_TOKENS)

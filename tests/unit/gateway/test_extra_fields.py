@@ -4,7 +4,8 @@ import pytest
 
 from services.gateway.errors import InvalidParameter
 from services.gateway.requests.schemas import ChatCompletionRequest, Message
-from services.gateway.text.chat_template import ChatTemplate, TemplateOptions
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.templates import TemplateOptions
 from services.gateway.tools.plan import plan_of
 from services.gateway.tools.traits import Traits
 from shared.messages import ModelCard

@@ -3,7 +3,8 @@
 import pytest
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.text.tokenization import LONG_TEXT, ModelTokenizer, StubTokenizer
+from services.gateway.text.encoding import INLINE
+from services.gateway.text.tokenization import ModelTokenizer, StubTokenizer
 from shared.errors import InternalError
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 
@@ -13,7 +14,7 @@ CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "
 @pytest.mark.parametrize("in_config", [False, True])
 async def test_a_conversation_is_rendered_without_more_special_tokens(in_config: bool) -> None:
     tokenizer = ModelTokenizer(tiny_files(in_config=in_config))
-    prompt = await tokenizer.encode_rendered(tokenizer.render_chat(CHAT))
+    prompt = await tokenizer.encode_rendered(await tokenizer.render_chat(CHAT))
     text = b"".join(map(tokenizer.token_bytes, prompt)).decode()
     assert text == ("<|start|>system\nBe kind.<|end|>\n<|start|>user\nHi<|end|>\n<|start|>assistant\n")
     assert prompt[0] == 0
@@ -21,9 +22,9 @@ async def test_a_conversation_is_rendered_without_more_special_tokens(in_config:
 
 async def test_plain_text_gets_the_models_special_tokens_and_is_never_cut() -> None:
     tokenizer = ModelTokenizer(tiny_files())
-    prompt = await tokenizer.encode("x" * (LONG_TEXT + 1))
+    prompt = await tokenizer.encode("x" * (INLINE + 1))
     assert prompt[0] == 1
-    assert len(prompt) == LONG_TEXT + 2
+    assert len(prompt) == INLINE + 2
 
 
 async def test_half_a_character_is_never_shown() -> None:
@@ -72,7 +73,7 @@ def test_bytes_of_tokens() -> None:
 async def test_a_model_without_a_template_points_to_completions() -> None:
     tokenizer = ModelTokenizer(tiny_files(template=None))
     with pytest.raises(InvalidParameter, match="/v1/completions"):
-        await tokenizer.encode_rendered(tokenizer.render_chat(CHAT))
+        await tokenizer.encode_rendered(await tokenizer.render_chat(CHAT))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ async def test_a_model_without_a_template_points_to_completions() -> None:
 async def test_what_a_template_refuses_is_told(template: str, shown: str) -> None:
     tokenizer = ModelTokenizer(tiny_files(template=template))
     with pytest.raises(InvalidParameter, match=shown):
-        await tokenizer.encode_rendered(tokenizer.render_chat(CHAT))
+        await tokenizer.encode_rendered(await tokenizer.render_chat(CHAT))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ async def test_what_a_template_refuses_is_told(template: str, shown: str) -> Non
 )
 async def test_what_templates_may_use(template: str, text: str) -> None:
     tokenizer = ModelTokenizer(tiny_files(template=template))
-    prompt = await tokenizer.encode_rendered(tokenizer.render_chat(CHAT))
+    prompt = await tokenizer.encode_rendered(await tokenizer.render_chat(CHAT))
     assert b"".join(map(tokenizer.token_bytes, prompt)).decode() == text
 
 
@@ -126,6 +127,6 @@ def test_broken_files(change: dict[str, bytes]) -> None:
 
 async def test_the_stub_is_bytes() -> None:
     stub = StubTokenizer()
-    assert await stub.encode_rendered(stub.render_chat(CHAT)) == list(b"Be kind.\nHi\n")
+    assert await stub.encode_rendered(await stub.render_chat(CHAT)) == list(b"Be kind.\nHi\n")
     assert stub.detokenizer([], skip_special_tokens=True).feed([0x41, 0x1E9]) == "A\xe9"
     assert stub.token_bytes(0x41) == b"A"

@@ -40,9 +40,12 @@ def test_only_the_markers_are_shown() -> None:
         assert "".join(detokenizer.feed([token]) for token in tokens) + detokenizer.flush() == shown
 
 
-def test_traits_are_of_the_template_for_tools() -> None:
+async def test_traits_are_of_the_template_for_tools() -> None:
     tokenizer = tokenizer_with(template=LLAMA31, in_config=True)
     assert tokenizer.traits.family == "llama3_json"
     messages = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.render_chat(messages) == "Hi"
-    assert "ipython" in tokenizer.render_chat(messages, [{"type": "function", "function": {"name": "f"}}])
+    assert (await tokenizer.render_chat(messages)).text == "Hi"
+    assert (
+        "ipython"
+        in (await tokenizer.render_chat(messages, [{"type": "function", "function": {"name": "f"}}])).text
+    )

@@ -1,0 +1,82 @@
+"""Chat templates as they lie among a model's files, what rendering is told, and who renders. Without jinja2."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from services.gateway.tools.traits import Traits
+
+
+class TemplateOptions(msgspec.Struct, frozen=True):
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the header of the assistant's next message."""
+    continue_final: bool = False
+    """Whether it ends within the last message, which the answer goes on with."""
+    variables: dict[str, Any] = {}
+    """Further variables of the template."""
+
+
+class Templates(msgspec.Struct, frozen=True):
+    """The chat templates of a model, not compiled yet."""
+
+    source: str
+    with_tools: str
+    """For conversations with tools; the same where there is no other."""
+    special_tokens: dict[str, str] = {}
+
+
+class Renderer(Protocol):
+    """Makes prompts of conversations, with the templates of one model."""
+
+    @property
+    def traits(self) -> Traits:
+        """What the templates can do."""
+        ...
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: TemplateOptions,
+    ) -> str:
+        """The prompt. Raises `InvalidParameter`, `QueueFull`."""
+        ...
+
+
+def templates_of(files: Mapping[str, bytes]) -> Templates | None:
+    """None: there are none. Raises ValueError where a file is none of its kind."""
+    config = _read(files, "special_tokens_map.json") | _read(files, "tokenizer_config.json")
+    source, with_tools = _source(files, config), _source(files, config, "tool_use")
+    either = source or with_tools
+    return Templates(either, with_tools or either, _special_tokens(config)) if either else None
+
+
+def _read(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    return msgspec.json.decode(files.get(name, b"{}"), type=dict[str, Any])
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The `..._token` entries of tokenizer_config.json: texts, or objects that hold one as `content`."""
+    found = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _source(files: Mapping[str, bytes], config: Mapping[str, Any], name: str = "default") -> str | None:
+    """The template of `name`, or None: chat_template.jinja, else in tokenizer_config.json.
+
+    Where there are several by `name`, the one for conversations with tools is `tool_use`."""
+    if name == "default" and "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get(name)
+    elif name != "default":
+        source = None
+    return source if isinstance(source, str) else None
