@@ -22,8 +22,8 @@ Measure = Callable[[Sequence[str]], Awaitable[int]]
 
 _FOLDER = Path(__file__).parent / "words"
 # Candidates that open a message, so that no space comes before them, and plain English for the rest.
-_STARTS = tuple((_FOLDER / "starts.txt").read_text().split())
-_WORDS = tuple((_FOLDER / "words.txt").read_text().split())
+STARTS = tuple((_FOLDER / "starts.txt").read_text().split())
+WORDS = tuple((_FOLDER / "words.txt").read_text().split())
 _CHUNK = 32
 _ENOUGH_STARTS = 128
 _ENOUGH_WORDS = 96
@@ -94,8 +94,8 @@ async def calibrate(measure: Measure, *, turns: bool = True) -> Vocabulary:
     async def are_words(candidates: Sequence[str]) -> bool:
         return await measure([" ".join(["x", *candidates])]) == overhead + 1 + len(candidates)
 
-    starts = await _singles(_STARTS, are_starts, _ENOUGH_STARTS)
-    words = await _singles(_WORDS, are_words, _ENOUGH_WORDS)
+    starts = await _singles(STARTS, are_starts, _ENOUGH_STARTS)
+    words = await _singles(WORDS, are_words, _ENOUGH_WORDS)
     if len(starts) < 16 or len(words) < 16:
         raise BenchError(
             "Prompts of an exact size cannot be built: the server's usage.prompt_tokens does not grow by one"

@@ -223,7 +223,7 @@ def _command_line(arguments: Sequence[str], api_key: str | None) -> str:
     return shlex.join(["python", "-m", "benchmarks.serve", *words])
 
 
-def _progress() -> Progress:
+def progress_bars() -> Progress:
     """Bars on the terminal only, drawn rarely: drawing costs the server CPU time."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -306,7 +306,7 @@ def main(
             timeout=timeout,
             command=_command_line(sys.argv[1:], api_key),
         )
-        with _progress() as progress:
+        with progress_bars() as progress:
             report = run_to_end(plan, progress)
         write_json(json, report)
     if as_markdown:
