@@ -37,6 +37,9 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TYPE_ERROR = re.compile(r"Expected `(.+?)`, got `(.+?)`(?: - at (?P<where>.+))?$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(?P<path>.*)`)?$")
 _MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(?P<path>.*)`)?$")
+_WRONG_KEY = re.compile(r"^Expected `int`, got `str` - at `key` in `\$\.(?P<field>\w+)`$")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+"""What msgspec takes for an integer among the keys of an object."""
 _WORDS = {
     "int": "an integer",
     "float": "a number",
@@ -53,6 +56,8 @@ def decode(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
+        if (match := _WRONG_KEY.search(str(error))) is not None:
+            raise _wrong_key(body, match["field"]) from None
         raise _from_msgspec(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidParameter(
@@ -81,6 +86,22 @@ def _from_msgspec(text: str) -> InvalidParameter:
     message, _, where = text.partition(" - at ")
     param = _param(where)
     return InvalidParameter(f"Invalid value for '{param}': {message}.", param=param, reason="invalid_value")
+
+
+def _wrong_key(body: bytes | msgspec.Raw, field: str) -> InvalidParameter:
+    """`field` of the body is an object by token ids, and has a key that is no integer; msgspec does not say which."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        keys = msgspec.json.decode(fields[field], type=dict[str, msgspec.Raw])
+        wrong = next(f" {key[:64]!r}" for key in keys if not _INTEGER.fullmatch(key))
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, StopIteration):
+        wrong = ""  # more is wrong with the body
+    return InvalidParameter(
+        f"Invalid key{wrong} in '{field}': expected the id of a token, an integer from 0 to the size of the model's "
+        "vocabulary less 1.",
+        param=field,
+        reason="invalid_token_id",
+    )
 
 
 def _wrong_type(param: str, expected: str, got: str) -> InvalidParameter:
