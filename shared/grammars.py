@@ -14,8 +14,6 @@ from llguidance import LLMatcher, LLParserLimits
 
 from shared.messages import Grammar
 
-MAX_BYTES = 256 << 10
-"""Longest text of a grammar, in UTF-8: its request has to fit a message of the broker."""
 LARGEST_EXACT = 2**53
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 _MOST_OF_REASON = 300

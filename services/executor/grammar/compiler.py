@@ -8,11 +8,12 @@ from services.executor.grammar.state import GrammarState
 from services.executor.grammar.vocabulary import Vocabulary
 from shared.errors import InvalidGrammar
 from shared.grammar_check import GrammarCheck
-from shared.grammars import MAX_BYTES, limits, shortened, source_of
+from shared.grammars import limits, shortened, source_of
+from shared.limits import GRAMMAR_BYTES
 from shared.messages import GenerationRequest, Grammar
 
 MOST_KEPT = 128
-MOST_KEPT_BYTES = 16 * MAX_BYTES
+MOST_KEPT_BYTES = 16 * GRAMMAR_BYTES.value
 
 
 class GrammarCompiler:
@@ -44,8 +45,8 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         """Where the grammar is one that takes minutes, gigabytes or the whole stack, another process is told so
         by its end (`shared.grammar_check`); then here."""
-        if len(grammar.text) > MAX_BYTES:
-            raise InvalidGrammar(f"The answer's form has more than {MAX_BYTES} bytes; make it smaller.")
+        if len(grammar.text) > GRAMMAR_BYTES.value:
+            raise InvalidGrammar(f"The answer's form is too long; make it smaller ({GRAMMAR_BYTES.cited()}).")
         problem = self._check.check(grammar).problem
         if not problem:
             matcher = LLMatcher(self._vocabulary.tokenizer, source_of(grammar), limits=limits(), log_level=0)

@@ -14,6 +14,7 @@ from services.gateway.errors import InvalidParameter, KeyReused, RouteError
 from services.gateway.files.expiry import expiry
 from services.gateway.files.listing import page
 from services.gateway.files.store import Files
+from services.gateway.requests.refusals import check_metadata_sizes
 from services.gateway.settings import GatewaySettings
 from shared import tracing
 from shared.batches import BatchJob, ExpiresAfter
@@ -55,7 +56,7 @@ class Batches:
                 reason="invalid_value",
             )
         seconds = states.window_seconds(wanted.completion_window, self._settings.batch_window_limit)
-        states.check_metadata(wanted.metadata)
+        check_metadata_sizes(wanted.metadata)
         return seconds
 
     async def submit(

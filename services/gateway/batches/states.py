@@ -19,7 +19,6 @@ from shared.batches import OVER, BatchError, BatchJob, Counts, Ending, TokenCoun
 WINDOW = "([0-9]{1,6})([smhd])"
 _WINDOW = re.compile(WINDOW)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-MAX_METADATA, KEY_CHARACTERS, VALUE_CHARACTERS = 16, 64, 512
 
 _replace = msgspec.structs.replace
 
@@ -37,23 +36,6 @@ def window_seconds(window: str, most: float) -> float:
     seconds = float(int(match[1]) * _UNITS[match[2]])
     check_range("completion_window", seconds, 1, most)
     return seconds
-
-
-def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raises `InvalidParameter`."""
-    for key, value in (metadata or {}).items():
-        if len(key) > KEY_CHARACTERS or len(value) > VALUE_CHARACTERS:
-            raise InvalidParameter(
-                f"Invalid 'metadata': keys have at most {KEY_CHARACTERS} characters and values {VALUE_CHARACTERS}.",
-                param="metadata",
-                reason="string_above_max_length",
-            )
-    if metadata and len(metadata) > MAX_METADATA:
-        raise InvalidParameter(
-            f"Invalid 'metadata': too many properties; there may be {MAX_METADATA}.",
-            param="metadata",
-            reason="object_above_max_properties",
-        )
 
 
 # --- what happens to it --------------------------------------------------------------------------

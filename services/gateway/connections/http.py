@@ -18,8 +18,6 @@ from services.gateway.connections.limits import (
     FULL,
     INVALID,
     LARGE,
-    MAX_HEADERS,
-    MAX_PIPELINED,
     NO_HANDSHAKE,
     PIPELINED,
     RESERVED,
@@ -27,6 +25,8 @@ from services.gateway.connections.limits import (
     Limits,
     Refusal,
 )
+from shared.limits import HEADERS
+from shared.limits import PIPELINED as MOST_PIPELINED
 from shared.telemetry import OpsApp
 
 log = structlog.get_logger(__name__)
@@ -169,7 +169,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def _grow(self, size: int) -> None:
         self._head_size += size
-        if self._head_size > self.limits.head_bytes or self._head_count > MAX_HEADERS:
+        if self._head_size > self.limits.head_bytes or self._head_count > HEADERS.value:
             self._stop(LARGE)
 
     def on_headers_complete(self) -> None:
@@ -182,7 +182,7 @@ class GuardedHttp(HttpToolsProtocol):
             self._declined = True
             return
         super().on_headers_complete()
-        if len(self.pipeline) > MAX_PIPELINED:
+        if len(self.pipeline) > MOST_PIPELINED.value:
             self._stop(PIPELINED)
 
     def on_body(self, body: bytes) -> None:

@@ -7,13 +7,10 @@ import msgspec
 import structlog
 
 from services.gateway.errors import ErrorBody, ErrorDetail
+from shared import limits
 
 log = structlog.get_logger(__name__)
 
-MAX_HEADERS = 128
-"""Headers of a request, trailers among them."""
-MAX_PIPELINED = 16
-"""Requests that may wait on a connection for the answer to an earlier one."""
 RESERVED = 32
 """Connections beyond the limit, for /health, /ready and /metrics: a full gateway is no dead one."""
 OTHER_FILES = 256
@@ -62,7 +59,8 @@ PIPELINED = Refusal(
     400,
     "Bad Request",
     "invalid_http",
-    f"More than {MAX_PIPELINED} requests wait on this connection; wait for answers, or use more connections.",
+    "Too many requests wait on this connection; wait for answers, or use more connections "
+    f"({limits.PIPELINED.cited()}).",
 )
 NO_HANDSHAKE = Refusal(
     400,
@@ -77,7 +75,8 @@ LARGE = Refusal(
     431,
     "Request Header Fields Too Large",
     "headers_too_large",
-    f"The request has more than {MAX_HEADERS} headers, or they are too long; shorten them.",
+    f"The request has too many headers ({limits.HEADERS.cited()}), or they are too long; shorten them "
+    f"({limits.HEAD.cited()}).",
 )
 FULL = Refusal(
     503,

@@ -12,8 +12,8 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
-MAX_QUEUED = 4096
-"""Messages that may have come in one read and wait to be looked at."""
+from shared.limits import WEBSOCKET_MESSAGES
+
 INVALID_DATA, POLICY = 1007, 1008
 
 
@@ -46,7 +46,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     def _take(self) -> None:
         if self.close_sent:
             return
-        if self.queue.qsize() >= MAX_QUEUED:
+        if self.queue.qsize() >= WEBSOCKET_MESSAGES.value:
             self._fail(POLICY, "too many messages at once")
         elif self.curr_msg_data_type == "text" and not _is_utf8(self.frames[0]):
             self._fail(INVALID_DATA, "not UTF-8")

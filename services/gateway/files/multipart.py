@@ -16,12 +16,9 @@ from services.gateway.errors import InvalidParameter, RequestTimeout
 from services.gateway.http_io import header
 from services.gateway.readers.mailbox import ClientGone
 from shared.errors import PayloadTooLarge
+from shared.limits import UPLOAD_FIELD, UPLOAD_FIELDS
 from shared.telemetry import Receive, Scope
 
-MAX_FIELDS = 32
-"""Fields beside the file, with a value or without one."""
-FIELD_BYTES = 4096
-"""Largest value of a field, and largest header of a part."""
 FIELD_NAME = 256
 """Characters of a field's name."""
 FORM_ROOM = 64 << 10
@@ -132,8 +129,8 @@ class MultipartForm:
 
     def _on_part_begin(self) -> None:
         self._parts += 1
-        if self._parts > MAX_FIELDS + 1:
-            raise _broken(f"it has more than {MAX_FIELDS} fields")
+        if self._parts > UPLOAD_FIELDS.value + 1:
+            raise _broken(f"it has too many fields ({UPLOAD_FIELDS.cited()})")
         self._disposition, self._field, self._in_file = "", "", False
         self._value.clear()
 
@@ -142,7 +139,7 @@ class MultipartForm:
 
     def _on_header_value(self, data: bytes, start: int, end: int) -> None:
         self._header_value += data[start:end]
-        if len(self._header_value) > FIELD_BYTES:
+        if len(self._header_value) > UPLOAD_FIELD.value:
             raise _broken("a part has too long a header")
 
     def _on_header_end(self) -> None:
@@ -172,8 +169,8 @@ class MultipartForm:
                 self._data.append(data[start:end])
             return
         self._value += data[start:end]
-        if len(self._value) > FIELD_BYTES:
-            raise _broken(f"the field '{self._field[:64]}' has more than {FIELD_BYTES} bytes")
+        if len(self._value) > UPLOAD_FIELD.value:
+            raise _broken(f"the field '{self._field[:64]}' is too long ({UPLOAD_FIELD.cited()})")
 
     def _on_part_end(self) -> None:
         if self._in_file:

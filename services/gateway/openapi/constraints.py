@@ -5,19 +5,14 @@ less than the server does would be found by `make fuzz`.
 """
 
 from services.gateway.batches.constraints import constrain_batches
+from services.gateway.openapi.bounds import bound
 from services.gateway.openapi.extra_constraints import TOKEN, constrain_extras, constrain_others
 from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow, refuse
 from services.gateway.requests.messages import OTHER_PARTS, PARTS, ROLES
 from services.gateway.requests.schemas import NEUTRAL, NEUTRAL_IN_MESSAGE
-from services.gateway.requests.validation import (
-    MAX_BIAS,
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    MAX_STOPS,
-    OPEN_BELOW,
-    RANGES,
-)
+from services.gateway.requests.validation import LARGEST_BIAS, OPEN_BELOW, RANGES
 from services.gateway.responses.constraints import constrain_responses
+from shared import limits
 
 REQUESTS = ("ChatCompletionRequest", "CompletionRequest")
 """Components to which the tables of `validation.py` apply."""
@@ -44,7 +39,8 @@ def constrain(components: dict[str, Schema]) -> None:
     if "CompletionRequest" in components:
         properties = components["CompletionRequest"]["properties"]
         properties["prompt"] = _prompt()
-        narrow(properties["logprobs"], "integer", minimum=0, maximum=MAX_LOGPROBS)
+        narrow(properties["logprobs"], "integer", minimum=0)
+    bound(components)
 
 
 def _constrain_request(schema: Schema) -> None:
@@ -59,9 +55,9 @@ def _constrain_request(schema: Schema) -> None:
             refuse(properties, name, neutral)
     narrow(properties["model"], "string", minLength=1)
     narrow(properties["stop"], "string", minLength=1)
-    narrow(properties["stop"], "array", maxItems=MAX_STOPS, items={"type": "string", "minLength": 1})
+    narrow(properties["stop"], "array", items={"type": "string", "minLength": 1})
     narrow(properties["stop_token_ids"], "array", items=TOKEN)
-    bias = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
+    bias = {"type": "number", "minimum": -LARGEST_BIAS, "maximum": LARGEST_BIAS}
     names = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,8})$"}
     narrow(properties["logit_bias"], "object", additionalProperties=bias, propertyNames=names)
     schema["allOf"] = [given_needs(*rule) for rule in _rules() if rule[0] in properties]
@@ -121,5 +117,5 @@ def _constrain_part(schema: Schema) -> None:
 def _prompt() -> Schema:
     ids = {"type": "array", "items": TOKEN, "minItems": 1}
     text = {"type": "string", "minLength": 1}
-    many = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES}
+    many = {"type": "array", "minItems": 1, "maxItems": limits.CHOICES.value}
     return {"anyOf": [text, many | {"items": text}, ids, many | {"items": ids}]}

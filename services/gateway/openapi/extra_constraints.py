@@ -2,14 +2,14 @@
 
 from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow
 from services.gateway.requests import extra_fields
-from services.gateway.requests.embeddings import MAX_INPUTS
-from services.gateway.requests.validation import MAX_CHOICES
+from shared import limits
 
 TOKEN: Schema = {"type": "integer", "minimum": 0}
 LAST_TOKENS: Schema = {
     "anyOf": [{"const": -1}, {"type": "integer", "minimum": 1, "maximum": 2**31}, NULL],
     "default": None,
 }
+_KEY: Schema = {"type": "string", "minLength": 1}
 NOT_TRUE: Schema = {"enum": [None, False]}
 ONE_MESSAGE = given_needs("continue_final_message", {"const": True}, {"add_generation_prompt": NOT_TRUE})
 
@@ -23,16 +23,14 @@ def constrain_extras(properties: dict[str, Schema]) -> list[Schema]:
     ):
         if name in properties:
             narrow(properties[name], "string", enum=list(known))
-    _constrain_metadata(properties["metadata"])
+    narrow(properties["metadata"], "object", propertyNames=_KEY)
     properties["truncate_prompt_tokens"] = LAST_TOKENS
-    narrow(
-        properties["allowed_token_ids"], "array", items=TOKEN, minItems=1, maxItems=extra_fields.MAX_ALLOWED
-    )
+    narrow(properties["allowed_token_ids"], "array", items=TOKEN, minItems=1)
     word = {"type": "string", "pattern": r"\S"}
-    narrow(properties["bad_words"], "array", items=word, maxItems=extra_fields.MAX_BAD_WORDS)
+    narrow(properties["bad_words"], "array", items=word)
     rules = [ONE_MESSAGE] if "continue_final_message" in properties else []
     if "best_of" in properties:
-        narrow(properties["best_of"], "integer", minimum=1, maximum=MAX_CHOICES)
+        narrow(properties["best_of"], "integer", minimum=1)
         rules.append(given_needs("best_of", {"type": "integer", "minimum": 2}, {"stream": NOT_TRUE}))
         rules.append(_nothing_needs_a_prompt())
     rules.append(given_needs("prompt_logprobs", {"type": "integer"}, {"stream": NOT_TRUE}))
@@ -48,17 +46,6 @@ def _nothing_needs_a_prompt() -> Schema:
     }
 
 
-def _constrain_metadata(schema: Schema) -> None:
-    entries, key_length, value_length = extra_fields.METADATA
-    narrow(
-        schema,
-        "object",
-        maxProperties=entries,
-        propertyNames={"type": "string", "minLength": 1, "maxLength": key_length},
-        additionalProperties={"type": "string", "maxLength": value_length},
-    )
-
-
 def constrain_others(components: dict[str, Schema]) -> None:
     """As `constraints.constrain`, for the requests that make no text."""
     if "StreamOptions" in components:
@@ -69,7 +56,7 @@ def constrain_others(components: dict[str, Schema]) -> None:
     if "TokenizeRequest" in components:
         _constrain_tokenize(components["TokenizeRequest"])
     if "ChangedChat" in components:
-        _constrain_metadata(components["ChangedChat"]["properties"]["metadata"])
+        narrow(components["ChangedChat"]["properties"]["metadata"], "object", propertyNames=_KEY)
     if "DetokenizeRequest" in components:
         narrow(components["DetokenizeRequest"]["properties"]["tokens"], "array", items=TOKEN)
 
@@ -77,7 +64,7 @@ def constrain_others(components: dict[str, Schema]) -> None:
 def _constrain_embedding(properties: dict[str, Schema]) -> None:
     text: Schema = {"type": "string", "minLength": 1}
     ids: Schema = {"type": "array", "items": TOKEN, "minItems": 1}
-    many: Schema = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
+    many: Schema = {"type": "array", "minItems": 1, "maxItems": limits.EMBEDDING_INPUTS.value}
     properties["input"] = {"anyOf": [text, many | {"items": text}, ids, many | {"items": ids}]}
     narrow(properties["dimensions"], "integer", minimum=1)
     properties["truncate_prompt_tokens"] = LAST_TOKENS

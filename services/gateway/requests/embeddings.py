@@ -20,15 +20,15 @@ from services.gateway.life.identity import PREFIXES, new_identity
 from services.gateway.readers.run import Run
 from services.gateway.readers.runs import new_run
 from services.gateway.requests.build import Context, Parts
+from services.gateway.requests.refusals import check_size
 from services.gateway.requests.validation import check_range, check_token_ids
 from services.gateway.settings import limits_of
 from services.gateway.text.tokenization import Tokenizer
 from services.gateway.traces.answers import traced
+from shared import limits
 from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, ModelCard
 from shared.records import GenerationRecord
-
-MAX_INPUTS = 2048
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,12 +52,7 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
         raise _wrong("input", "it is an empty array; send at least one input", "empty_array")
     if all(isinstance(item, int) for item in given):
         return [[item for item in given if isinstance(item, int)]]
-    if len(given) > MAX_INPUTS:
-        raise _wrong(
-            "input",
-            f"it has {len(given)} inputs and may have {MAX_INPUTS}; send fewer at a time",
-            "array_above_max_length",
-        )
+    check_size("input", given, limits.EMBEDDING_INPUTS)
     for kind in (str, list):
         if all(isinstance(item, kind) for item in given):
             return [item for item in given if not isinstance(item, int)]

@@ -13,13 +13,12 @@
 `suffix` is refused: no open model says how it was taught to fill in the middle.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.requests.refusals import unsupported
+from services.gateway.requests.refusals import check_metadata_sizes, check_size, unsupported
 from services.gateway.requests.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -27,12 +26,12 @@ from services.gateway.requests.schemas import (
     GenerationFields,
 )
 from services.gateway.requests.validation import (
-    MAX_CHOICES,
     check_range,
     check_token_ids,
     prompts_of,
 )
 from services.gateway.text.tokenization import Tokenizer
+from shared import limits
 from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, Lane, ModelCard
 from shared.records import GenerationRecord
@@ -44,10 +43,6 @@ RETENTIONS = ("in_memory", "in-memory")
 VERBOSITIES = ("low", "medium", "high")
 _OPENAIS = ("service_tier", "prompt_cache_retention")
 """Fields of which OpenAI's API knows more values than there are here."""
-MAX_BAD_WORDS = 128
-MAX_ALLOWED = 4096
-METADATA = (16, 64, 512)
-"""Entries, characters of a key, characters of a value: OpenAI's limits."""
 
 
 class Extras(msgspec.Struct, frozen=True):
@@ -108,10 +103,11 @@ def _check_completion(request: CompletionRequest) -> None:
     if request.best_of is None:
         return
     shown = request.n or 1
-    check_range("best_of", request.best_of, shown, MAX_CHOICES)
-    if len(prompts_of(request)) * request.best_of > MAX_CHOICES:
+    check_range("best_of", request.best_of, shown, limits.CHOICES.value)
+    if len(prompts_of(request)) * request.best_of > limits.CHOICES.value:
         raise InvalidParameter(
-            f"Invalid 'best_of': with these prompts it makes more than {MAX_CHOICES} candidates; send fewer at a time.",
+            "Invalid 'best_of': with these prompts it makes too many candidates; send fewer at a time "
+            f"({limits.CHOICES.cited()}).",
             param="best_of",
             reason="integer_above_max_value",
         )
@@ -129,15 +125,8 @@ def _check_tokens(request: GenerationFields) -> None:
         check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, 2**31)
         if not request.truncate_prompt_tokens:
             raise _below("truncate_prompt_tokens", "1, or of -1 for what the context has room for")
-    for name, most in (("allowed_token_ids", MAX_ALLOWED), ("bad_words", MAX_BAD_WORDS)):
-        given: Sequence[object] | None = getattr(request, name)
-        if given is not None and len(given) > most:
-            raise InvalidParameter(
-                f"Invalid '{name}': array too long. Expected an array with maximum length {most}, but got an array "
-                f"with length {len(given)} instead.",
-                param=name,
-                reason="array_above_max_length",
-            )
+    check_size("allowed_token_ids", request.allowed_token_ids, limits.ALLOWED_TOKENS)
+    check_size("bad_words", request.bad_words, limits.BAD_WORDS)
     if request.allowed_token_ids is not None and not request.allowed_token_ids:
         raise InvalidParameter(
             "Invalid 'allowed_token_ids': empty array. At least one token must be allowed.",
@@ -173,24 +162,13 @@ def _check_choice(name: str, value: str | None, known: tuple[str, ...]) -> None:
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
     """Raises `InvalidParameter`."""
-    entries, key_length, value_length = METADATA
-    if not metadata:
-        return
-    if len(metadata) > entries:
-        raise _metadata_error(f"it has {len(metadata)} entries and may have {entries}")
-    for key, value in metadata.items():
-        if not 1 <= len(key) <= key_length:
-            raise _metadata_error(f"a key has {len(key)} characters and may have 1 to {key_length}")
-        if len(value) > value_length:
-            raise _metadata_error(
-                f"the value of '{key}' has {len(value)} characters and may have {value_length}"
-            )
-
-
-def _metadata_error(what: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"Invalid 'metadata': {what}; shorten it.", param="metadata", reason="invalid_value"
-    )
+    check_metadata_sizes(metadata)
+    if metadata and "" in metadata:
+        raise InvalidParameter(
+            "Invalid 'metadata': a key is empty; a key has at least one character.",
+            param="metadata",
+            reason="invalid_value",
+        )
 
 
 # --- what the tokenizer says of them -------------------------------------------------------------

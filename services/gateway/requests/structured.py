@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.refusals import check_size, empty_array
 from services.gateway.requests.schemas import GenerationFields
 from services.gateway.requests.structured_fields import (
     GUIDED,
@@ -25,18 +26,15 @@ from services.gateway.requests.structured_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
+from shared import limits
 from shared.errors import QueueFull
 from shared.grammar_check import GrammarCheck, Verdict
-from shared.grammars import ANY_OBJECT, MAX_BYTES
+from shared.grammars import ANY_OBJECT
 from shared.messages import Grammar
 
 FORMATS = ("text", "json_object", "json_schema")
 SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]+")
-LONGEST_NAME = 64
-MOST_CHOICES = 1024
 KEPT_VERDICTS = 256
-MOST_WAITING = 64
-"""Grammars that nobody knows yet and that wait to be compiled; more are refused for the moment."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -116,13 +114,7 @@ def _of_format(value: ResponseFormat, param: str) -> Wanted:
 
 def wanted_schema(value: JsonSchemaFormat, param: str, path: str) -> Wanted:
     """A named schema of a client, which stands at `path` in its request. Raises `InvalidParameter`."""
-    if len(value.name) > LONGEST_NAME:
-        raise InvalidParameter(
-            f"Invalid '{path}.name': string too long. Expected a string with maximum length {LONGEST_NAME}, but got "
-            f"a string with length {len(value.name)} instead.",
-            param=f"{path}.name",
-            reason="string_above_max_length",
-        )
+    check_size(f"{path}.name", value.name, limits.SCHEMA_NAME)
     if not SCHEMA_NAME.fullmatch(value.name):
         raise InvalidParameter(
             f"Invalid '{path}.name': string does not match pattern. Expected a string that matches the pattern "
@@ -167,12 +159,9 @@ def _of_kind(kind: str, value: Any, param: str) -> Wanted:
 
 
 def _checked_choices(choices: list[str], param: str) -> list[str]:
-    if not 1 <= len(choices) <= MOST_CHOICES:
-        raise InvalidParameter(
-            f"Invalid '{param}': expected an array with 1 to {MOST_CHOICES} strings, but got {len(choices)}.",
-            param=param,
-            reason="invalid_value",
-        )
+    if not choices:
+        raise empty_array(param)
+    check_size(param, choices, limits.GRAMMAR_CHOICES)
     if not all(choices):
         raise _empty(param)
     return choices
@@ -180,9 +169,9 @@ def _checked_choices(choices: list[str], param: str) -> list[str]:
 
 def _check_size(wanted: Wanted) -> None:
     size = len(wanted.grammar.text.encode())
-    if size > MAX_BYTES:
+    if size > limits.GRAMMAR_BYTES.value:
         raise InvalidParameter(
-            f"{wanted.subject}: it has {size} bytes and may have {MAX_BYTES}; make it smaller.",
+            f"{wanted.subject}: it has {size} bytes; make it smaller ({limits.GRAMMAR_BYTES.cited()}).",
             param=wanted.param,
             reason="string_above_max_length",
         )
@@ -237,9 +226,10 @@ class Grammars:
         return verdict.grammar
 
     async def _ask(self, grammar: Grammar) -> Verdict:
-        if self._waiting >= MOST_WAITING:
+        if self._waiting >= limits.GRAMMARS_WAITING.value:
             raise QueueFull(
-                f"{self._waiting} new schemas and grammars wait to be compiled; try again in a moment.",
+                f"{self._waiting} new schemas and grammars wait to be compiled; try again in a moment "
+                f"({limits.GRAMMARS_WAITING.cited()}).",
                 retry_after=1,
             )
         self._waiting += 1

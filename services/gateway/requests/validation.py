@@ -11,7 +11,7 @@ import msgspec
 
 from services.gateway.errors import InvalidParameter
 from services.gateway.requests.messages import check_message
-from services.gateway.requests.refusals import asks_for_nothing, empty_array, unsupported
+from services.gateway.requests.refusals import asks_for_nothing, check_size, empty_array, unsupported
 from services.gateway.requests.schemas import (
     NEUTRAL,
     ChatCompletionRequest,
@@ -19,14 +19,12 @@ from services.gateway.requests.schemas import (
     GenerationFields,
 )
 from services.gateway.tools import checks
+from shared import limits
 from shared.messages import GenerationRequest
 
 T = TypeVar("T")
 
-MAX_STOPS = 16
-MAX_CHOICES = 128
-MAX_BIAS = 100
-MAX_LOGPROBS = 20
+LARGEST_BIAS = 100
 MAX_PROMPT_LOGPROBS = (1 << 16, 1 << 17)
 """Log probabilities of one prompt and of all prompts of a request: of each token, and of the most likely ones there."""
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
@@ -133,13 +131,13 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
     ("repetition_penalty", 0, 10),
-    ("n", 1, MAX_CHOICES),
+    ("n", 1, limits.CHOICES.value),
     ("max_tokens", 0, 2**31),
     ("max_completion_tokens", 1, 2**31),
     ("min_tokens", 0, 2**31),
     ("top_k", -1, 2**31),
-    ("top_logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("top_logprobs", 0, limits.LOGPROBS.value),
+    ("prompt_logprobs", 0, limits.LOGPROBS.value),
     ("seed", -(2**63), 2**64 - 1),
 )
 OPEN_BELOW = ("top_p", "repetition_penalty")
@@ -176,7 +174,7 @@ def _check_fields(request: GenerationFields) -> None:
         raise InvalidParameter("Invalid 'model': empty string.", param="model", reason="empty_string")
     _check_stops(request)
     for token, bias in (request.logit_bias or {}).items():
-        check_range(f"logit_bias.{token}", bias, -MAX_BIAS, MAX_BIAS)
+        check_range(f"logit_bias.{token}", bias, -LARGEST_BIAS, LARGEST_BIAS)
     if request.stream_options is not None:
         _check_stream_options(request)
 
@@ -190,13 +188,7 @@ def stop_strings(request: GenerationFields) -> list[str]:
 
 def _check_stops(request: GenerationFields) -> None:
     stops = stop_strings(request)
-    if len(stops) > MAX_STOPS:
-        raise InvalidParameter(
-            f"Invalid 'stop': array too long. Expected an array with maximum length {MAX_STOPS}, "
-            f"but got an array with length {len(stops)} instead.",
-            param="stop",
-            reason="array_above_max_length",
-        )
+    check_size("stop", stops, limits.STOP_STRINGS)
     if not all(stops):
         raise InvalidParameter(
             "Invalid 'stop': empty string. A stop string has at least one character.",
@@ -282,12 +274,12 @@ def check_completion(request: CompletionRequest) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`."""
     _check_fields(request)
     if request.logprobs is not None:
-        check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+        check_range("logprobs", request.logprobs, 0, limits.LOGPROBS.value)
     prompts, choices = len(prompts_of(request)), request.n or 1
-    if prompts * choices > MAX_CHOICES:
+    if prompts * choices > limits.CHOICES.value:
         raise InvalidParameter(
-            f"Invalid 'prompt': {prompts} prompts with n = {choices} make more than {MAX_CHOICES} choices; "
-            "send fewer prompts at a time.",
+            f"Invalid 'prompt': {prompts} prompts with n = {choices} make too many choices; send fewer prompts at a "
+            f"time ({limits.CHOICES.cited()}).",
             param="prompt",
             reason="array_above_max_length",
         )

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.refusals import check_metadata_sizes, check_size
 from services.gateway.requests.validation import check_range
 from services.gateway.responses.schemas import (
     NEUTRAL,
@@ -11,16 +12,13 @@ from services.gateway.responses.schemas import (
     ReasoningOptions,
     ResponseRequest,
 )
+from shared import limits
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """What `include` may name; no reasoning is ever encrypted here, so the second adds nothing."""
 TOOL_CHOICES = ("function", "allowed_tools")
 """Types of a `tool_choice` that is more than a word: there are no other tools."""
-METADATA_ENTRIES, METADATA_KEY, METADATA_VALUE = 16, 64, 512
-"""OpenAI's limits: entries, and characters of a key and a value."""
-IDENTIFIER = 128
-"""Characters of a `safety_identifier` at most, as OpenAI has it."""
 
 
 def check_input_fields(request: InputFields) -> None:
@@ -85,9 +83,9 @@ def check_request(request: ResponseRequest) -> None:
             param="store",
             reason="invalid_value",
         )
-    _check_metadata(request.metadata or {})
+    check_metadata_sizes(request.metadata)
     if request.safety_identifier is not None:
-        _check_length("safety_identifier", request.safety_identifier, IDENTIFIER)
+        check_size("safety_identifier", request.safety_identifier, limits.USER_CHARACTERS)
     _check_stream_options(request)
 
 
@@ -121,29 +119,6 @@ def _check_reasoning(reasoning: ReasoningOptions) -> None:
         value = getattr(reasoning, name)
         if value is not None and value not in values:
             raise unsupported(f"reasoning.{name}")
-
-
-def _check_metadata(metadata: dict[str, str]) -> None:
-    if len(metadata) > METADATA_ENTRIES:
-        raise InvalidParameter(
-            f"Invalid 'metadata': too many properties. Expected an object with at most {METADATA_ENTRIES} "
-            f"properties, but got {len(metadata)} instead.",
-            param="metadata",
-            reason="object_above_max_properties",
-        )
-    for key, value in metadata.items():
-        _check_length("metadata", key, METADATA_KEY)
-        _check_length(f"metadata.{key}", value, METADATA_VALUE)
-
-
-def _check_length(name: str, value: str, limit: int) -> None:
-    if len(value) > limit:
-        raise InvalidParameter(
-            f"Invalid '{name}': string too long. Expected a string with maximum length {limit}, but got a "
-            f"string with length {len(value)} instead.",
-            param=name,
-            reason="string_above_max_length",
-        )
 
 
 def _check_stream_options(request: ResponseRequest) -> None:

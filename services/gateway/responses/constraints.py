@@ -1,14 +1,7 @@
 """What the checks of responses enforce beyond types, written into the schemas of their requests."""
 
 from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow, only, refuse
-from services.gateway.requests.validation import MAX_LOGPROBS
-from services.gateway.responses.checks import (
-    IDENTIFIER,
-    INCLUDABLE,
-    METADATA_ENTRIES,
-    METADATA_KEY,
-    METADATA_VALUE,
-)
+from services.gateway.responses.checks import INCLUDABLE
 from services.gateway.responses.schemas import NEUTRAL
 
 TRUNCATION = (None, "auto", "disabled")
@@ -43,18 +36,10 @@ def _constrain_request(schema: Schema) -> None:
     properties = schema["properties"]
     for name in ("max_output_tokens", "max_tool_calls"):
         narrow(properties[name], "integer", minimum=1, maximum=2**31)
-    narrow(properties["top_logprobs"], "integer", minimum=0, maximum=MAX_LOGPROBS)
+    narrow(properties["top_logprobs"], "integer", minimum=0)
     narrow(properties["temperature"], "number", minimum=0, maximum=2)
     narrow(properties["top_p"], "number", exclusiveMinimum=0, maximum=1)
     narrow(properties["include"], "array", items={"type": "string", "enum": list(INCLUDABLE)})
-    narrow(properties["safety_identifier"], "string", maxLength=IDENTIFIER)
-    narrow(
-        properties["metadata"],
-        "object",
-        maxProperties=METADATA_ENTRIES,
-        propertyNames={"type": "string", "maxLength": METADATA_KEY},
-        additionalProperties={"type": "string", "maxLength": METADATA_VALUE},
-    )
     options = {"include_usage": only((False,)), "include_obfuscation": only((False,))}
     properties["stream_options"] = {
         "anyOf": [{"type": "object", "properties": options, "additionalProperties": False}, NULL],

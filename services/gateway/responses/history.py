@@ -11,9 +11,7 @@ from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.life.identity import PREFIXES
 from services.gateway.responses.items import Item, Reference, identity_in
 from services.gateway.responses.lookup import Found, ResponseLookup
-
-MAX_CHAIN = 1000
-"""Responses in one conversation: each is read for the next."""
+from shared import limits
 
 
 class History:
@@ -26,10 +24,10 @@ class History:
         turns: list[list[Item]] = []
         identity: str | None = previous
         while identity:
-            if len(turns) >= MAX_CHAIN:
+            if len(turns) >= limits.RESPONSE_CHAIN.value:
                 raise InvalidParameter(
-                    f"Invalid 'previous_response_id': the conversation has more than {MAX_CHAIN} responses; begin "
-                    "a new one with its items as 'input'.",
+                    "Invalid 'previous_response_id': the conversation has too many responses; begin a new one with "
+                    f"its items as 'input' ({limits.RESPONSE_CHAIN.cited()}).",
                     param="previous_response_id",
                     reason="invalid_value",
                 )

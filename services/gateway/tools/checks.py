@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.tools.depth import DEEPEST, too_deep
+from services.gateway.requests.refusals import check_size
+from services.gateway.tools.depth import too_deep
 from services.gateway.tools.schemas import FunctionDefinition, Tool, ToolCall, ToolChoice, ToolName
+from shared import limits
 from shared.grammars import inexact
 
 if TYPE_CHECKING:
     from services.gateway.requests.schemas import ChatCompletionRequest, Message
 
-MAX_TOOLS = 128
-MAX_NAME = 64
 NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
 
@@ -72,14 +72,7 @@ def _functions_of(tools: Sequence[Tool]) -> tuple[FunctionDefinition, ...]:
 
 def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None:
     """`path`: of one of them, with `{}` where its index belongs."""
-    if len(functions) > MAX_TOOLS:
-        name = path.partition("[")[0]
-        raise InvalidParameter(
-            f"Invalid '{name}': array too long. Expected an array with maximum length {MAX_TOOLS}, "
-            f"but got an array with length {len(functions)} instead.",
-            param=name,
-            reason="array_above_max_length",
-        )
+    check_size(path.partition("[")[0], functions, limits.TOOLS)
     seen: dict[str, int] = {}
     for index, function in enumerate(functions):
         place = path.format(index)
@@ -103,13 +96,7 @@ def _check_name(path: str, name: str) -> None:
             param=path,
             reason="empty_string",
         )
-    if len(name) > MAX_NAME:
-        raise InvalidParameter(
-            f"Invalid '{path}': string too long. Expected a string with maximum length {MAX_NAME}, but got a "
-            f"string with length {len(name)} instead.",
-            param=path,
-            reason="string_above_max_length",
-        )
+    check_size(path, name, limits.FUNCTION_NAME)
     if not NAME.fullmatch(name):
         raise InvalidParameter(
             f"Invalid '{path}': string does not match pattern. Expected a string that matches the pattern "
@@ -124,7 +111,7 @@ def _check_parameters(path: str, function: FunctionDefinition) -> None:
     if not schema:
         return
     if too_deep(schema):
-        raise _wrong_schema(path, function, f"it is nested more than {DEEPEST} levels deep")
+        raise _wrong_schema(path, function, f"it is nested too deeply ({limits.NESTING.cited()})")
     if (number := inexact(schema)) is not None:
         raise _wrong_schema(
             path, function, f"{number} is a whole number beyond 2^53, which cannot be held exactly"
@@ -198,7 +185,7 @@ def _picked(
     for name in names:
         if name not in known:
             raise InvalidParameter(
-                f"Tool choice '{name[:MAX_NAME]}' not found in 'tools' parameter.",
+                f"Tool choice '{name[:64]}' not found in 'tools' parameter.",
                 param=path,
                 reason="invalid_value",
             )
@@ -269,7 +256,7 @@ def _answer(path: str, message: "Message", waiting: dict[str, str], called: set[
     if message.tool_call_id not in called:
         raise InvalidParameter(
             "Invalid parameter: messages with role 'tool' must be a response to a preceding message with "
-            f"'tool_calls'; there is no call '{message.tool_call_id[:MAX_NAME]}' in the assistant message before "
+            f"'tool_calls'; there is no call '{message.tool_call_id[:64]}' in the assistant message before "
             f"'{path}'.",
             param=f"{path}.tool_call_id",
             reason="invalid_value",
@@ -304,7 +291,7 @@ def _check_call(path: str, call: ToolCall) -> None:
 def _wrong_value(path: str, value: str, supported: Sequence[Any]) -> InvalidParameter:
     words = ", ".join(f"'{word}'" for word in supported)
     return InvalidParameter(
-        f"Invalid value: '{value[:MAX_NAME]}'. Supported values are: {words}.",
+        f"Invalid value: '{value[:64]}'. Supported values are: {words}.",
         param=path,
         reason="invalid_value",
     )

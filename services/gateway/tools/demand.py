@@ -13,7 +13,7 @@ from services.gateway.tools.grammar import (
     strict_calls,
 )
 from services.gateway.tools.plan import ChatPlan
-from shared.grammars import MAX_BYTES
+from shared import limits
 from shared.messages import Grammar
 from shared.records import Parsing
 
@@ -59,10 +59,10 @@ def _as(wanted: Wanted, grammar: Grammar) -> Wanted:
 
 def _small_enough(wanted: Wanted) -> Wanted:
     size = len(wanted.grammar.text.encode())
-    if size > MAX_BYTES:
+    if size > limits.GRAMMAR_BYTES.value:
         raise InvalidParameter(
-            f"{wanted.subject}: as a grammar it has {size} bytes and may have {MAX_BYTES}; send fewer or smaller "
-            "schemas.",
+            f"{wanted.subject}: as a grammar it has {size} bytes; send fewer or smaller schemas "
+            f"({limits.GRAMMAR_BYTES.cited()}).",
             param=wanted.param,
             reason="string_above_max_length",
         )

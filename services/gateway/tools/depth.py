@@ -2,14 +2,13 @@
 
 from typing import Any
 
-DEEPEST = 100
-"""Levels of objects and arrays that anybody may send."""
+from shared.limits import NESTING
 
 
 def too_deep(value: Any) -> bool:
-    """Whether `value` has more levels than `DEEPEST`."""
+    """Whether `value` has more levels than the limit `nesting`."""
     level = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(NESTING.value + 1):
         level = [
             inner
             for item in level

@@ -13,11 +13,12 @@ from services.gateway.tools.conversation import (
     messages_for_template,
     with_instructions,
 )
-from services.gateway.tools.depth import DEEPEST, too_deep
+from services.gateway.tools.depth import too_deep
 from services.gateway.tools.families import FAMILIES, NONE
 from services.gateway.tools.parameters import types_of
 from services.gateway.tools.parsers.reasoning import MARKERS
 from services.gateway.tools.traits import Traits
+from shared import limits
 from shared.messages import ModelCard
 from shared.records import Parsing
 
@@ -135,7 +136,7 @@ def _variables(request: "ChatCompletionRequest", traits: Traits) -> dict[str, An
             )
         if too_deep(given[name]):
             raise InvalidParameter(
-                f"Invalid 'chat_template_kwargs.{name}': it is nested more than {DEEPEST} levels deep.",
+                f"Invalid 'chat_template_kwargs.{name}': it is nested too deeply ({limits.NESTING.cited()}).",
                 param="chat_template_kwargs",
                 reason="invalid_value",
             )

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from services.gateway.connections.limits import MAX_HEADERS, MAX_PIPELINED, RESERVED
-from services.gateway.connections.websocket import MAX_QUEUED
+from services.gateway.connections.limits import RESERVED
 from shared.config import CommonSettings
+from shared.limits import HEADERS, PIPELINED, WEBSOCKET_MESSAGES
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
 from tests.integration.gateway.raw import Raw, connect, frame
@@ -134,7 +134,7 @@ HUGE = [
     b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
     GET + b"x: " + b"y" * 5000 + b"\r\n\r\n",
     GET + b"x" * 5000 + b": y\r\n\r\n",
-    GET + b"a: b\r\n" * (MAX_HEADERS + 1) + b"\r\n",
+    GET + b"a: b\r\n" * (HEADERS.value + 1) + b"\r\n",
     GET + b"x: " + b"y" * 200_000,
     b"x" * 200_000,
     b"GET /" + b"x" * 200_000,
@@ -167,12 +167,12 @@ async def test_the_limit_of_headers_is_said(hasty: RunningGateway) -> None:
 
 async def test_pipelined_requests(hasty: RunningGateway) -> None:
     async with connect(hasty) as client:
-        await client.send((GET + b"\r\n") * MAX_PIPELINED)
-        for _ in range(MAX_PIPELINED):
+        await client.send((GET + b"\r\n") * PIPELINED.value)
+        for _ in range(PIPELINED.value):
             assert (await client.answer())[0] == 200
         await client.send((GET + b"\r\n") * 20_000)
         shown = await client.rest()
-        assert shown.count(b"HTTP/1.1 ") <= MAX_PIPELINED + 2
+        assert shown.count(b"HTTP/1.1 ") <= PIPELINED.value + 2
     await works(hasty)
 
 
@@ -342,7 +342,7 @@ async def test_a_flood_of_messages_ends_the_connection(gateway: RunningGateway) 
     async with connect(gateway) as client:
         await client.upgrade()
         await client.answer()
-        await client.send(frame(1, b"") * (MAX_QUEUED * 4))
+        await client.send(frame(1, b"") * (WEBSOCKET_MESSAGES.value * 4))
         await client.rest()
     await works(gateway)
 

@@ -226,7 +226,7 @@ async def test_seeds_can_be_compared_by_the_fingerprint(http: httpx.AsyncClient,
         (COMPLETIONS, {"bad_words": [" "]}, "bad_words"),
         (COMPLETIONS, {"bad_words": ["x"] * 200}, "bad_words"),
         (COMPLETIONS, {"min_tokens": 17}, "min_tokens"),
-        (COMPLETIONS, {"metadata": {"k": "v" * 513}}, "metadata"),
+        (COMPLETIONS, {"metadata": {"k": "v" * 513}}, "metadata.k"),
         (COMPLETIONS, {"metadata": {str(at): "v" for at in range(17)}}, "metadata"),
         (COMPLETIONS, {"metadata": {"k" * 65: "v"}}, "metadata"),
         (

@@ -9,11 +9,13 @@ import msgspec
 import pytest
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.requests import structured, validation
+from services.gateway.requests import validation
 from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.requests.structured import Grammars, grammar_of_choices, grammar_of_schema, wanted_by
+from shared import limits
 from shared.errors import QueueFull
-from shared.grammars import ANY_OBJECT, MAX_BYTES
+from shared.grammars import ANY_OBJECT
+from shared.limits import GRAMMAR_BYTES
 from shared.messages import Grammar
 from tests.integration.gateway.fake_ring import until
 
@@ -101,10 +103,10 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown_parameter", ""),
     ({"guided_regex": ""}, "guided_regex", "empty_string", "empty"),
     ({"guided_grammar": " \n"}, "guided_grammar", "empty_string", "empty"),
-    ({"guided_choice": []}, "guided_choice", "invalid_value", "but got 0"),
-    ({"guided_choice": ["a"] * 1025}, "guided_choice", "invalid_value", "but got 1025"),
+    ({"guided_choice": []}, "guided_choice", "empty_array", "empty array"),
+    ({"guided_choice": ["a"] * 1025}, "guided_choice", "array_above_max_length", "limit grammar_choices"),
     ({"guided_choice": ["a", ""]}, "guided_choice", "empty_string", "empty"),
-    ({"guided_regex": "a" * (MAX_BYTES + 1)}, "guided_regex", "string_above_max_length", str(MAX_BYTES)),
+    ({"guided_regex": "a" * (GRAMMAR_BYTES.value + 1)}, "guided_regex", "string_above_max_length", "grammar_bytes"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "invalid_value", "one of the two"),
     ({"response_format": named(), "guided_regex": "a"}, "guided_regex", "invalid_value", "'response_format' already"),
     ({"guided_regex": "a", "min_tokens": 2, "ignore_eos": True}, "min_tokens", "unsupported_parameter", "guided_regex"),
@@ -167,7 +169,8 @@ async def test_gbnf_goes_to_the_ring_as_lark() -> None:
 
 
 async def test_no_more_wait_to_be_compiled_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "MOST_WAITING", 0)
+    none = msgspec.structs.replace(limits.GRAMMARS_WAITING, value=0)
+    monkeypatch.setattr(limits, "GRAMMARS_WAITING", none)
     grammars = Grammars()
     try:
         with pytest.raises(QueueFull, match="wait to be compiled"):

@@ -11,7 +11,7 @@ from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
 from shared.bus import encode
 from shared.errors import InternalError, InvalidGrammar, RyzansteinError
-from shared.grammars import MAX_BYTES
+from shared.limits import GRAMMAR_BYTES
 from shared.messages import GenerationRequest, Grammar, ModelCard, TokenizerBundle
 from tests.unit.executor.grammar.guided_ring import CARD, ask
 from tests.unit.gateway.tiny_tokenizer import tiny_files
@@ -31,7 +31,7 @@ BAD: list[tuple[Grammar, str]] = [
     (Grammar("json_schema", '{"$ref":"http://127.0.0.1/x"}'), "http://127.0.0.1/x"),
     (Grammar("json_schema", '{"type":"integer","minimum":3,"maximum":2}'), "Unsatisfiable"),
     (Grammar("json_schema", '{"x-guidance":{"lenient":true},"not":{}}'), "not"),
-    (Grammar("regex", "a" * (MAX_BYTES + 1)), f"more than {MAX_BYTES} bytes"),
+    (Grammar("regex", "a" * (GRAMMAR_BYTES.value + 1)), "grammar_bytes"),
 ]
 
 

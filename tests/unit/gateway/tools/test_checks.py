@@ -9,8 +9,9 @@ from services.gateway.errors import InvalidParameter
 from services.gateway.requests import validation
 from services.gateway.requests.schemas import ChatCompletionRequest
 from services.gateway.tools.checks import Asked, asked_of
-from services.gateway.tools.depth import DEEPEST, too_deep
+from services.gateway.tools.depth import too_deep
 from services.gateway.tools.parameters import types_of
+from shared.limits import NESTING
 
 DECODER = msgspec.json.Decoder(ChatCompletionRequest)
 USER = {"role": "user", "content": "Hi"}
@@ -164,9 +165,9 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 def test_schemas_are_so_deep_and_no_deeper() -> None:
-    assert not too_deep(nested(DEEPEST))
-    assert too_deep(nested(DEEPEST + 1))
-    with pytest.raises(InvalidParameter, match="levels deep"):
+    assert not too_deep(nested(NESTING.value))
+    assert too_deep(nested(NESTING.value + 1))
+    with pytest.raises(InvalidParameter, match="limit nesting: 100 levels"):
         asked(tools=[tool(parameters=nested(300))])
 
 

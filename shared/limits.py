@@ -1,0 +1,261 @@
+"""What one request, connection or tenant may hold: every bound in one table, which is data alone.
+
+Checks, the OpenAPI document and the table in docs/security.md are made from it; `python -m shared.limits` writes
+the latter. To add a bound: a row here, and a check that refuses by `Limit.cited` where it is held.
+"""
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Unit = Literal["entries", "characters", "bytes", "tokens", "seconds", "levels", "per minute"]
+Holder = Literal["request", "connection", "key", "tenant", "gateway", "scheduler", "executor", "NATS"]
+"""Of what each one has the bound for itself: each request, each scheduler, ..."""
+PAGE = Path(__file__).parents[1] / "docs" / "security.md"
+BEGIN, END = "<!-- limits: made by `python -m shared.limits` -->", "<!-- end of limits -->"
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """One bound."""
+
+    name: str
+    value: int
+    """The default where a setting changes it; 0: it depends on the model, as `bounds` says."""
+    unit: Unit
+    bounds: str
+    """What may be no more, as a phrase."""
+    holder: Holder
+    setting: str = ""
+    """The environment variable that changes it; empty: none does."""
+    fields: tuple[str, ...] = ()
+    """Where the OpenAPI document says it: `Component.field`, with `[]` behind it for each element or value, `{}`
+    for each key. `entries` bounds arrays, objects and whole numbers there, `characters` strings."""
+
+    def cited(self, value: int | None = None) -> str:
+        """How a refusal names it. `value`: as it is set, or as the model has it."""
+        number = self.value if value is None else value
+        changed = f"{self.setting} changes it" if self.setting else "fixed"
+        return f"limit {self.name}: {number:,} {self.unit}, {changed}"
+
+
+def _both(*fields: str) -> tuple[str, ...]:
+    """Fields of both requests for text."""
+    return tuple(
+        f"{kind}.{field}" for kind in ("ChatCompletionRequest", "CompletionRequest") for field in fields
+    )
+
+
+# --- fields of requests for text, at gateways and in executors -------------------------------------
+
+CHOICES = Limit(
+    "choices", 128, "entries", "choices of all prompts together", "request", fields=_both("n", "best_of")
+)
+LOGPROBS = Limit(
+    "logprobs",
+    20,
+    "entries",
+    "most likely tokens told at each position",
+    "request",
+    fields=(
+        "ChatCompletionRequest.top_logprobs",
+        "CompletionRequest.logprobs",
+        "ResponseRequest.top_logprobs",
+    ),
+)
+STOP_STRINGS = Limit("stop_strings", 16, "entries", "stop strings", "request", fields=_both("stop"))
+STOP_CHARACTERS = Limit(
+    "stop_characters", 1024, "characters", "a stop string", "request", fields=_both("stop", "stop[]")
+)
+STOP_TOKENS = Limit(
+    "stop_tokens", 128, "entries", "stop token ids", "request", fields=_both("stop_token_ids")
+)
+LOGIT_BIASES = Limit(
+    "logit_biases", 1024, "entries", "tokens with a bias", "request", fields=_both("logit_bias")
+)
+ALLOWED_TOKENS = Limit(
+    "allowed_tokens", 4096, "entries", "allowed token ids", "request", fields=_both("allowed_token_ids")
+)
+BAD_WORDS = Limit("bad_words", 128, "entries", "bad words", "request", fields=_both("bad_words"))
+BAD_WORD_CHARACTERS = Limit(
+    "bad_word_characters", 256, "characters", "a bad word", "request", fields=_both("bad_words[]")
+)
+BAD_WORD_TOKENS = Limit("bad_word_tokens", 64, "tokens", "a bad word", "request")
+USER_CHARACTERS = Limit(
+    "user_characters",
+    128,
+    "characters",
+    "`user` and `safety_identifier`",
+    "request",
+    fields=(
+        *_both("user", "safety_identifier"),
+        "ResponseRequest.safety_identifier",
+        "EmbeddingRequest.user",
+    ),
+)
+METADATA_ENTRIES = Limit(
+    "metadata_entries",
+    16,
+    "entries",
+    "entries of `metadata`",
+    "request",
+    fields=(*_both("metadata"), "ResponseRequest.metadata", "ChangedChat.metadata", "BatchCreate.metadata"),
+)
+METADATA_KEY = Limit(
+    "metadata_key",
+    64,
+    "characters",
+    "a key of `metadata`",
+    "request",
+    fields=tuple(f"{field}{{}}" for field in METADATA_ENTRIES.fields),
+)
+METADATA_VALUE = Limit(
+    "metadata_value",
+    512,
+    "characters",
+    "a value of `metadata`",
+    "request",
+    fields=tuple(f"{field}[]" for field in METADATA_ENTRIES.fields),
+)
+TOOLS = Limit(
+    "tools",
+    128,
+    "entries",
+    "tools",
+    "request",
+    fields=("ChatCompletionRequest.tools", "ChatCompletionRequest.functions"),
+)
+FUNCTION_NAME = Limit("function_name", 64, "characters", "the name of a function", "request")
+SCHEMA_NAME = Limit(
+    "schema_name",
+    64,
+    "characters",
+    "the name of an answer's schema",
+    "request",
+    fields=("JsonSchemaFormat.name",),
+)
+GRAMMAR_CHOICES = Limit(
+    "grammar_choices",
+    1024,
+    "entries",
+    "texts of which an answer is one",
+    "request",
+    fields=(*_both("guided_choice"), "StructuredOutputs.choice"),
+)
+GRAMMAR_BYTES = Limit(
+    "grammar_bytes", 256 << 10, "bytes", "the schema or grammar of an answer, in UTF-8", "request"
+)
+NESTING = Limit("nesting", 100, "levels", "objects and arrays inside each other", "request")
+EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a request for embeddings", "request")
+
+# --- conversations and bodies ----------------------------------------------------------------------
+
+BODY = Limit("body", 4 << 20, "bytes", "the body, or a WebSocket message", "request", "RYZANSTEIN_BODY_LIMIT")
+PROMPT_TOKENS = Limit(
+    "prompt_tokens", 0, "tokens", "a prompt; 0: the model's context", "request", "RYZANSTEIN_PROMPT_LIMIT"
+)
+RESPONSE_CHAIN = Limit(
+    "response_chain", 1000, "entries", "responses behind `previous_response_id`", "request"
+)
+UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's form", "request")
+UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file", "request")
+
+# --- connections -----------------------------------------------------------------------------------
+
+HEADERS = Limit("headers", 128, "entries", "headers of a request, trailers among them", "connection")
+HEAD = Limit("head", 64 << 10, "bytes", "a request's line and headers", "connection", "RYZANSTEIN_HEAD_LIMIT")
+PIPELINED = Limit(
+    "pipelined", 16, "entries", "requests that wait for the answer to an earlier one", "connection"
+)
+WEBSOCKET_MESSAGES = Limit(
+    "websocket_messages", 4096, "entries", "WebSocket messages that wait to be read", "connection"
+)
+SOCKET_GENERATIONS = Limit(
+    "socket_generations",
+    256,
+    "entries",
+    "generations in flight on one WebSocket",
+    "connection",
+    "RYZANSTEIN_MAX_GENERATIONS_PER_SOCKET",
+)
+
+# --- tenants ---------------------------------------------------------------------------------------
+
+TENANT_FILE_BYTES = Limit(
+    "tenant_file_bytes", 1 << 30, "bytes", "files together", "tenant", "RYZANSTEIN_TENANT_FILE_BYTES"
+)
+TENANT_FILES = Limit("tenant_files", 10_000, "entries", "files", "tenant", "RYZANSTEIN_TENANT_FILES")
+TENANT_BATCHES = Limit(
+    "tenant_batches", 200, "entries", "batches that are not over", "tenant", "RYZANSTEIN_TENANT_BATCHES"
+)
+
+# --- services --------------------------------------------------------------------------------------
+
+CONNECTIONS = Limit(
+    "connections",
+    10_000,
+    "entries",
+    "connections, WebSockets among them",
+    "gateway",
+    "RYZANSTEIN_MAX_CONNECTIONS",
+)
+GENERATIONS = Limit(
+    "generations", 4096, "entries", "generations in flight", "gateway", "RYZANSTEIN_MAX_GENERATIONS"
+)
+READERS = Limit("readers", 64, "entries", "readers of one generation", "gateway", "RYZANSTEIN_MAX_READERS")
+GRAMMARS_WAITING = Limit(
+    "grammars_waiting", 64, "entries", "unknown grammars that wait to be compiled", "gateway"
+)
+WAITING = Limit(
+    "waiting",
+    4096,
+    "entries",
+    "interactive requests for one model that wait",
+    "scheduler",
+    "RYZANSTEIN_MAX_WAITING",
+)
+HELD_REQUESTS = Limit(
+    "held_requests",
+    1024,
+    "entries",
+    "recovery and batch requests taken from the queue, of each lane",
+    "scheduler",
+    "RYZANSTEIN_HELD_REQUESTS",
+)
+
+LIMITS: tuple[Limit, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
+"""All of them."""
+
+
+# --- the table in docs/security.md -----------------------------------------------------------------
+
+
+def table() -> str:
+    """Markdown between `BEGIN` and `END`."""
+    lines = [BEGIN, "| limit | of each | at most | what | setting |", "| --- | --- | --- | --- | --- |"]
+    for limit in LIMITS:
+        most = f"{_number(limit)} {limit.unit}" if limit.value else "as the model has"
+        setting = f"`{limit.setting}`" if limit.setting else ""
+        lines.append(f"| `{limit.name}` | {limit.holder} | {most} | {limit.bounds} | {setting} |")
+    return "\n".join([*lines, END])
+
+
+def _number(limit: Limit) -> str:
+    value = limit.value
+    if limit.unit == "bytes":
+        for size, name in ((1 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")):
+            if value >= size and not value % size:
+                return f"{value // size:g} {name}"
+    return f"{value:,}"
+
+
+def page_with_table(page: str) -> str:
+    """`page` with the table as it is now in the place of the one that it has."""
+    before, _, rest = page.partition(BEGIN)
+    return before + table() + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with_table(PAGE.read_text()))
+    sys.stdout.write(f"{PAGE} has {len(LIMITS)} limits\n")

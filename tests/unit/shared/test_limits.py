@@ -1,0 +1,80 @@
+"""Every bound is named once, its setting exists, and what is made from the table is up to date."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.executor.settings import ExecutorSettings
+from services.gateway.batches.service import BatchCreate
+from services.gateway.openapi.constraints import constrain
+from services.gateway.requests.embeddings import EmbeddingRequest
+from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.responses.schemas import ResponseRequest
+from services.gateway.settings import GatewaySettings
+from services.gateway.stored_chats.operations import ChangedChat
+from services.scheduler.settings import SchedulerSettings
+from shared.config import ENV_PREFIX
+from shared.limits import LIMITS, PAGE, Limit, page_with_table
+
+SETTINGS = (GatewaySettings, SchedulerSettings, ExecutorSettings)
+DEFAULTS = [
+    (ENV_PREFIX + name.upper(), field.default)
+    for settings in SETTINGS
+    for name, field in settings.model_fields.items()
+]
+
+
+def test_names_are_unique() -> None:
+    names = [limit.name for limit in LIMITS]
+    assert len(set(names)) == len(names)
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = PAGE.read_text()
+    assert page_with_table(page) == page, "run `python -m shared.limits`"
+    assert all(f"| `{limit.name}` |" in page for limit in LIMITS)
+
+
+@pytest.mark.parametrize("limit", [limit for limit in LIMITS if limit.setting], ids=lambda limit: limit.name)
+def test_a_limit_is_what_its_setting_is_by_default(limit: Limit) -> None:
+    assert (limit.setting, limit.value) in DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (Limit("a", 4096, "bytes", "b", "request"), "limit a: 4,096 bytes, fixed"),
+        (Limit("a", 1, "tokens", "b", "gateway", "X_Y"), "limit a: 1 tokens, X_Y changes it"),
+    ],
+)
+def test_a_refusal_names_limit_value_and_setting(limit: Limit, words: str) -> None:
+    assert limit.cited() == words
+    assert limit.cited(7) == words.replace(f"{limit.value:,}", "7")
+
+
+@pytest.fixture(scope="module")
+def components() -> dict[str, Any]:
+    kinds = [
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponseRequest,
+        EmbeddingRequest,
+        ChangedChat,
+        BatchCreate,
+    ]
+    _, made = msgspec.json.schema_components(kinds, ref_template="{name}")
+    constrain(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("limit", "field"), [(limit, field) for limit in LIMITS for field in limit.fields], ids=str
+)
+def test_the_document_says_it(components: dict[str, Any], limit: Limit, field: str) -> None:
+    component, _, path = field.partition(".")
+    schema = components[component]["properties"].get(path.rstrip("[]{}"))
+    if schema is None:
+        assert component == "CompletionRequest" or path == "best_of", "a field of one of the two requests"
+        return
+    assert str(limit.value) in str(schema)
