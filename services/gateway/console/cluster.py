@@ -1,9 +1,11 @@
-"""GET /v1/cluster: rings, services, and what this gateway is generating. Never what anybody wrote or reads.
+"""GET /v1/cluster: rings, services, and what this gateway is generating for whoever asks. Never what anybody wrote
+or reads.
 
-An id is all that is needed to read a generation, so no whole id is shown here, only how it ends.
+While there are no keys an id is all that is needed to read a generation, so no part of one is shown, only a digest.
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Iterable
 
@@ -25,8 +27,8 @@ FRESH = 1.0
 """Seconds for which the services are not asked for again, however many look at them."""
 MOST = 100
 """Generations that are shown; there may be thousands."""
-ENDING = 6
-"""Characters of a generation's id that are shown: enough to find one's own."""
+DIGEST = 8
+"""Hexadecimal digits of an id's digest: enough to find one's own."""
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -64,8 +66,8 @@ class ServiceInstance(msgspec.Struct, frozen=True):
 
 
 class RunningGeneration(msgspec.Struct, frozen=True):
-    ends_with: str
-    """The end of its id."""
+    digest: str
+    """The first digits of the SHA-256 of its id."""
     model: str
     endpoint: str
     status: str
@@ -88,8 +90,9 @@ class ClusterState(msgspec.Struct, frozen=True):
     groups: list[Group]
     services: list[ServiceInstance]
     generations: list[RunningGeneration]
-    """The newest that this gateway looks after."""
+    """The newest of the tenant that asks which this gateway looks after."""
     generations_total: int
+    """All of these."""
 
 
 class Cluster:
@@ -103,10 +106,14 @@ class Cluster:
         self._asked_at = float("-inf")
         self._asking = asyncio.Lock()
 
-    async def state(self) -> ClusterState:
-        """Raises `BrokerUnavailable`."""
+    async def state(self, tenant: str) -> ClusterState:
+        """As `tenant` may see it. Raises `BrokerUnavailable`."""
         await self._ask()
-        going = [answer for answer in self._answers.all() if answer.owned and not answer.ended]
+        going = [
+            answer
+            for answer in self._answers.all()
+            if answer.owned and not answer.ended and answer.record.tenant == tenant
+        ]
         return ClusterState(
             object="cluster",
             now=time.time(),
@@ -168,7 +175,7 @@ def _generation(answer: Answer) -> RunningGeneration:
     record = answer.record
     tokens = sum(len(generation.tokens) for generation in answer.generations)
     return RunningGeneration(
-        ends_with=answer.public_id[-ENDING:],
+        digest=hashlib.sha256(answer.public_id.encode()).hexdigest()[:DIGEST],
         model=record.requests[0].model,
         endpoint=record.endpoint,
         status="in_progress" if tokens else "queued",
@@ -189,4 +196,5 @@ class ClusterRoute:
         cluster = self._backend.cluster
         if cluster is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
-        await send_json(send, 200, await cluster.state(), {"cache-control": "no-store"})
+        state = await cluster.state(scope["state"]["principal"].tenant)
+        await send_json(send, 200, state, {"cache-control": "no-store"})

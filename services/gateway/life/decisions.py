@@ -11,6 +11,8 @@ class Decision(enum.Enum):
     NOTHING = enum.auto()
     REPLAY = enum.auto()
     """Read the journal: tokens are missing, or have not come for too long."""
+    REREAD = enum.auto()
+    """Read the log again from its beginning: the ring that was listened to here is not the one that counts."""
     RECOVER = enum.auto()
     """Hand the request in again."""
     REJECT = enum.auto()

@@ -210,9 +210,11 @@ class Generation:
         """An entry of this generation has come, live or from the journal.
 
         An attempt can reach two rings (a reply or an acknowledgement that was lost). Their tokens need not
-        be the same, so the ring whose entry comes first has the attempt, and the other's change nothing.
+        be the same, so the ring whose entry comes first has the attempt, and the other's change nothing: the owner
+        tells it to end. Entries may come to a follower in another order, which then hears that end from the ring
+        that it listens to, and goes over to the other one.
         """
-        if self.ended:
+        if self.ended or (self.followed and (group, epoch, entry.attempt) in self._rejected):
             return Decision.NOTHING
         if self.followed and entry.attempt > self.stream.attempt and not self._follow_attempt(entry):
             return Decision.REPLAY
@@ -405,7 +407,7 @@ class Generation:
 
     def _on_finish(self, group: str, entry: TokenEntry) -> Decision:
         if entry.finish == "error" and entry.retryable and group:
-            return Decision.RECOVER
+            return self._let_go() if self.followed else Decision.RECOVER
         if entry.finish == "error":
             self.fail(error_from_code(entry.error_code, entry.error or "The generation failed."))
         elif entry.finish == "cancelled":
@@ -414,6 +416,14 @@ class Generation:
         else:
             self.state = "finished"
         return Decision.ENDED
+
+    def _let_go(self) -> Decision:
+        """The ring that is listened to was told to end its attempt, or has lost it. What follows is another ring's:
+        its owner's next attempt, or this one, of which other entries have been left out here."""
+        self._rejected.add((self.group, self.epoch, self.stream.attempt))
+        self.stream.ended = False
+        self.state, self.group, self.epoch = "queued", "", 0
+        return Decision.REREAD
 
     def _complete(self) -> bool:
         """Ends a generation of which only the last word is missing."""

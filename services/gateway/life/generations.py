@@ -56,6 +56,8 @@ class Generations:
         self._metrics = metrics
         self._by_id: dict[str, Generation] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._readings: set[asyncio.Task[None]] = set()
+        """Of logs, again; they end with their source, or are ended."""
         self._losses = Losses()
         self._rings: Rings | None = None
         self._stall_replay_at = float("-inf")
@@ -99,6 +101,8 @@ class Generations:
         """Waits until what was begun in the background is done."""
         self._stopping = True
         self.suspects.stop()
+        for reading in self._readings:
+            reading.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.cancellations.stop()
         await self.sources.stop()
@@ -366,6 +370,10 @@ class Generations:
             if not generation.followed:
                 self.tokens.request_replay()
             self.sources.request_replay(generation.sources)
+        elif decision is Decision.REREAD:
+            reading = asyncio.create_task(self._read_again(generation))
+            self._readings.add(reading)
+            reading.add_done_callback(self._readings.discard)
         elif decision is Decision.RECOVER:
             if not generation.followed:
                 self._recover(generation)
@@ -373,6 +381,14 @@ class Generations:
             self._expire(generation)
         elif decision is Decision.ENDED:
             self._remove(generation)
+
+    async def _read_again(self, generation: Generation) -> None:
+        readings = [self.sources.get(name) for name in generation.sources]
+        if generation.own_begin is not None:
+            readings.append(self.tokens)
+        for reading in readings:
+            if reading is not None:
+                await reading.catch_up(generation.begin, lambda: generation.ended)
 
     def _recover(self, generation: Generation) -> None:
         deadline = time.time() + self._settings.token_timeout

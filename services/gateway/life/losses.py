@@ -19,6 +19,11 @@ class _Loss(NamedTuple):
     """When it was heard of here, monotonic seconds."""
 
 
+MOST_GROUPS = 4096
+"""Groups that are remembered: whose loss was heard of the longest time ago is forgotten first. Records that go on
+saying that a group is lost are taken for news of it then, which is heard of once more and does no harm."""
+
+
 class Losses:
     """The last life of each group that is over."""
 
@@ -33,7 +38,10 @@ class Losses:
         last = self._last.get(group)
         if last is not None and epoch <= last.epoch:
             return False
+        self._last.pop(group, None)  # so that the newest is the last one
         self._last[group] = _Loss(epoch, max(at, last.at if last else 0.0), now)
+        if len(self._last) > MOST_GROUPS:
+            del self._last[next(iter(self._last))]
         return True
 
     def alive(self, group: str, epoch: int, *, at: float = 0.0) -> None:

@@ -43,6 +43,11 @@ class Sources:
             raise
         return source.consumer
 
+    def get(self, name: str) -> TokenConsumer | None:
+        """The log of the gateway `name`, while somebody needs it."""
+        source = self._sources.get(name)
+        return None if source is None else source.consumer
+
     def release(self, name: str) -> None:
         """Undoes one `acquire`."""
         source = self._sources.get(name)

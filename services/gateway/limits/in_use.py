@@ -50,6 +50,8 @@ class Counts:
         """What another gateway has said of itself."""
         if news.gateway == self._gateway:
             return
+        for silent in [name for name, (at, _) in self._elsewhere.items() if now - at >= SILENT]:
+            del self._elsewhere[silent]
         if news.counts:
             self._elsewhere[news.gateway] = now, news.counts
         else:

@@ -131,6 +131,11 @@ async def test_tenants_do_not_see_each_others_generations(
                 assert await status(gateway, bearer(colleague), path) == 200
             state = (await http.get(f"/v1/generations/{identity}")).json()
             assert state["status"] == "in_progress"
+            shown = {}
+            for key in (mine, colleague, theirs):
+                async with two[0].http(headers=bearer(key)) as client:
+                    shown[key.identity] = (await client.get("/v1/cluster")).json()["generations"]
+            assert [len(some) for some in shown.values()] == [1, 1, 0]
             paced.allow()
 
 

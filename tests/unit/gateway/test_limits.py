@@ -205,6 +205,14 @@ def test_places_are_exact_here_and_heard_of_elsewhere() -> None:
     assert there.news(9.0) == InUse("b", {"key": 2})
 
 
+def test_gateways_that_vanished_are_forgotten() -> None:
+    here = Counts("here")
+    for number in range(100):
+        here.hear(InUse(f"gateway-{number}", {"key": 1}), number * SILENT)
+    assert len(here._elsewhere) == 1
+    assert here.count("key", 99 * SILENT) == 1
+
+
 # --- as clients see it ---------------------------------------------------------------------------
 
 

@@ -223,6 +223,31 @@ def test_a_follower_reads_what_the_owner_read(data: st.DataObject) -> None:
     assert generation.stream.attempt == owner.frames[-1][1].attempt
 
 
+@given(st.data())
+def test_a_follower_that_heard_the_wrong_ring_first_goes_over_to_the_right_one(data: st.DataObject) -> None:
+    """Two rings have the same attempt, and the owner has heard `right` first. What the other one has said comes to a
+    follower in any order among it, the end that the owner told it to make included."""
+    request = GenerationRequest("i-0", "r", "m", "g", [5], 100)
+    tokens = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+    count = data.draw(st.integers(0, len(tokens)))
+    right = [TokenEntry("i-0", 0, position, [token]) for position, token in enumerate(tokens)]
+    right.append(TokenEntry("i-0", 0, len(tokens), [], "length"))
+    wrong = right[:count]
+    wrong.append(TokenEntry("i-0", 0, count, [], "error", error_code="no_group_available", retryable=True))
+    order = data.draw(st.permutations([*["right"] * len(right), *["wrong"] * len(wrong)]))
+    lines = {"right": iter(right), "wrong": iter(wrong)}
+    log = [(ring, next(lines[ring])) for ring in order]
+    generation = Generation(request, 0, LIMITS, now=0.0, started_at=0.0, followed=True)
+    decisions = [generation.on_entry(ring, 1, entry, 1.0) for ring, entry in log]
+    if Decision.REREAD in decisions:
+        assert decisions.count(Decision.REREAD) == 1
+        for ring, entry in log:
+            generation.on_entry(ring, 1, entry, 1.0)
+    assert generation.state == "finished"
+    assert generation.tokens == tokens
+    assert generation.group == "right"
+
+
 def test_a_follower_asks_for_what_is_missing_before_a_newer_attempt() -> None:
     request = GenerationRequest("i-0", "r", "m", "g", [5], 100)
     generation = Generation(request, 0, LIMITS, now=0.0, started_at=0.0, followed=True)

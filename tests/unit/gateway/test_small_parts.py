@@ -16,7 +16,7 @@ from services.gateway.errors import (
     status_of,
 )
 from services.gateway.http_io import EventStream
-from services.gateway.life.losses import Losses
+from services.gateway.life.losses import MOST_GROUPS, Losses
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.readers.mailbox import ClientGone, Event, Mailbox
 from services.gateway.requests.sampling import max_tokens, sampling_params, seed_of_choice
@@ -116,6 +116,18 @@ def test_output_lengths() -> None:
     for prompt, asked in ((100, None), (10, 91)):
         with pytest.raises(errors.ContextLengthExceeded, match="100 tokens"):
             max_tokens(msgspec.structs.replace(CHAT, max_tokens=asked), CARD, prompt, 0)
+
+
+def test_losses_are_remembered_in_bounded_number_the_newest_ones() -> None:
+    losses = Losses()
+    for number in range(MOST_GROUPS):
+        losses.lost(f"g{number}", 1, at=0.0, now=1.0)
+    losses.lost("g0", 2, at=0.0, now=2.0)
+    for number in range(10):
+        losses.lost(f"another{number}", 1, at=0.0, now=3.0)
+    assert len(losses._last) == MOST_GROUPS
+    assert losses.over_since("g0", 2) == 2.0
+    assert losses.over_since("g1", 1) is None
 
 
 def test_a_loss_is_told_once() -> None:

@@ -307,7 +307,7 @@ function showCluster(cluster) {
   fill(
     "generations",
     cluster.generations.map((item) => [
-      `…${item.ends_with}`,
+      item.digest,
       item.model,
       state(item.status),
       String(item.tokens),
