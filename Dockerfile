@@ -40,11 +40,12 @@ RUN --mount=type=cache,target=/root/.cache/pip python3 -m venv /opt/build \
     && python3 -m venv --without-pip /opt/venv
 
 # Each extra of pyproject.toml as a file of its own: what is installed from it stays in the cache until it changes.
+# Every service sends traces where OTEL_EXPORTER_OTLP_ENDPOINT is set, so what sends them is in the core.
 FROM build AS requirements
 COPY pyproject.toml ./
 RUN mkdir extras && python3 -c "import pathlib, tomllib; \
 project = tomllib.loads(pathlib.Path('pyproject.toml').read_text())['project']; \
-extras = {'core': project['dependencies'], **project['optional-dependencies']}; \
+extras = project['optional-dependencies']; extras['core'] = project['dependencies'] + extras['tracing']; \
 [pathlib.Path('extras', name).write_text('\n'.join(lines)) for name, lines in extras.items()]"
 
 FROM build AS core-packages

@@ -31,6 +31,7 @@ from shared.http_server import HttpServer, bind
 from shared.logs import LEVELS, Change, configure_logging, level, set_level
 from shared.messages import GroupBeat, Heartbeat, LogLevel, ServiceName, ServiceStatus, SetLogLevel
 from shared.metrics import Reconnections
+from shared.process import pid_namespace
 from shared.telemetry import Health, OpsApp, SpanCollector, StateCollector, new_registry
 
 log = structlog.get_logger(__name__)
@@ -245,6 +246,7 @@ class Service(abc.ABC):
             address=self.address,
             group=self.group_beat(),
             grpc_address=self.grpc_address,
+            pid_namespace=pid_namespace(),
         )
         await self._bus.publish(subjects.beats(self.name, self.instance), beat)
 

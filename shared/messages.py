@@ -319,6 +319,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     group: GroupBeat | None = None
     grpc_address: str = ""
     """`host:port` of the gateway's gRPC API, where it serves one."""
+    pid_namespace: str = ""
+    """Where `pid`, and those of the ranks, mean this process (`shared.process.pid_namespace`)."""
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -332,6 +334,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     updated_at: float = 0.0
     heard_at: float = 0.0
     """As a group's."""
+    pid_namespace: str = ""
+    """As a heartbeat's."""
 
 
 class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -1,9 +1,12 @@
-"""Child processes that never outlive their parent."""
+"""Processes of this machine: children that never outlive their parent, and where a process id means something."""
 
+import contextlib
 import ctypes
+import functools
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -21,3 +24,13 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], Non
         prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
     return arm
+
+
+@functools.cache
+def pid_namespace() -> str:
+    """The same for all processes that know each other by their ids: those of one boot of a machine, outside of
+    containers or in the same one. Empty where that cannot be found out."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    return ""

@@ -28,10 +28,8 @@ from services.cli.sla.command import sla
 from services.cli.status import print_status, read_status
 from services.cli.terminal import AnswerPrinter, console, print_columns
 from services.cli.up import Up, UpOptions
-from services.cli.where import DataDir, NatsUrl
-from services.cli.where import find_stack as _find_stack
+from services.cli.where import DataDir, Gateway, NatsUrl, gateway_of_stack
 from services.cli.where import nats_of_stack as _nats_of_stack
-from services.cli.where import no_stack as _no_stack
 from shared.config import load_settings
 from shared.errors import ConfigurationError, DeadlineExceeded, RyzansteinError
 from shared.logs import configure_logging
@@ -255,7 +253,9 @@ def undrain(
 def chat(
     prompt: Annotated[str, typer.Argument(help="A single question; without it, a conversation.")] = "",
     model: Annotated[str, typer.Option(help="Default: the first model that is served.")] = "",
-    url: Annotated[str, typer.Option(help="The gateway. Default: the local stack's.")] = "",
+    url: Annotated[
+        str, typer.Option(help="The gateway. Default: the local stack's. [env: RYZANSTEIN_URL]")
+    ] = "",
     ca: Annotated[
         str,
         typer.Option(
@@ -274,19 +274,13 @@ def chat(
     ] = "",
 ) -> None:
     """Talk to a model, streamed."""
-    certificate = ""
-    if not url:
-        stack = _find_stack(data_dir)
-        if stack is None and data_dir is not None:
-            raise _no_stack(data_dir, "name its gateway with --url")
-        url = stack.gateway_url if stack else "http://127.0.0.1:8000"
-        certificate = stack.certificate if stack else ""
+    gateway = Gateway(url) if url else gateway_of_stack(data_dir)
     client = ChatClient(
-        url,
+        gateway.url,
         model=model,
         session=f"chat-{os.getpid()}-{os.urandom(4).hex()}",
         api_key=api_key,
-        trust=trust_of(certificate, ca),
+        trust=trust_of(gateway.certificate, ca),
     )
     screen = console()
     try:
@@ -294,7 +288,7 @@ def chat(
             _answer(client, screen, prompt, max_tokens, temperature)
             return
         screen.print(
-            f"{client.choose_model()} at {url}; Ctrl-D ends, Ctrl-C stops an answer.",
+            f"{client.choose_model()} at {gateway.url}; Ctrl-D ends, Ctrl-C stops an answer.",
             highlight=False,
             markup=False,
         )
@@ -369,15 +363,9 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigurationError(f"{option} cannot be {value!r}; it is one of {', '.join(choices)}.")
 
 
-def _gateway_of_stack(data_dir: Path | None) -> str:
-    """The local stack's gateway, or where one usually is."""
-    stack = _find_stack(data_dir)
-    if stack is None and data_dir is not None:
-        raise _no_stack(data_dir, "name its gateway with --url")
-    return stack.gateway_url if stack else "http://127.0.0.1:8000"
-
-
-app.add_typer(BatchCommands(_gateway_of_stack, _nats_of_stack).app(), name="batch")
+app.add_typer(
+    BatchCommands(lambda directory: gateway_of_stack(directory).url, _nats_of_stack).app(), name="batch"
+)
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ class LocalSettings(CommonSettings):
     """The local stack's NATS store, logs and run file."""
     model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
     """Models that were pulled or converted."""
+    url: CliSuppress[str] = ""
+    """The gateway that commands talk to where no stack runs here."""
     api_key: CliSuppress[SecretStr] = SecretStr("")
     """For gateways that ask for one."""
 

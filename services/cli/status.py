@@ -13,7 +13,11 @@ from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GroupRecord, ServiceRecord
+from shared.process import pid_namespace
 from shared.stores import Bucket
+
+UNKNOWN = ("-", "-")
+"""CPU time and memory of a process on another machine, or in another container."""
 
 
 class ServiceStatus(msgspec.Struct, frozen=True):
@@ -54,6 +58,10 @@ class Snapshot(NamedTuple):
     """The shape of `status --json`, which is promised."""
     weights: dict[str, float]
     """Speed of each group against its own past and its peers; below 1 it is degraded."""
+    here: frozenset[str] = frozenset()
+    """Instances whose process ids mean processes that can be looked at from here."""
+    instances: dict[str, str] = {}
+    """Whose ranks they are, by group."""
 
 
 async def read_status(settings: CommonSettings) -> Snapshot:
@@ -69,12 +77,18 @@ async def read_status(settings: CommonSettings) -> Snapshot:
 
 def snapshot(services: Iterable[ServiceRecord], groups: Iterable[GroupRecord]) -> Snapshot:
     """From the monitor's records."""
-    groups = sorted(groups, key=lambda one: one.group)
+    services, groups = list(services), sorted(groups, key=lambda one: one.group)
     status = Status(
         services=sorted(map(_service, services), key=lambda one: (one.name, one.instance)),
         groups=list(map(_group, groups)),
     )
-    return Snapshot(status, {group.group: group.weight for group in groups})
+    own = pid_namespace()
+    return Snapshot(
+        status,
+        {group.group: group.weight for group in groups},
+        frozenset(service.instance for service in services if own and service.pid_namespace == own),
+        {group.group: group.instance for group in groups},
+    )
 
 
 def _service(record: ServiceRecord) -> ServiceStatus:
@@ -102,14 +116,16 @@ def print_status(snapshot: Snapshot, console: Console) -> None:
     ranks = _table("Ranks", "group", "rank", "pid", "step", "memory")
     for service in snapshot.status.services:
         state = _coloured(service.state)
-        services.add_row(service.name, service.instance, str(service.pid), state, *_usage(service.pid))
+        usage = _usage(service.pid) if service.instance in snapshot.here else UNKNOWN
+        services.add_row(service.name, service.instance, str(service.pid), state, *usage)
     for group in snapshot.status.groups:
         load = (str(group.running), str(group.waiting), f"{group.kv_used:.1%}")
         weight = snapshot.weights.get(group.group, 1.0)
         slow = f" [yellow](speed {weight:.0%})[/]" if weight < 1 else ""
         groups.add_row(escape(group.group), escape(group.model), _coloured(group.state) + slow, *load)
+        here = snapshot.instances.get(group.group, "") in snapshot.here
         for rank in group.ranks:
-            memory = _usage(rank.pid)[1]
+            memory = (_usage(rank.pid) if here else UNKNOWN)[1]
             ranks.add_row(escape(group.group), str(rank.rank), str(rank.pid), str(rank.step), memory)
     for table in (services, groups, ranks):
         console.print(table)
@@ -136,4 +152,4 @@ def _usage(pid: int) -> tuple[str, str]:
         times = process.cpu_times()
         return f"{times.user + times.system:.1f}", f"{process.memory_info().rss / (1 << 20):.0f} MiB"
     except psutil.Error:
-        return "-", "-"
+        return UNKNOWN

@@ -1,7 +1,7 @@
 """Which stack a command is about: its NATS and its gateway."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -22,6 +22,14 @@ NatsUrl = Annotated[
         "[env: RYZANSTEIN_NATS_URL]"
     ),
 ]
+
+
+class Gateway(NamedTuple):
+    """Where one answers."""
+
+    url: str
+    certificate: str = ""
+    """File of the one to trust, of a gateway on this machine; empty: those of known authorities."""
 
 
 def find_stack(data_dir: Path | None) -> RunFile | None:
@@ -47,6 +55,16 @@ def nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
         return existing_nats(environment, environment.nats_url)
     directory = load_settings(LocalSettings, data_dir=data_dir).data_dir
     raise no_stack(directory, "name its NATS with --nats-url")
+
+
+def gateway_of_stack(data_dir: Path | None) -> Gateway:
+    """The local stack's gateway, else the one that the environment names, else where one usually is."""
+    stack = find_stack(data_dir)
+    if stack is not None:
+        return Gateway(stack.gateway_url, stack.certificate)
+    if data_dir is not None:
+        raise no_stack(data_dir, "name its gateway with --url")
+    return Gateway(load_settings(LocalSettings).url or "http://127.0.0.1:8000")
 
 
 def no_stack(directory: Path, instead: str) -> ConfigurationError:

@@ -51,10 +51,17 @@ class _Instance:
     heard: float
     heard_at: float = 0.0
     """As a group's."""
+    pid_namespace: str = ""
 
     def record(self) -> ServiceRecord:
         return ServiceRecord(
-            self.name, self.instance, self.pid, self.state, self.address, heard_at=self.heard_at
+            self.name,
+            self.instance,
+            self.pid,
+            self.state,
+            self.address,
+            heard_at=self.heard_at,
+            pid_namespace=self.pid_namespace,
         )
 
 
@@ -243,7 +250,7 @@ class Detector:
         self._notice_stall(now)
         self._presence.heard(subjects.connection(beat.service, beat.instance))
         self._instances[beat.instance] = _Instance(
-            beat.service, beat.instance, beat.pid, beat.state, beat.address, now, at
+            beat.service, beat.instance, beat.pid, beat.state, beat.address, now, at, beat.pid_namespace
         )
         if beat.state == "gone":
             return self._lose_groups(beat.instance, "its executor has stopped")
@@ -368,7 +375,14 @@ def _hung_ranks(progress: ProgressWatch, said: GroupBeat, now: float) -> list[in
 
 def _instance_of(record: ServiceRecord, heard: float) -> _Instance:
     return _Instance(
-        record.name, record.instance, record.pid, record.state, record.address, heard, record.heard_at
+        record.name,
+        record.instance,
+        record.pid,
+        record.state,
+        record.address,
+        heard,
+        record.heard_at,
+        record.pid_namespace,
     )
 
 

@@ -42,7 +42,6 @@ class ComposeStack:
         ports = ("PORT", "GRPC_PORT", "PORT_2", "GRPC_PORT_2", "PROMETHEUS_PORT")
         variables = {
             "COMPOSE_PROJECT_NAME": f"ryzanstein-test-{secrets.token_hex(4)}",
-            "SECRETS": str(directory / "secrets"),
             "MODELS": str(models),
             "OTEL_EXPORTER_OTLP_ENDPOINT": "",  # nobody collects
             **{name: str(port) for name, port in zip(ports, _free_ports(len(ports)), strict=True)},
@@ -50,13 +49,10 @@ class ComposeStack:
         own = directory / "test.env"
         own.write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
         files = [str(FOLDER / ".env"), *filter(None, [os.environ.get(MORE_SETTINGS)]), str(own)]
-        self._secrets = variables["SECRETS"]
         self._compose = DockerCompose(FOLDER, profiles=[*profiles], env_file=files)
         self._everything = DockerCompose(FOLDER, profiles=["*"], env_file=files)
 
     def __enter__(self) -> "ComposeStack":
-        environment = {**os.environ, "SECRETS": self._secrets}
-        subprocess.run([FOLDER / "setup"], env=environment, check=True, capture_output=True)
         try:
             self.up()
         except BaseException:

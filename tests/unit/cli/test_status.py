@@ -1,9 +1,12 @@
 """What `ryzanstein status` shows of groups."""
 
+import os
+
 from rich.console import Console
 
 from services.cli.status import print_status, snapshot
-from shared.messages import GroupLoad, GroupRecord
+from shared.messages import GroupLoad, GroupRecord, RankBeat, ServiceRecord
+from shared.process import pid_namespace
 
 
 def shown(record: GroupRecord) -> str:
@@ -19,3 +22,21 @@ def test_a_slow_group_is_shown_with_its_speed() -> None:
     assert "g[1]" in shown(record)
     slow = GroupRecord("g", "m", "ready", 1, [], GroupLoad(), weight=0.25)
     assert "ready (speed 25%)" in shown(slow)
+
+
+def test_only_processes_that_can_be_seen_from_here_have_figures() -> None:
+    """A container's process ids are those of other processes outside."""
+    here, elsewhere = (
+        ServiceRecord("executor", name, os.getpid(), "ready", pid_namespace=space)
+        for name, space in (("here", pid_namespace()), ("elsewhere", "another boot/1"))
+    )
+    ranks = [RankBeat(0, os.getpid(), 5, 0, False)]
+    groups = [
+        GroupRecord(f"of-{record.instance}", "m", "ready", 1, ranks, GroupLoad(), instance=record.instance)
+        for record in (here, elsewhere)
+    ]
+    console = Console(width=100)
+    with console.capture() as capture:
+        print_status(snapshot([here, elsewhere], groups), console)
+    lines = capture.get().splitlines()
+    assert ["MiB" in line for line in lines if str(os.getpid()) in line] == [False, True, False, True]

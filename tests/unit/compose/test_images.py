@@ -48,6 +48,13 @@ def test_an_image_has_the_packages_of_its_extra(target: str) -> None:
     assert extra in PROJECT["optional-dependencies"]
 
 
+def test_every_image_can_send_traces() -> None:
+    """The default profile asks each service to."""
+    script = next(one.text for one in FILE.stages["requirements"].instructions if "python3 -c" in one.text)
+    assert "project['dependencies'] + extras['tracing']" in script
+    assert all("core" in extras_of(target) for target in TARGETS)
+
+
 def test_only_the_image_for_gpus_has_a_compiler() -> None:
     """Triton builds the launchers of its kernels where they run."""
     for target in TARGETS:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from services.cli.settings import LocalSettings
 from services.executor.settings import ExecutorSettings
 from services.gateway.settings import GatewaySettings
 from services.health_monitor.settings import HealthMonitorSettings
@@ -27,13 +28,15 @@ SETTINGS: dict[str, type[CommonSettings]] = {
     "scheduler": SchedulerSettings,
     "health-monitor": HealthMonitorSettings,
     "executor": ExecutorSettings,
-    "cli": CommonSettings,
+    "cli": LocalSettings,
 }
 USERS_OF = {**{name: name for name in SETTINGS}, "cli": "operator"}
 OURS = {
     name: target
     for name, service in SERVICES.items()
-    if (target := service.get("build", {}).get("target")) in SETTINGS and "entrypoint" not in service
+    if (found := re.match(r"\$\{IMAGES\}/([a-z-]+?)(?:-gpu)?:", service["image"]))
+    and (target := found[1]) in SETTINGS
+    and "entrypoint" not in service
 }
 """Services that become one of ours, and as which."""
 
@@ -63,11 +66,13 @@ def host_and_port(url: str) -> tuple[str, str]:
 
 
 def test_profiles_bring_what_they_are_called() -> None:
-    base = {"gateway", "scheduler", "health-monitor"}
-    assert active("cpu") == base | {"nats", "models", "executor"}
-    assert active("gpu") == base | {"nats", "models-gpu", "executor-gpu"}
-    two = {f"{name}-2" for name in (*base, "executor")}
-    assert active("ha") == base | two | {"models", "executor", "nats-1", "nats-2", "nats-3"}
+    services = {"gateway", "scheduler", "health-monitor"}
+    base = services | {"secrets"}
+    assert active("cpu") == base | {"no-cluster-beside", "nats", "models", "executor"}
+    assert active("gpu") == base | {"no-cluster-beside", "nats", "models-gpu", "executor-gpu"}
+    two = {f"{name}-2" for name in (*services, "executor")}
+    cluster = {"no-single-server-beside", "nats-1", "nats-2", "nats-3"}
+    assert active("ha") == base | two | {"models", "executor"} | cluster
     observers = {"prometheus", "grafana", "otel-collector", "tempo"}
     assert active("observability") == base | observers
     assert env_file()["COMPOSE_PROFILES"] == "cpu,observability"
@@ -90,13 +95,16 @@ def test_every_setting_in_an_image_is_one() -> None:
         assert set(re.findall(r"(RYZANSTEIN_\w+)=", " ".join(texts))) <= known, target
 
 
+def own_secrets(name: str) -> list[str]:
+    return [volume for volume in SERVICES[name].get("volumes", []) if volume.startswith("secrets-")]
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_a_service_has_its_own_password_and_no_other(name: str) -> None:
     user = USERS_OF[OURS[name]]
     assert SERVICES[name]["environment"]["RYZANSTEIN_NATS_USER"] == user
     assert user in USERS
-    secret = {"source": f"nats-password-{user}", "target": "ryzanstein_nats_password"}
-    assert SERVICES[name]["secrets"] == [secret]
+    assert own_secrets(name) == [f"secrets-{user}:/run/secrets:ro"]
     assert not any("password" in key.lower() for key in SERVICES[name]["environment"])
 
 
@@ -114,7 +122,8 @@ def test_a_container_may_do_no_more_than_it_must(name: str) -> None:
 
 def test_what_serves_comes_back_by_itself() -> None:
     once = {name for name, service in SERVICES.items() if service["restart"] != "unless-stopped"}
-    assert once == {"models", "models-gpu", "cli"}
+    guards = {"no-cluster-beside", "no-single-server-beside"}
+    assert once == {"secrets", "models", "models-gpu", "cli"} | guards
 
 
 def test_nothing_starts_before_what_it_needs_is_healthy() -> None:
@@ -139,10 +148,10 @@ def test_what_is_needed_is_there(profile: str) -> None:
 def test_services_and_their_broker_share_a_network() -> None:
     urls = SERVICES["gateway"]["environment"]["RYZANSTEIN_NATS_URL"].split(",")
     names = {host_and_port(url)[0] for url in urls}
-    assert names == set(SERVICES["nats"]["networks"]["bus"]["aliases"])
+    assert names | {"single-nats"} == set(SERVICES["nats"]["networks"]["bus"]["aliases"])
     assert all("nats" in SERVICES[name]["networks"]["bus"]["aliases"] for name in names)
     assert all("bus" in SERVICES[name]["networks"] for name in OURS)
-    assert {name for name, service in SERVICES.items() if "routes" in service["networks"]} == names
+    assert {name for name, service in SERVICES.items() if "routes" in service.get("networks", [])} == names
 
 
 def test_servers_of_the_cluster_know_each_other() -> None:
@@ -200,8 +209,7 @@ def set_up(folder: Path) -> dict[str, str]:
 def test_setup_makes_every_secret_once(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
     made = set_up(folder)
-    wanted = {Path(secret["file"]).name for secret in STACK["secrets"].values()}
-    assert wanted <= set(made)
+    assert set(made) == {"nats-passwords", "grafana-admin-password"} | {f"nats-password-{u}" for u in USERS}
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o777 == 0o444 for file in folder.iterdir())
     single = [text for name, text in made.items() if name != "nats-passwords"]
@@ -220,7 +228,94 @@ def test_a_deleted_secret_is_made_anew_and_told_to_the_server(tmp_path: Path) ->
 
 
 def test_secrets_are_not_committed() -> None:
-    assert "/compose/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert "/compose/secrets/*" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def fill_volumes(folder: Path, given: Path) -> dict[str, str]:
+    """Runs `setup` as the stack's service `secrets` does; the volumes' files and their texts."""
+    mounted = dict(volume.split(":")[:2] for volume in SERVICES["secrets"]["volumes"])
+    for volume, place in mounted.items():
+        if volume.startswith("secrets-"):
+            (folder / Path(place).name).mkdir(exist_ok=True, parents=True)
+    [shell, script, option, _] = SERVICES["secrets"]["entrypoint"]
+    assert mounted["./setup"] == script
+    command = [shell, str(FOLDER / "setup"), option, str(folder)]
+    subprocess.run(command, env={"SECRETS": str(given), "PATH": "/usr/bin:/bin"}, check=True)
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.glob("*/*")}
+
+
+def test_the_stack_makes_its_secrets_where_none_are_given(tmp_path: Path) -> None:
+    made = fill_volumes(tmp_path / "volumes", tmp_path / "nothing")
+    services = {f"{user}/ryzanstein_nats_password" for user in USERS if user != "batch"}
+    assert set(made) == services | {"nats/batch", "nats/nats-passwords", "grafana/grafana-admin-password"}
+    for user in set(USERS) - {"batch"}:
+        assert f'= "{made[f"{user}/ryzanstein_nats_password"]}"' in made["nats/nats-passwords"]
+        assert (tmp_path / "volumes" / user / "ryzanstein_nats_password").stat().st_mode & 0o777 == 0o444
+        assert (tmp_path / "volumes" / user).stat().st_mode & 0o777 == 0o755
+    assert made["nats/nats-passwords"].count(" = ") == len(USERS)
+    assert fill_volumes(tmp_path / "volumes", tmp_path / "nothing") == made, "they stay"
+
+
+def test_secrets_that_are_given_are_the_stacks(tmp_path: Path) -> None:
+    made = fill_volumes(tmp_path / "volumes", tmp_path / "nothing")
+    given = set_up(tmp_path / "given")
+    copied = fill_volumes(tmp_path / "volumes", tmp_path / "given")
+    assert copied["gateway/ryzanstein_nats_password"] == given["nats-password-gateway"]
+    assert copied["grafana/grafana-admin-password"] == given["grafana-admin-password"]
+    assert copied["nats/nats-passwords"] == given["nats-passwords"] != made["nats/nats-passwords"]
+
+
+def test_one_command_works_from_the_root_as_well() -> None:
+    root = read("compose.yaml")
+    assert root["name"] == STACK["name"]
+    [part] = root["include"]
+    assert part == {
+        "path": "compose/compose.yaml",
+        "project_directory": "compose",
+        "env_file": "compose/.env",
+    }
+    profiles = [line for line in (ROOT / ".env").read_text().splitlines() if not line.startswith("#")]
+    assert profiles == [f"COMPOSE_PROFILES={env_file()['COMPOSE_PROFILES']}"]
+
+
+def test_our_images_are_never_fetched_from_a_name_that_anybody_may_own() -> None:
+    ours = {name for name, service in SERVICES.items() if service["image"].startswith("${IMAGES}/")}
+    assert set(OURS) < ours
+    for name in ours:
+        assert SERVICES[name]["pull_policy"] == "${PULL_POLICY:-never}", name
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "ha"])
+def test_every_image_of_ours_is_built_and_the_large_ones_once(profile: str) -> None:
+    there = active(profile)
+    images = {SERVICES[name]["image"] for name in there if SERVICES[name]["image"].startswith("${IMAGES}/")}
+    builders = [SERVICES[name]["image"] for name in sorted(there) if "build" in SERVICES[name]]
+    assert set(builders) == images
+    for image in images:
+        if "executor" in image or "/nats" in image or "/cli" in image:
+            assert builders.count(image) == 1, image
+
+
+@pytest.mark.parametrize(("profile", "alias"), [("cpu", "clustered-nats"), ("ha", "single-nats")])
+def test_one_broker_and_three_refuse_to_run_beside_each_other(profile: str, alias: str) -> None:
+    """They answer to the same names."""
+    others = {"cpu": ["nats-1", "nats-2", "nats-3"], "ha": ["nats"]}[profile]
+    assert all(alias in SERVICES[name]["networks"]["bus"]["aliases"] for name in others)
+    [guard] = [name for name in active(profile) if alias in str(SERVICES[name].get("entrypoint", ""))]
+    assert SERVICES[guard]["networks"] == ["bus"]
+    brokers = [name for name in active(profile) if name.startswith("nats")]
+    assert brokers
+    for name in brokers:
+        assert SERVICES[name]["depends_on"] == {guard: {"condition": "service_completed_successfully"}}
+
+
+def test_the_command_line_finds_the_stacks_gateway_and_models() -> None:
+    cli = SERVICES["cli"]
+    url = cli["environment"]["RYZANSTEIN_URL"]
+    assert host_and_port(url) == ("gateway", "8000")
+    assert set(cli["networks"]) & set(SERVICES["gateway"]["networks"])
+    assert f"{SERVICES['executor']['volumes'][0].rsplit(':', 2)[0]}:/models:ro" in cli["volumes"]
+    assert cli["environment"]["RYZANSTEIN_MODEL_CACHE"] == "/models"
 
 
 # --- observability -------------------------------------------------------------------------------------------
@@ -288,7 +383,8 @@ def test_grafana_finds_its_sources_and_dashboards() -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_mounted_files_are_there(name: str) -> None:
     for mount in SERVICES[name].get("volumes", []):
-        source = mount.replace("${MODELS:-models}", "models").split(":")[0]
+        source = mount.replace("${MODELS:-models}", "models").replace("${SECRETS:-./secrets}", "./secrets")
+        source = source.split(":")[0]
         if source.startswith("."):
             assert (FOLDER / source).exists() or source == "../monitoring/dashboards", mount
         else:
@@ -302,5 +398,6 @@ def test_triton_may_execute_what_it_builds() -> None:
     assert f"kernels:{kept}" in SERVICES["executor-gpu"]["volumes"], (
         "else every new container compiles all kernels"
     )
-    assert SERVICES["executor-gpu"]["build"]["target"] == "executor-gpu"
-    assert SERVICES["executor"]["build"]["target"] == "executor"
+    assert SERVICES["models-gpu"]["build"]["target"] == "executor-gpu"
+    assert SERVICES["models-gpu"]["image"] == SERVICES["executor-gpu"]["image"]
+    assert SERVICES["models"]["build"]["target"] == "executor"
