@@ -22,7 +22,7 @@ from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
 
 LARGE = 32 << 10
-"""Bytes of a prompt's log probabilities from which they are turned into text beside the event loop."""
+"""Bytes of vectors and of prompts' log probabilities from which they are turned into text beside the event loop."""
 AT_ONCE = 32
 """News that are turned into text before others get their turn."""
 
@@ -94,8 +94,8 @@ class Run:
         self._stored: asyncio.Future[None] | None = None
         self._joined = False
         self._submitted = False
-        self._large = False
-        """Whether a choice's prompt comes with so many log probabilities that others would wait while it is shown."""
+        self._bulk = 0
+        """Bytes of vectors and of prompts' log probabilities that have come."""
         self._since = 0.0
         """When what was taken last had come."""
 
@@ -172,7 +172,7 @@ class Run:
         while self._open:
             batch: list[Chunk] = []
             for index in await self._advance():
-                if self._large:
+                if self._bulk > LARGE:
                     await asyncio.to_thread(self._append, batch, index)
                 else:
                     self._append(batch, index)
@@ -233,7 +233,7 @@ class Run:
         while self._open:
             await self._advance()
         await self._until_stored()
-        return await asyncio.to_thread(self._whole) if self._large else self._whole()
+        return await asyncio.to_thread(self._whole) if self._bulk > LARGE else self._whole()
 
     def snapshot(self) -> bytes:
         """The response as far as it has come; a choice that goes on has no finish reason."""
@@ -301,7 +301,7 @@ class Run:
         output = self._outputs[choice]
         if (entry.tokens or entry.vector or entry.prompt_scores) and self._metrics is not None:
             self._observe(choice, self._metrics)
-        self._large = self._large or len(entry.prompt_scores) > LARGE
+        self._bulk += len(entry.prompt_scores) + len(entry.vector)
         if output.tokens < self._after[choice]:
             entry = self._feed_in_silence(output, entry, self._after[choice] - output.tokens)
         output.feed(entry)

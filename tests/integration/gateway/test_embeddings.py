@@ -2,12 +2,15 @@
 
 import base64
 import struct
+import threading
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from services.gateway.readers import run
+from services.gateway.text.vectors import VectorFormat
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
 from shared.subjects import tokens as tokens_of
@@ -54,6 +57,24 @@ async def test_inputs_become_vectors(
     assert [item.index for item in answer.data] == [0, 1, 2]
     assert (answer.object, answer.data[0].object, answer.model) == ("list", "embedding", MODEL)
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (6, 6)
+
+
+async def test_many_vectors_are_written_beside_the_event_loop(
+    client: openai.AsyncOpenAI, embedder: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    whole = VectorFormat.whole
+
+    def noted(self: VectorFormat, *arguments: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(VectorFormat, "whole", noted)
+    monkeypatch.setattr(run, "LARGE", 64)
+    for count in (4, 5):  # vectors of 16 bytes
+        answer = await client.embeddings.create(model=MODEL, input=["a"] * count)
+        assert len(answer.data) == count
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_every_kind_of_input(client: openai.AsyncOpenAI, embedder: FakeRing) -> None:
