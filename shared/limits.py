@@ -155,6 +155,19 @@ BODY = Limit("body", 4 << 20, "bytes", "the body, or a WebSocket message", "requ
 PROMPT_TOKENS = Limit(
     "prompt_tokens", 0, "tokens", "a prompt; 0: the model's context", "request", "RYZANSTEIN_PROMPT_LIMIT"
 )
+TEMPLATE_SECONDS = Limit(
+    "template_seconds", 2, "seconds", "CPU time of a chat template for a conversation", "request"
+)
+TEMPLATE_MEMORY = Limit(
+    "template_memory",
+    512 << 20,
+    "bytes",
+    "address space of the process that renders chat templates",
+    "request",
+)
+TEMPLATE_TEXT = Limit(
+    "template_text", 64 << 20, "bytes", "the prompt that a chat template makes, in UTF-8", "request"
+)
 RESPONSE_CHAIN = Limit(
     "response_chain", 1000, "entries", "responses behind `previous_response_id`", "request"
 )
@@ -207,6 +220,17 @@ READERS = Limit("readers", 64, "entries", "readers of one generation", "gateway"
 GRAMMARS_WAITING = Limit(
     "grammars_waiting", 64, "entries", "unknown grammars that wait to be compiled", "gateway"
 )
+TEMPLATES_WAITING = Limit(
+    "templates_waiting",
+    64 << 20,
+    "bytes",
+    "conversations for one model that wait for its chat template",
+    "gateway",
+)
+TEXT_WAITING = Limit(
+    "text_waiting", 32 << 20, "bytes", "texts that wait to be tokenized, in UTF-8", "gateway"
+)
+TOKENIZERS = Limit("tokenizers", 16, "entries", "tokenizers that are kept", "gateway")
 WAITING = Limit(
     "waiting",
     4096,

@@ -25,6 +25,7 @@ from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.text.tokenization import Tokenizer
 from services.gateway.traces.answers import traced
 from shared.errors import ContextLengthExceeded
+from shared.limits import PROMPT_TOKENS
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard
 from shared.records import GenerationRecord, Parsing
 
@@ -172,7 +173,7 @@ class Build:
         if settings.prompt_limit and len(prompt) > settings.prompt_limit:
             raise ContextLengthExceeded(
                 f"This server takes prompts of at most {settings.prompt_limit} tokens, and yours has {len(prompt)}; "
-                "shorten it.",
+                f"shorten it ({PROMPT_TOKENS.cited(settings.prompt_limit)}).",
                 param="messages" if self._chat else "prompt",
             )
         limit = sampling.max_tokens(self._request, self._card, len(prompt), settings.default_max_tokens)

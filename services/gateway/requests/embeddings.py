@@ -93,7 +93,9 @@ async def prompts_of(
             name = f"input[{index}]" if several else "input"
             limit = f"This model's maximum context length is {most} tokens"
             if most < card.context_length:
-                limit = f"This server takes prompts of at most {most} tokens (RYZANSTEIN_PROMPT_LIMIT)"
+                limit = (
+                    f"This server takes prompts of at most {most} tokens ({limits.PROMPT_TOKENS.cited(most)})"
+                )
             raise ContextLengthExceeded(
                 f"{limit}, and '{name}' has {fewest} or more; shorten it.", param=name
             )
@@ -114,7 +116,7 @@ async def prompts_of(
         if prompt_limit and len(tokens) > prompt_limit:
             raise ContextLengthExceeded(
                 f"This server takes prompts of at most {prompt_limit} tokens, and '{name}' has {len(tokens)}; "
-                "shorten it.",
+                f"shorten it ({limits.PROMPT_TOKENS.cited(prompt_limit)}).",
                 param=name,
             )
         if len(tokens) > card.context_length:

@@ -8,6 +8,7 @@ from services.gateway.requests.schemas import ChatCompletionRequest, CompletionR
 from services.gateway.requests.validation import check_token_ids
 from services.gateway.text.tokenization import Tokenizer
 from shared.errors import ContextLengthExceeded
+from shared.limits import PROMPT_TOKENS
 from shared.messages import ModelCard, SamplingParams
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: choices of neighbouring seeds do not coincide
@@ -65,7 +66,7 @@ def check_size(
         param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
         limit = f"This model's maximum context length is {most} tokens"
         if most < card.context_length:
-            limit = f"This server takes prompts of at most {most} tokens (RYZANSTEIN_PROMPT_LIMIT)"
+            limit = f"This server takes prompts of at most {most} tokens ({PROMPT_TOKENS.cited(most)})"
         raise ContextLengthExceeded(
             f"{limit}, and your {param} resulted in {fewest} tokens or more; shorten the {param}.",
             param=param,

@@ -28,27 +28,20 @@ import msgspec
 from services.gateway.errors import InvalidParameter
 from services.gateway.text.templates import TemplateOptions, Templates
 from services.gateway.tools.traits import Traits
+from shared import limits
 from shared.errors import InternalError, QueueFull
 
 if TYPE_CHECKING:
     from services.gateway.text.chat_template import ChatTemplate
 
-CPU_SECONDS = 2
-"""CPU time of one conversation at most; the kernel counts whole seconds."""
-MEMORY = 512 << 20
-"""Bytes of address space of the process."""
-PROMPT_BYTES = 64 << 20
-"""Longest prompt, in UTF-8."""
-WAITING_BYTES = 64 << 20
-"""Conversations that may wait to be rendered with one template, in bytes; more are refused for the moment."""
 ANSWER_WITHIN = 60.0
 """Seconds of waiting for a process that gets no processor."""
 _LARGE = 1 << 20
 """Bytes from which what a conversation needed is given back at once."""
 _HEAD = 4
-_NO_MEMORY = f"{MEMORY >> 20} MiB of memory"
-_NO_TIME = f"{CPU_SECONDS} s of CPU time"
-_TOO_LONG = f"{PROMPT_BYTES >> 20} MiB of text"
+_NO_MEMORY = limits.TEMPLATE_MEMORY.cited()
+_NO_TIME = limits.TEMPLATE_SECONDS.cited()
+_TOO_LONG = limits.TEMPLATE_TEXT.cited()
 _NO_TEXT = "The chat template of the model makes these messages a text that has no UTF-8; send other ones."
 _ENDED = "what a process may do that renders it"
 
@@ -117,10 +110,10 @@ class TemplateProcess:
         return reply.text
 
     async def _ask(self, job: bytes) -> _Reply:
-        if self._waiting and self._bytes + len(job) > WAITING_BYTES:
+        if self._waiting and self._bytes + len(job) > limits.TEMPLATES_WAITING.value:
             raise QueueFull(
-                f"{self._bytes >> 20} MiB of conversations wait to be rendered for this model and "
-                f"{WAITING_BYTES >> 20} MiB may; try again in a moment.",
+                f"{self._bytes:,} bytes of conversations wait for this model's chat template; try again in a moment "
+                f"({limits.TEMPLATES_WAITING.cited()}).",
                 retry_after=1,
             )
         future: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
@@ -171,7 +164,7 @@ class TemplateProcess:
             async with asyncio.timeout(ANSWER_WITHIN):
                 await process.stdin.drain()
                 size = int.from_bytes(await process.stdout.readexactly(_HEAD))
-                if size > PROMPT_BYTES + _LARGE:
+                if size > limits.TEMPLATE_TEXT.value + _LARGE:
                     raise OSError("it does not keep to the limit")
                 return _replies.decode(await process.stdout.readexactly(size))
         except (asyncio.IncompleteReadError, OSError, TimeoutError, msgspec.MsgspecError):
@@ -191,7 +184,7 @@ class TemplateProcess:
 
 def _passed(limit: str, with_what: str) -> InvalidParameter:
     return InvalidParameter(
-        f"The chat template of the model passed its limit, {limit}, with {with_what}.",
+        f"The chat template of the model passed a limit with {with_what} ({limit}).",
         param="messages",
         reason="chat_template_limit",
     )
@@ -204,10 +197,10 @@ def main() -> None:
     """Answers a job of standard input with a reply on standard output, until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the gateway
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _limit(resource.RLIMIT_AS, MEMORY)
+    _limit(resource.RLIMIT_AS, limits.TEMPLATE_MEMORY.value)
     renderer, jobs, replies = _Renderer(), sys.stdin.buffer, sys.stdout.buffer
     while head := jobs.read(_HEAD):
-        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + CPU_SECONDS)
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + limits.TEMPLATE_SECONDS.value)
         reply = _encode(renderer.reply(jobs, int.from_bytes(head)))
         replies.write(len(reply).to_bytes(_HEAD) + reply)
         replies.flush()
@@ -237,7 +230,7 @@ class _Renderer:
             return self._compile(job.templates)
         assert self._templates is not None, "the templates come first"
         text = self._templates[job.tools is not None].render(job.messages, job.tools, job.options)
-        return _Reply(text) if len(text.encode()) <= PROMPT_BYTES else _Reply(limit=_TOO_LONG)
+        return _Reply(text) if len(text.encode()) <= limits.TEMPLATE_TEXT.value else _Reply(limit=_TOO_LONG)
 
     def _compile(self, templates: Templates) -> _Reply:
         from services.gateway.text.chat_template import (

@@ -15,17 +15,16 @@ from services.gateway.text.tokenization import ModelTokenizer, StubTokenizer, To
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import InternalError, Unavailable
+from shared.limits import TOKENIZERS
 from shared.messages import ModelCard, TokenizerBundle
 from shared.stores import ObjectStore
 
 log = structlog.get_logger(__name__)
 
-MOST_TOKENIZERS = 16
-"""Tokenizers that are kept; the one that was not asked for the longest makes room."""
-
 
 class TokenizerStore:
-    """Concurrent requests for one tokenizer share its loading; a failed one is tried again."""
+    """Concurrent requests for one tokenizer share its loading; a failed one is tried again. The one that was not asked
+    for the longest makes room for others."""
 
     def __init__(self, bus: Bus, *, special_tokens_in_messages: bool = False) -> None:
         """`special_tokens_in_messages`: see `ModelTokenizer`."""
@@ -54,7 +53,7 @@ class TokenizerStore:
             task = self._loading[name] = asyncio.create_task(self._load(name))
             task.add_done_callback(lambda done: self._forget_failure(name, done))
         self._loading.move_to_end(name)
-        while len(self._loading) > MOST_TOKENIZERS:
+        while len(self._loading) > TOKENIZERS.value:
             self._forget(next(iter(self._loading)))
         return task
 

@@ -64,7 +64,7 @@ async def test_what_waits_is_bounded_and_counted_to_its_end(encoding: Encoding) 
     held = Held()
     under_way, given_up, waits = (asyncio.create_task(encoding.run(LARGE + 1, held)) for _ in range(3))
     await encoding.run(INLINE + 1, thread)  # by now the first is under way
-    with pytest.raises(QueueFull, match="1024 KiB may"):
+    with pytest.raises(QueueFull, match="limit text_waiting: 1,048,576 bytes"):
         await encoding.run(2 * LARGE, thread)
     given_up.cancel()
     assert await asyncio.gather(given_up, return_exceptions=True) != ["done"]
@@ -85,11 +85,20 @@ async def test_memory_is_given_back_after_large_ones_alone(
     encoding: Encoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[str] = []
-    monkeypatch.setattr(module, "give_back", lambda: given.append(thread()))
+    again = threading.Event()
+
+    def give_back() -> None:
+        given.append(thread())
+        if len(given) == 2:
+            again.set()
+
+    monkeypatch.setattr(module, "give_back", give_back)
+    monkeypatch.setattr(module, "OVER_AFTER", 0.0)
     await encoding.run(LARGE, thread)
     assert given == []
     await encoding.run(LARGE + 1, thread)
-    assert [name.partition("_")[0] for name in given] == ["tokenize-large"]
+    await asyncio.to_thread(again.wait, 60)  # once more when the request is over
+    assert [name.partition("_")[0] for name in given] == ["tokenize-large", "tokenize-small"]
 
 
 async def test_many_texts_are_one_piece_of_work(encoding: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +135,7 @@ LONGEST = len("<|start|>")
         (
             ChatCompletionRequest(model="m", messages=[]),
             50,
-            r"at most 50 tokens \(RYZANSTEIN_PROMPT_LIMIT\), and your messages",
+            r"at most 50 tokens \(limit prompt_tokens: 50 .*\), and your messages",
         ),
     ],
 )

@@ -5,12 +5,13 @@ import os
 import signal
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.text import template_process
 from services.gateway.text.template_process import TemplateProcess
 from services.gateway.text.templates import TemplateOptions, Templates
+from shared import limits
 from shared.errors import InternalError, QueueFull
 from tests.unit.gateway.tiny_tokenizer import TEMPLATE
 
@@ -24,7 +25,7 @@ NESTED = (
 )
 
 
-MEMORY, TIME = ("512 MiB of memory",), ("2 s of CPU time",)
+MEMORY, TIME = (limits.TEMPLATE_MEMORY.cited(),), (limits.TEMPLATE_SECONDS.cited(),)
 
 
 def templates(source: str) -> Templates:
@@ -74,7 +75,7 @@ async def test_a_template_that_passes_a_limit_is_refused(
 
 async def test_a_prompt_has_a_size_at_most(made: list[TemplateProcess]) -> None:
     process = await probed("{{ 'a' * 70000000 if messages[0].content == 'Hi' }}", made)
-    with pytest.raises(InvalidParameter, match="64 MiB of text, with these messages"):
+    with pytest.raises(InvalidParameter, match=r"with these messages.*limit template_text"):
         await process.render(CHAT, None, PLAIN)
     assert await process.render([{"role": "user", "content": "Hello"}], None, PLAIN) == ""
 
@@ -93,7 +94,9 @@ async def test_the_next_conversation_gets_a_new_process(made: list[TemplateProce
         asyncio.create_task(process.render([{"role": "user", "content": text}], None, PLAIN))
         for text in ("bomb", "Hi")
     )
-    with pytest.raises(InvalidParameter, match="2 s of CPU time, with these messages"):
+    with pytest.raises(
+        InvalidParameter, match=r"with these messages.*limit template_seconds: 2 seconds, fixed"
+    ):
         await bomb
     assert "Hi<|end|>" in await chat
 
@@ -138,10 +141,12 @@ async def test_refusals_of_the_template_are_told_as_they_are(made: list[Template
 
 async def test_what_waits_is_bounded(made: list[TemplateProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     process = await probed(TEMPLATE, made)
-    monkeypatch.setattr(template_process, "WAITING_BYTES", 1000)
+    monkeypatch.setattr(
+        limits, "TEMPLATES_WAITING", msgspec.structs.replace(limits.TEMPLATES_WAITING, value=1000)
+    )
     waiting = asyncio.create_task(process.render([{"role": "user", "content": "x" * 2000}], None, PLAIN))
     await asyncio.sleep(0)
-    with pytest.raises(QueueFull, match="wait to be rendered"):
+    with pytest.raises(QueueFull, match="limit templates_waiting"):
         await process.render(CHAT, None, PLAIN)
     assert "xxx" in await waiting
     assert "Hi" in await process.render(CHAT, None, PLAIN)
