@@ -104,10 +104,10 @@ class TenantBucket(Generic[T]):
         async for entry in self._bucket.scan(keys_of(tenant)):
             yield entry
 
-    async def trim(self, tenant: str, *, max_bytes: int, max_entries: int) -> int:
-        """Removes the oldest entries of a tenant beyond these bounds; returns how many."""
+    async def trim(self, tenant: str, quota: "Quota") -> int:
+        """Removes the oldest entries of a tenant beyond its quota; returns how many."""
         sizes = [item async for item in self._bucket.sizes(keys_of(tenant))]
-        gone = list(beyond(sizes, max_bytes, max_entries))
+        gone = list(beyond(sizes, quota.max_bytes, quota.max_entries))
         for key in gone:
             await self.purge(key)
         return len(gone)
@@ -123,6 +123,13 @@ def beyond(sizes: list[tuple[str, int]], max_bytes: int, max_entries: int) -> It
         held, entries = held - size, entries - 1
 
 
+class Quota(NamedTuple):
+    """What a tenant may have in a bucket."""
+
+    max_bytes: int
+    max_entries: int
+
+
 class Trimmed(Generic[T]):
     """Keeps each tenant's entries within its quota: its own oldest make room, and nobody else's.
 
@@ -130,10 +137,9 @@ class Trimmed(Generic[T]):
     no reading; the tenant may have that much more for each gateway that writes for it.
     """
 
-    def __init__(self, bucket: TenantBucket[T], *, max_bytes: int, max_entries: int) -> None:
+    def __init__(self, bucket: TenantBucket[T], quota: Quota) -> None:
         self._bucket = bucket
-        self._max_bytes = max_bytes
-        self._max_entries = max_entries
+        self._quota = quota
         self._written: dict[str, tuple[int, int]] = {}
         """Bytes and entries since the last look, by tenant; none: it was never looked."""
         self._looking: set[asyncio.Task[None]] = set()
@@ -143,7 +149,7 @@ class Trimmed(Generic[T]):
         known = self._written.get(tenant)
         held = (size, 1) if known is None else (known[0] + size, known[1] + 1)
         self._written[tenant] = held
-        if known is None or held[0] * SLACK >= self._max_bytes or held[1] * SLACK >= self._max_entries:
+        if known is None or any(new * SLACK >= most for new, most in zip(held, self._quota, strict=True)):
             self._written[tenant] = (0, 0)
             task = asyncio.create_task(self._look(tenant))
             self._looking.add(task)
@@ -151,7 +157,7 @@ class Trimmed(Generic[T]):
 
     async def _look(self, tenant: str) -> None:
         try:
-            gone = await self._bucket.trim(tenant, max_bytes=self._max_bytes, max_entries=self._max_entries)
+            gone = await self._bucket.trim(tenant, self._quota)
         except RyzansteinError as error:
             self._written.pop(tenant, None)  # with the next writing
             log.info("quota_not_kept", error=str(error))

@@ -57,6 +57,12 @@ class GatewaySettings(CommonSettings):
     """Seconds that a response of /v1/responses is kept after it has ended or was continued last."""
     response_max_bytes: int = Field(default=256 << 20, gt=0)
     """Bytes of kept responses, deflated; beyond them the oldest make room."""
+    tenant_response_bytes: int = Field(default=64 << 20, gt=0)
+    """Bytes of a tenant's kept responses and stored chat completions, deflated; beyond them its own oldest make
+    room."""
+    tenant_responses: int = Field(default=10_000, gt=0)
+    """Kept responses of a tenant, and as many stored chat completions in lists; beyond them its own oldest make
+    room."""
     default_max_tokens: int = Field(default=0, ge=0)
     """Output tokens of a chat completion that names no limit; 0: what is left of the context."""
     recovery_attempts: int = Field(default=3, ge=0)

@@ -36,6 +36,7 @@ from services.gateway.stored_chats.index import ChatIndex, ChatShelf
 from services.gateway.text.tokenizer_store import TokenizerStore
 from shared.bus import Bus
 from shared.errors import BrokerUnavailable
+from shared.tenants import Quota
 
 Spawn = Callable[[Coroutine[Any, Any, Any], str], object]
 
@@ -75,8 +76,9 @@ class Work:
         self._idempotency = IdempotencyKeys(bus, settings.idempotency_ttl)
         self._reading = Reading(self.answers, self.catalog, tokenizers, metrics)
         self.heirs = Heirs(bus, instance, self.answers, self.answers.owners, settings.journal_max_age)
-        self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes)
-        self._chat_index = ChatIndex(bus, settings.response_ttl)
+        quota = Quota(settings.tenant_response_bytes, settings.tenant_responses)
+        self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes, quota)
+        self._chat_index = ChatIndex(bus, settings.response_ttl, quota)
         self._lookup, self._stored_chats = self._kept(tokenizers)
         self._cluster = Cluster(bus, self.catalog, self.answers)
         self.limiter = Limiter(bus, instance, settings)

@@ -5,7 +5,7 @@ import asyncio
 from shared.batches import FileRecord
 from shared.bus import Bus
 from shared.stores import PAGE, Bucket
-from shared.tenants import SLACK, TenantBucket, Trimmed
+from shared.tenants import SLACK, Quota, TenantBucket, Trimmed
 
 NAME = "test"
 
@@ -77,7 +77,7 @@ async def test_what_is_purged_leaves_nothing(bus: Bus) -> None:
 
 async def test_only_the_tenant_s_own_oldest_make_room(bus: Bus) -> None:
     bucket = await opened(bus)
-    quota = Trimmed(bucket, max_bytes=1 << 20, max_entries=2 * SLACK)
+    quota = Trimmed(bucket, Quota(1 << 20, 2 * SLACK))
     for name in ("a", "b"):
         await bucket.put("other", name, record("other", name))
     for number in range(5 * SLACK):

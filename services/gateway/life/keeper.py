@@ -28,7 +28,7 @@ class Shelf(Protocol):
     async def put(self, answer: Answer) -> None:
         """Writes an answer that has ended, unless it is there or was deleted. Raises `BrokerUnavailable`."""
 
-    async def has(self, identity: str) -> bool:
+    async def has(self, record: GenerationRecord) -> bool:
         """Whether it is there, or was deleted. Raises `BrokerUnavailable`."""
 
 
@@ -72,7 +72,7 @@ class Keeper:
 
     async def keep_of_lost(self, record: GenerationRecord) -> None:
         """Writes an answer that had ended when its gateway was lost, unless that has done it."""
-        if not record.outlives or await self._shelf(record).has(record.identity):
+        if not record.outlives or await self._shelf(record).has(record):
             return
         answer = await self._answers.inherit(record, keep=KEEP)
         if answer.ended:

@@ -11,7 +11,7 @@ from services.gateway.readers.reading import Reading
 from services.gateway.responses.store import ResponseStore
 from shared.errors import Unavailable, error_from_code
 from shared.messages import TokenEntry
-from shared.records import StoredResponse
+from shared.records import GenerationRecord, StoredResponse
 
 _LIMITS = Limits(0, float("inf"), float("inf"))
 _SOURCE = "store"
@@ -62,8 +62,8 @@ class ResponseShelf:
     async def put(self, answer: Answer) -> None:
         await self._store.keep(stored_of(answer, await self._reading.shown(answer)))
 
-    async def has(self, identity: str) -> bool:
-        return await self._store.is_known(identity)
+    async def has(self, record: GenerationRecord) -> bool:
+        return await self._store.is_known(record.identity, record.tenant)
 
 
 class StoreOwner:

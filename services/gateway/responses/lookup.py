@@ -78,28 +78,28 @@ class ResponseLookup:
 
     async def find(self, public_id: str, tenant: str) -> Found:
         """Raises `RouteError` where there is none; another tenant's is not there either."""
-        found = await self._find(public_id)
+        found = await self._find(public_id, tenant)
         if found.record.requests[0].tenant != tenant:
             raise not_found(public_id)
         return found
 
-    async def _find(self, public_id: str) -> Found:
+    async def _find(self, public_id: str, tenant: str) -> Found:
         identity = parse(public_id) if public_id.startswith(_PREFIX) else None
         if identity is None:
             raise not_found(public_id)
         answer = self._answers.known(identity)
         if answer is None or answer.ended:
             await self._keeper.written(identity)
-            stored = await self._store.get(identity)
+            stored = await self._store.get(identity, tenant)
             if stored is not None:
                 return Found(stored=stored)
-            answer = await self._of_journal(public_id, identity)
+            answer = await self._of_journal(public_id, identity, tenant)
         if not self._to_be_kept(answer.record):
             raise not_found(public_id)
         return Found(answer=answer)
 
-    async def _of_journal(self, public_id: str, identity: str) -> Answer:
-        if await self._store.is_deleted(identity):
+    async def _of_journal(self, public_id: str, identity: str, tenant: str) -> Answer:
+        if await self._store.is_deleted(identity, tenant):
             raise not_found(public_id)
         try:
             answer = await self._answers.find(public_id, identity)
@@ -114,7 +114,7 @@ class ResponseLookup:
         return response is not None and response.store and record.created + self._store.ttl > time.time()
 
     async def is_deleted(self, record: GenerationRecord) -> bool:
-        return await self._store.is_deleted(record.identity)
+        return await self._store.is_deleted(record.identity, record.tenant)
 
     async def shown(self, found: Found) -> bytes:
         """The response object as JSON."""
@@ -150,9 +150,9 @@ class ResponseLookup:
     async def delete(self, found: Found) -> None:
         """Nothing of it is shown any more; what goes on is cancelled."""
         self.cancel(found)
-        await self._store.delete(found.record.identity)
+        await self._store.delete(found.record.identity, found.record.tenant)
 
     async def refresh(self, found: Found) -> None:
         """It is a part of a conversation that goes on."""
         if found.stored is not None:
-            await self._store.refresh(found.record.identity)
+            await self._store.refresh(found.record.identity, found.record.tenant)

@@ -46,7 +46,7 @@ class StoredChats:
         chosen, more = page(chats, after=wanted.after, limit=wanted.limit, ascending=wanted.ascending)
         data = []
         for chat in chosen:
-            stored = await self._store.get(chat.identity)
+            stored = await self._store.get(chat.identity, tenant)
             if stored is not None:  # the oldest have made room
                 data.append(msgspec.json.decode(_completion(chat, stored)))
         return msgspec.json.encode(shown(data, more))
@@ -61,7 +61,7 @@ class StoredChats:
     async def change(self, public_id: str, tenant: str, metadata: dict[str, str]) -> bytes:
         """Its metadata, all of them, for others."""
         chat, stored = await self._found(public_id, tenant)
-        changed = await self._index.change(chat.identity, metadata)
+        changed = await self._index.change(chat.identity, tenant, metadata)
         if changed is None:
             raise not_found(public_id)
         return _completion(changed, stored)
@@ -69,25 +69,28 @@ class StoredChats:
     async def delete(self, public_id: str, tenant: str) -> None:
         """Nothing of it is shown any more, as a generation neither."""
         chat, _ = await self._found(public_id, tenant)
-        await self._store.delete(chat.identity)
-        await self._index.remove(chat.identity)
+        await self._store.delete(chat.identity, tenant)
+        await self._index.remove(chat.identity, tenant)
 
     async def _found(self, public_id: str, tenant: str) -> tuple[StoredChat, StoredResponse]:
         identity = parse(public_id) if public_id.startswith(_PREFIX) else None
         if identity is None:
             raise not_found(public_id)
         await self._keeper.written(identity)
-        found = await self._kept(identity) or await self._of_journal(public_id, identity)
+        found = await self._kept(identity, tenant)
+        found = found or await self._of_journal(public_id, identity, tenant)
         if found is None or found[0].tenant != tenant:
             raise not_found(public_id)
         return found
 
-    async def _kept(self, identity: str) -> tuple[StoredChat, StoredResponse] | None:
-        chat = await self._index.get(identity)
-        stored = None if chat is None else await self._store.get(identity)
+    async def _kept(self, identity: str, tenant: str) -> tuple[StoredChat, StoredResponse] | None:
+        chat = await self._index.get(identity, tenant)
+        stored = None if chat is None else await self._store.get(identity, tenant)
         return None if chat is None or stored is None else (chat, stored)
 
-    async def _of_journal(self, public_id: str, identity: str) -> tuple[StoredChat, StoredResponse] | None:
+    async def _of_journal(
+        self, public_id: str, identity: str, tenant: str
+    ) -> tuple[StoredChat, StoredResponse] | None:
         """It has ended a moment ago at another gateway, or at one that was lost: it is kept now."""
         try:
             answer = await self._answers.find(public_id, identity)
@@ -97,7 +100,7 @@ class StoredChats:
             return None
         await self._keeper.keep(answer)
         await self._keeper.written(identity)  # somebody else may be at it
-        return await self._kept(identity)
+        return await self._kept(identity, tenant)
 
 
 def _completion(chat: StoredChat, stored: StoredResponse) -> bytes:

@@ -13,50 +13,57 @@ from services.gateway.life.answer import Answer
 from services.gateway.readers.reading import Reading
 from services.gateway.responses.store import ResponseStore
 from shared import subjects
-from shared.bus import Bus
-from shared.records import StoredChat, StoredResponse
-from shared.stores import Bucket
+from shared.bus import Bus, encode
+from shared.records import GenerationRecord, StoredChat, StoredResponse
+from shared.tenants import Quota, TenantBucket, Trimmed
 
 
 class ChatIndex:
     """Opened by `start`. Methods raise `BrokerUnavailable`."""
 
-    def __init__(self, bus: Bus, ttl: float) -> None:
-        """`ttl`: seconds that an entry is kept after its last change."""
+    def __init__(self, bus: Bus, ttl: float, quota: Quota) -> None:
+        """`ttl`: seconds that an entry is kept after its last change; `quota`: of a tenant, whose oldest make room."""
         self._bus = bus
         self._ttl = ttl
-        self._opened: Bucket[StoredChat] | None = None
+        self._quota = quota
+        self._opened: TenantBucket[StoredChat] | None = None
 
     async def start(self) -> None:
-        self._opened = await Bucket.open(self._bus, subjects.CHATS_BUCKET, StoredChat, ttl=self._ttl)
+        self._opened = await TenantBucket.open(
+            self._bus, subjects.CHATS_BUCKET, StoredChat, lambda chat: chat.tenant, ttl=self._ttl
+        )
+        self._trimmed = Trimmed(self._opened, self._quota)
 
     @property
-    def _bucket(self) -> Bucket[StoredChat]:
+    def _bucket(self) -> TenantBucket[StoredChat]:
         assert self._opened is not None, "not started"
         return self._opened
 
     async def add(self, chat: StoredChat) -> None:
         """Unless there is an entry of it."""
-        await self._bucket.create(chat.identity, chat)
+        if await self._bucket.create(chat.tenant, chat.identity, chat) is not None:
+            self._trimmed.wrote(chat.tenant, len(encode(chat)))
 
-    async def get(self, identity: str) -> StoredChat | None:
-        entry = await self._bucket.get(identity)
+    async def get(self, identity: str, tenant: str) -> StoredChat | None:
+        entry = await self._bucket.get(tenant, identity)
         return None if entry is None else entry.value
 
     async def of(self, tenant: str) -> list[StoredChat]:
         """Those of a tenant, in no order."""
-        return [chat for chat in (await self._bucket.items()).values() if chat.tenant == tenant]
+        return [entry.value async for entry in self._bucket.of(tenant)]
 
-    async def change(self, identity: str, metadata: dict[str, str]) -> StoredChat | None:
+    async def change(self, identity: str, tenant: str, metadata: dict[str, str]) -> StoredChat | None:
         """None where there is no entry."""
-        while (entry := await self._bucket.get(identity)) is not None:
+        while (entry := await self._bucket.get(tenant, identity)) is not None:
             changed = msgspec.structs.replace(entry.value, metadata=metadata)
-            if await self._bucket.update(identity, changed, entry.revision) is not None:
+            if await self._bucket.update(entry.key, changed, entry.revision) is not None:
                 return changed
         return None
 
-    async def remove(self, identity: str) -> None:
-        await self._bucket.delete(identity)
+    async def remove(self, identity: str, tenant: str) -> None:
+        entry = await self._bucket.get(tenant, identity)
+        if entry is not None:
+            await self._bucket.purge(entry.key)
 
 
 class ChatShelf:
@@ -73,11 +80,12 @@ class ChatShelf:
         if completion is None:
             return
         await self._store.keep(_stored(answer, completion))
-        if not await self._store.is_deleted(answer.identity):
+        if not await self._store.is_deleted(answer.identity, answer.record.tenant):
             await self._index.add(_entry(answer))
 
-    async def has(self, identity: str) -> bool:
-        return await self._index.get(identity) is not None or await self._store.is_deleted(identity)
+    async def has(self, record: GenerationRecord) -> bool:
+        name = record.identity, record.tenant
+        return await self._index.get(*name) is not None or await self._store.is_deleted(*name)
 
 
 def _stored(answer: Answer, completion: bytes) -> StoredResponse:

@@ -43,7 +43,7 @@ async def until_known(look: Callable[[], Awaitable[T | None]], seconds: float = 
 async def kept(gateway: RunningGateway, identity: str) -> StoredResponse:
     """Waits until the response is in the store."""
     store = gateway.service._backend.responses._store
-    return await until_known(lambda: store.get(identity.removeprefix("resp_")))
+    return await until_known(lambda: store.get(identity.removeprefix("resp_"), ""))
 
 
 async def status(client: openai.AsyncOpenAI, identity: str, wanted: str) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
-from shared.records import GenerationRecord, ResponseRecord, StoredResponse
+from shared.records import GenerationRecord, ResponsePart, ResponseRecord, StoredResponse
+from shared.stores import Bucket
+from shared.tenants import Quota, tenant_key
 from tests.chaos.broker import Broker
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying
@@ -23,15 +26,21 @@ from tests.integration.gateway.responding import until_known
 PAGE = (Path(__file__).parents[3] / "docs" / "responses.md").read_text()
 
 
-def response(number: int, text: str = "") -> StoredResponse:
+def response(number: int, text: str = "", tenant: str = "") -> StoredResponse:
     identity = f"{number:032x}"
-    request = GenerationRequest(f"{identity}-0", "r", "m", "g", [0], 9)
-    record = GenerationRecord(identity, "responses", 0.0, [request], response=ResponseRecord(b"{}", b"[]"))
+    request = GenerationRequest(f"{identity}-0", "r", "m", "g", [0], 9, tenant=tenant)
+    made = ResponseRecord(b"{}", b"[]")
+    record = GenerationRecord(identity, "responses", 0.0, [request], tenant=tenant, response=made)
     return StoredResponse(record, [1, 2], text.encode())
 
 
-async def store_of(bus: Bus, ttl: float = 1000.0, max_bytes: int = 1 << 20) -> ResponseStore:
-    store = ResponseStore(bus, ttl, max_bytes)
+AMPLE = Quota(1 << 30, 10_000)
+
+
+async def store_of(
+    bus: Bus, ttl: float = 1000.0, max_bytes: int = 1 << 20, quota: Quota = AMPLE
+) -> ResponseStore:
+    store = ResponseStore(bus, ttl, max_bytes, quota)
     await store.start()
     return store
 
@@ -44,15 +53,58 @@ async def test_the_oldest_make_room(bus: Bus) -> None:
     ]
     for each in kept:
         await store.keep(each)
-    found = [await store.get(each.record.identity) for each in kept]
+    found = [await store.get(each.record.identity, "") for each in kept]
     assert found[0] is None
     assert found[-1] == kept[-1]
     held = [each for each in found if each is not None]
     assert held == kept[-len(held) :]
     other = await store_of(bus, max_bytes=1 << 20)  # more room is given at the next start
     await other.keep(kept[0])
-    assert await other.get(kept[0].record.identity) == kept[0]
-    assert await other.get(kept[-1].record.identity) == kept[-1]
+    assert await other.get(kept[0].record.identity, "") == kept[0]
+    assert await other.get(kept[-1].record.identity, "") == kept[-1]
+
+
+async def test_one_tenant_s_responses_make_room_for_its_own_alone(bus: Bus) -> None:
+    """With the bucket's own limit alone, the tenant that writes most would flush all the others' conversations."""
+    store = await store_of(bus, quota=Quota(100_000, 1000))
+    theirs = [response(number, "theirs", "other") for number in range(1000, 1003)]
+    for each in theirs:
+        await store.keep(each)
+    mine = [response(number, secrets.token_hex(4000), "acme") for number in range(1, 101)]
+    for each in mine:
+        await store.keep(each)
+        await store.trimmed()
+    for each in theirs:
+        assert await store.get(each.record.identity, "other") == each
+        assert await store.get(each.record.identity, "acme") is None
+    left = [each for each in mine if await store.get(each.record.identity, "acme") is not None]
+    assert left == mine[-len(left) :]
+    info = await bus.jetstream().stream_info(f"KV_{subjects.RESPONSES_BUCKET}")
+    assert 80_000 < info.state.bytes < 130_000
+
+
+async def test_many_small_responses_of_a_tenant_are_bounded(bus: Bus) -> None:
+    store = await store_of(bus, quota=Quota(1 << 30, 32))
+    for number in range(1, 101):
+        await store.keep(response(number, "x", "acme"))
+        await store.trimmed()
+    info = await bus.jetstream().stream_info(f"KV_{subjects.RESPONSES_BUCKET}")
+    assert info.state.messages <= 34
+
+
+async def test_what_the_version_before_kept_is_shown_and_deleted(bus: Bus) -> None:
+    store = await store_of(bus)
+    whole = response(1, "whole", "acme")
+    await store.keep(whole)
+    plain = await Bucket.open(bus, subjects.RESPONSES_BUCKET, ResponsePart, plain=True)
+    entry = await plain.get(f"acme.{whole.record.identity}")
+    assert entry is not None
+    await plain.put(whole.record.identity, entry.value)
+    await plain.purge(entry.key)
+    assert await store.get(whole.record.identity, "acme") == whole
+    await store.delete(whole.record.identity, "acme")
+    assert await store.get(whole.record.identity, "acme") is None
+    assert await store.is_deleted(whole.record.identity, "acme")
 
 
 async def test_a_small_broker_gives_what_it_has(tmp_path: Path) -> None:
@@ -61,7 +113,7 @@ async def test_a_small_broker_gives_what_it_has(tmp_path: Path) -> None:
     await server.up()
     try:
         bus = await Bus.connect(server.settings(), "test")
-        store = ResponseStore(bus, 60.0, 256 << 20)
+        store = ResponseStore(bus, 60.0, 256 << 20, AMPLE)
         await store.start()
         info = await bus.jetstream().stream_info(f"KV_{subjects.RESPONSES_BUCKET}")
         assert info.config.max_bytes == 4 << 20
@@ -74,13 +126,13 @@ async def test_the_first_to_write_has_written_it(bus: Bus) -> None:
     store = await store_of(bus)
     await store.keep(response(1, "first"))
     await store.keep(response(1, "second"))
-    found = await store.get(f"{1:032x}")
+    found = await store.get(f"{1:032x}", "")
     assert found is not None
     assert found.response == b"first"
-    await store.delete(f"{1:032x}")
+    await store.delete(f"{1:032x}", "")
     await store.keep(response(1, "third"))
-    assert await store.get(f"{1:032x}") is None
-    assert await store.is_deleted(f"{1:032x}")
+    assert await store.get(f"{1:032x}", "") is None
+    assert await store.is_deleted(f"{1:032x}", "")
 
 
 async def test_a_missing_part_is_a_missing_response(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,26 +140,28 @@ async def test_a_missing_part_is_a_missing_response(bus: Bus, monkeypatch: pytes
     store = await store_of(bus)
     whole = response(1, "".join(f"{index * 7919:x}" for index in range(100)))
     await store.keep(whole)
-    assert await store.get(whole.record.identity) == whole
-    await store._bucket.delete(f"{whole.record.identity}-1")
-    assert await store.get(whole.record.identity) is None
+    assert await store.get(whole.record.identity, "") == whole
+    await store._bucket.delete(tenant_key("", f"{whole.record.identity}-1"))
+    assert await store.get(whole.record.identity, "") is None
 
 
 async def test_its_time_begins_anew_once_it_is_half_over(bus: Bus) -> None:
     store = await store_of(bus)
     identity = response(1).record.identity
     await store.keep(response(1))
-    await store.refresh(identity)
-    head = await store._bucket.get(identity)
+    await store.refresh(identity, "")
+    head = await store._bucket.get("", identity)
     assert head is not None
-    await store._bucket.put(identity, msgspec.structs.replace(head.value, kept_at=head.value.kept_at - 501))
-    await store.refresh(identity)
-    later = await store._bucket.get(identity)
+    await store._bucket.put(
+        "", identity, msgspec.structs.replace(head.value, kept_at=head.value.kept_at - 501)
+    )
+    await store.refresh(identity, "")
+    later = await store._bucket.get("", identity)
     assert later is not None
     assert later.value.kept_at >= head.value.kept_at
-    assert await store.get(identity) == response(1)
-    await store.refresh(f"{2:032x}")
-    assert not await store.is_known(f"{2:032x}")
+    assert await store.get(identity, "") == response(1)
+    await store.refresh(f"{2:032x}", "")
+    assert not await store.is_known(f"{2:032x}", "")
 
 
 async def test_a_response_has_its_time(nats_settings: CommonSettings, ring: FakeRing) -> None:
