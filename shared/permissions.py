@@ -5,7 +5,8 @@
 
 Only who owns something may write it: groups and services the health monitor, keys the operator, session pins the
 schedulers, and executors that hand sessions over. Streams and buckets are made by whoever comes first; what exists is
-changed by the gateways (limits of INTAKE, JOURNAL and `responses`) and the operator (all) alone. Patterns are NATS':
+changed by the gateways (limits of INTAKE, JOURNAL, `records` and `responses`) and the operator (all) alone. Gateways
+remove entries of the buckets of which each tenant has a quota. Patterns are NATS':
 `*` is one token, `>` all that follow.
 """
 
@@ -21,6 +22,14 @@ USERS: tuple[User, ...] = get_args(User)
 
 _API = "$JS.API"
 _STREAMS = (subjects.INTAKE_STREAM, subjects.JOURNAL_STREAM)
+_OF_TENANTS = (
+    subjects.BATCHES_BUCKET,
+    subjects.CHATS_BUCKET,
+    subjects.FILES_BUCKET,
+    subjects.RECORDS_BUCKET,
+    subjects.RESPONSES_BUCKET,
+)
+"""Buckets of which each tenant has a quota."""
 
 
 class Rights(NamedTuple):
@@ -111,9 +120,10 @@ def _own_bucket(name: str) -> Iterator[str]:
     yield f"$KV.{name}.>"
 
 
-def _clear(name: str) -> str:
-    """Removes entries of a KV bucket, and not only marks them as deleted."""
-    return f"{_API}.STREAM.PURGE.KV_{name}"
+def _clear(name: str) -> Iterator[str]:
+    """Removes entries of a KV bucket, and not only marks them as deleted; and one's readings of it in pages."""
+    yield f"{_API}.STREAM.PURGE.KV_{name}"
+    yield f"{_API}.CONSUMER.DELETE.KV_{name}.*"
 
 
 def _own_keys(name: str) -> Iterator[str]:
@@ -189,22 +199,15 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.INHERITANCES_BUCKET),
             *_own_bucket(subjects.IDEMPOTENCY_BUCKET),
             *_own_bucket(subjects.LIMITS_BUCKET),
+            *_own_bucket(subjects.RECORDS_BUCKET),
             *_own_bucket(subjects.RESPONSES_BUCKET),
-            _change(f"KV_{subjects.RESPONSES_BUCKET}"),  # its bytes and age are settings
+            _change(f"KV_{subjects.RECORDS_BUCKET}"),  # their bytes and age are settings
+            _change(f"KV_{subjects.RESPONSES_BUCKET}"),
             *_own_bucket(subjects.CHATS_BUCKET),
             *_objects(subjects.TOKENIZERS_STORE),
             *_own_bucket(subjects.BATCHES_BUCKET),
             *_own_bucket(subjects.FILES_BUCKET),
-            *map(
-                _clear,
-                (
-                    subjects.RESPONSES_BUCKET,
-                    subjects.CHATS_BUCKET,
-                    subjects.BATCHES_BUCKET,
-                    subjects.FILES_BUCKET,
-                ),
-            ),
-            *_own_objects(subjects.FILES_STORE),
+            *(right for bucket in _OF_TENANTS for right in _clear(bucket)),
             subjects.ALL_BATCH_RESULTS,
             _create(subjects.BATCHES_STREAM),
             _change(subjects.BATCHES_STREAM),

@@ -108,6 +108,13 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     the k most likely ones."""
     log_behind: int = -1
     """Number in the journal behind which all of its log stands; -1: not told."""
+    aside: int = 0
+    """Parts in which the record lies in the bucket `records`, being large: here is no more than its outline then,
+    without `requests`; 0: it is here."""
+    outline: GenerationRequest | None = None
+    """Of a record that lies there: its first request without prompt, sampling and grammar."""
+    prompt_tokens: int = 0
+    """Of a record that lies there: tokens of all its prompts."""
 
     @property
     def outlives(self) -> bool:

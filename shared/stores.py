@@ -244,8 +244,10 @@ class Bucket(Generic[T]):
                 if not messages or not messages[-1].metadata.num_pending:
                     return
         finally:
-            with contextlib.suppress(*BROKER_ERRORS):  # the broker removes an inactive consumer by itself
+            with contextlib.suppress(*BROKER_ERRORS):
                 await subscription.unsubscribe()
+                name = subscription._consumer  # noqa: SLF001  # asking the broker for it would be one more question
+                await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.KV_{self._name}.{name}")
 
     async def watch(self) -> AsyncIterator[tuple[str, T | None] | None]:
         """Yields every present (key, value), then None once, then each change; a value of None is a deletion.

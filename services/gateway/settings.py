@@ -53,6 +53,10 @@ class GatewaySettings(CommonSettings):
     """Longest time that a request may ask its generation to go on while nobody listens, in seconds."""
     idempotency_ttl: float = Field(default=3600.0, gt=0)
     """Seconds that an idempotency key is known; the journal should keep as long."""
+    records_max_bytes: int = Field(default=512 << 20, gt=0)
+    """Bytes of requests that are too large for the journal and lie beside it, of all tenants together."""
+    tenant_record_bytes: int = Field(default=128 << 20, gt=0)
+    """Bytes of a tenant's requests beside the journal; beyond them its own oldest make room, and cannot be resumed."""
     response_ttl: float = Field(default=2_592_000.0, gt=0)
     """Seconds that a response of /v1/responses is kept after it has ended or was continued last."""
     response_max_bytes: int = Field(default=256 << 20, gt=0)

@@ -134,6 +134,7 @@ class Work:
         await self._idempotency.start()
         await self._store.start()
         await self._chat_index.start()
+        await self.answers.large_records.start()
         await self.answers.owners.start()
         await self.heirs.start()
         await self.limiter.start()

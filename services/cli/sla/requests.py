@@ -87,10 +87,10 @@ class Request:
         It began when the gateway took it; a gateway whose clock is ahead of the broker's does not shorten it.
         """
         self.began = min(record.created, at, self.began)
-        first = record.requests[0]
+        first = record.outline or record.requests[0]
         self.model, self.batch = first.model, first.lane == "batch"
         self.stops = bool(record.stop)
-        self.prompt += sum(len(request.prompt) for request in record.requests)
+        self.prompt += record.prompt_tokens + sum(len(request.prompt) for request in record.requests)
         self.expected = record.prompts * record.choices
 
     def choice(self, number: str) -> Choice:

@@ -14,6 +14,7 @@ from services.gateway.life.answer import Answer, followed_answer
 from services.gateway.life.generation import Deliver
 from services.gateway.life.generations import SWEEP_INTERVAL, Generations
 from services.gateway.life.identity import writer_of
+from services.gateway.life.large_records import LargeRecords
 from services.gateway.life.ownership import Owners
 from services.gateway.life.records import RecordReader, RecordWriter
 from services.gateway.metrics import GatewayMetrics
@@ -59,9 +60,10 @@ class Answers:
         self._generations = generations
         self._by_identity: dict[str, Answer] = {}
         self._finding: dict[str, asyncio.Task[Answer]] = {}
-        self._writer = RecordWriter(bus, self.writer, generations.journal)
+        self.large_records = LargeRecords(bus, settings)
+        self._writer = RecordWriter(bus, self.writer, generations.journal, self.large_records)
         metrics.journal_lag.set_function(lambda: self._writer.lag.seconds(time.monotonic()))
-        self.records = RecordReader(bus)
+        self.records = RecordReader(bus, self.large_records)
         self.owners = Owners(bus, consumer, generations.claims, metrics, self)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._giving_up: set[str] = set()

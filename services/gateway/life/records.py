@@ -2,7 +2,8 @@
 
     request ─┐                    ┌─ intake.<lane>.<model>          one publish per choice
     request ─┼─ one turn of the ──┤
-    request ─┘  event loop        └─ records.<writer>.<second>      one publish for all
+    request ─┘  event loop        └─ records.<writer>.<second>      one publish for all; large ones lie beside the
+                                                                    journal (large_records.py)
 
 While one publish is under way the next records gather, so the busier the gateway is, the less a record
 costs. Nobody waits for it but the first byte of the answer, which has a ring to wait for anyhow.
@@ -19,6 +20,7 @@ import structlog
 from services.gateway.life.answer import merged
 from services.gateway.life.identity import Place, place
 from services.gateway.life.journal_lag import JournalLag
+from services.gateway.life.large_records import LARGE, LargeRecords, outline_of
 from shared import subjects
 from shared.broker_errors import BROKER_ERRORS, broker_error
 from shared.bus import Bus, encode
@@ -49,8 +51,10 @@ class _Batch:
 class RecordWriter:
     """Writes the records of one gateway."""
 
-    def __init__(self, bus: Bus, writer: str, journal: JournalEnd) -> None:
-        """`journal` is told what it has come to."""
+    def __init__(self, bus: Bus, writer: str, journal: JournalEnd, large: LargeRecords) -> None:
+        """`journal` is told what it has come to; `large` has what is too large for it."""
+        self._large = large
+        self._aside: set[asyncio.Task[None]] = set()
         self._bus = bus
         self._writer = writer
         self._journal = journal
@@ -61,12 +65,33 @@ class RecordWriter:
     def write(self, record: GenerationRecord) -> "asyncio.Future[None]":
         """Begins to store `record`; what is returned is done when the journal has it, or fails with
         `BrokerUnavailable`. Raises `PayloadTooLarge`."""
-        limit = self._bus.max_payload - ROOM
-        slot = place(record.identity).slot
-        for payload in _parts(record, limit):
-            batch = self._batch(slot, len(payload))
-            batch.payloads.append(msgspec.Raw(payload))
-            batch.size += len(payload)
+        parts = _parts(record, self._bus.max_payload - ROOM)
+        if sum(map(len, parts)) < LARGE:
+            return self._add(record.identity, parts[0])
+        writing = asyncio.create_task(self._put_aside(record, parts))
+        self._aside.add(writing)
+        writing.add_done_callback(self._put)
+        return writing
+
+    async def _put_aside(self, record: GenerationRecord, parts: list[bytes]) -> None:
+        """Its outline comes last: whatever the journal names is there."""
+        try:
+            await self._large.put(record, parts)
+        except LinkLost:  # it may be there: the same again
+            await self._large.put(record, parts)
+        await asyncio.shield(self._add(record.identity, encode(outline_of(record, len(parts)))))
+
+    def _put(self, writing: "asyncio.Task[None]") -> None:
+        self._aside.discard(writing)
+        if (
+            not writing.cancelled() and (error := writing.exception()) is not None
+        ):  # a client that has gone asks not
+            log.warning("large_record_not_stored", error=str(error))
+
+    def _add(self, identity: str, payload: bytes) -> "asyncio.Future[None]":
+        batch = self._batch(place(identity).slot, len(payload))
+        batch.payloads.append(msgspec.Raw(payload))
+        batch.size += len(payload)
         if self._task is None:
             self._task = asyncio.create_task(self._send())
         return batch.stored
@@ -81,6 +106,7 @@ class RecordWriter:
 
     async def stop(self) -> None:
         """Waits until everything is stored, or has failed."""
+        await asyncio.gather(*self._aside, return_exceptions=True)
         if self._task is not None:
             await self._task
 
@@ -131,8 +157,9 @@ def _parts(record: GenerationRecord, limit: int) -> list[bytes]:
 class RecordReader:
     """Finds records. Look-ups of the same second of the same gateway share one reading."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, large: LargeRecords) -> None:
         self._bus = bus
+        self._large = large
         self._waiting: dict[Place, list[tuple[str, asyncio.Future[GenerationRecord | None]]]] = {}
         self._gate = asyncio.Semaphore(SLOTS_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -174,7 +201,7 @@ class RecordReader:
                 parts.add(record for record in message.records if record.identity in wanted)
                 if len(parts.whole) == len(wanted):
                     break
-        return parts.whole
+        return await self._filled(parts.whole)
 
     async def collect_since(
         self, writer: str, since: float
@@ -185,7 +212,18 @@ class RecordReader:
         async for stored_at, message in recorded_since(self._bus, writer, since):
             parts.add(message.records)
             times.update((record.identity, stored_at) for record in message.records)
-        return parts.whole, times
+        return await self._filled(parts.whole), times
+
+    async def _filled(self, found: dict[str, GenerationRecord]) -> dict[str, GenerationRecord]:
+        """Whole records in place of outlines; without those that are gone."""
+        for identity, record in list(found.items()):
+            if record.aside:
+                whole = await self._large.whole(record)
+                if whole is None:
+                    del found[identity]
+                else:
+                    found[identity] = whole
+        return found
 
 
 class _Parts:
@@ -197,6 +235,9 @@ class _Parts:
 
     def add(self, records: Iterable[GenerationRecord]) -> None:
         for record in records:
+            if record.aside:
+                self.whole[record.identity] = record
+                continue
             known = self._parts.setdefault(record.identity, [])
             known.append(record)
             if (whole := merged(known)) is not None:

@@ -18,6 +18,7 @@ OWNERS: dict[str, set[User]] = {
     subjects.INHERITANCES_BUCKET: {"gateway"},
     subjects.IDEMPOTENCY_BUCKET: {"gateway"},
     subjects.LIMITS_BUCKET: {"gateway"},
+    subjects.RECORDS_BUCKET: {"gateway"},
     subjects.RESPONSES_BUCKET: {"gateway"},
     subjects.CHATS_BUCKET: {"gateway"},
     subjects.BATCHES_BUCKET: {"gateway"},
