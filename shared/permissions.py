@@ -207,6 +207,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_objects(subjects.TOKENIZERS_STORE),
             *_own_bucket(subjects.BATCHES_BUCKET),
             *_own_bucket(subjects.FILES_BUCKET),
+            *_own_objects(subjects.FILES_STORE),
             *(right for bucket in _OF_TENANTS for right in _clear(bucket)),
             subjects.ALL_BATCH_RESULTS,
             _create(subjects.BATCHES_STREAM),

@@ -48,6 +48,24 @@ class HealthMetrics:
         self.bytes = Gauge(
             "ryzanstein_nats_stream_bytes", "Bytes of a stream of the broker.", ["stream"], registry=registry
         )
+        self.max_bytes = Gauge(
+            "ryzanstein_nats_stream_max_bytes",
+            "Bytes that a stream of the broker may have; 0: any number.",
+            ["stream"],
+            registry=registry,
+        )
+        self.age = Gauge(
+            "ryzanstein_nats_stream_age_seconds",
+            "Age of the oldest message in a stream of the broker; 0: it is empty.",
+            ["stream"],
+            registry=registry,
+        )
+        self.max_age = Gauge(
+            "ryzanstein_nats_stream_max_age_seconds",
+            "Seconds that a stream of the broker should keep its messages; 0: for ever.",
+            ["stream"],
+            registry=registry,
+        )
         self.answers = Histogram(
             "ryzanstein_nats_answer_seconds",
             "Time that the broker takes to say how full a stream is.",

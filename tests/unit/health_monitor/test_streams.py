@@ -1,13 +1,22 @@
 """How full the broker's streams are: what it says, and nothing while it says nothing."""
 
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import nats.errors
 from prometheus_client import CollectorRegistry
 
 from services.health_monitor.metrics import HealthMetrics
-from services.health_monitor.streams import STREAMS, StreamWatch
+from services.health_monitor.streams import (
+    STREAMS,
+    StreamInfo,
+    StreamLimits,
+    StreamState,
+    StreamWatch,
+    figures,
+)
 
 
 class Broker:
@@ -17,13 +26,20 @@ class Broker:
         self.messages = 3
         self.away = False
 
-    def jetstream(self) -> "Broker":
+    @property
+    def client(self) -> "Broker":
         return self
 
-    async def stream_info(self, stream: str) -> Any:
+    async def request(self, subject: str, *, timeout: float) -> Any:
         if self.away:
             raise nats.errors.NoRespondersError
-        return SimpleNamespace(state=SimpleNamespace(messages=self.messages, bytes=100 * self.messages))
+        state = {
+            "messages": self.messages,
+            "bytes": 100 * self.messages,
+            "first_ts": "2026-11-21T10:00:00.123456789Z",
+        }
+        limits = {"max_bytes": 1000, "max_age": 60_000_000_000}
+        return SimpleNamespace(data=msgspec.json.encode({"state": state, "config": limits}))
 
 
 def shown(registry: CollectorRegistry, name: str) -> dict[str, float]:
@@ -53,3 +69,12 @@ async def test_old_figures_are_not_shown_while_the_broker_does_not_answer() -> N
     assert await asked() == ({}, {}), "still away"
     broker.away = False
     assert await asked() == full
+    assert shown(registry, "ryzanstein_nats_stream_max_age_seconds") == dict.fromkeys(STREAMS, 60)
+
+
+def test_how_far_back_a_stream_reaches() -> None:
+    first = datetime(2026, 11, 21, 10, tzinfo=UTC)
+    full = StreamInfo(StreamState(3, 900, first), StreamLimits(1000, 3600 * 10**9))
+    assert figures(full, first.timestamp() + 40) == (3, 900, 1000, 40, 3600)
+    empty = StreamInfo(StreamState(0, 0, datetime(1, 1, 1, tzinfo=UTC)), StreamLimits())
+    assert figures(empty, first.timestamp()) == (0, 0, 0, 0, 0)
