@@ -173,6 +173,11 @@ RESPONSE_CHAIN = Limit(
 )
 UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's form", "request")
 UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file", "request")
+UPLOAD_FIELD_NAME = Limit(
+    "upload_field_name", 256, "characters", "the name of a field of an upload's form", "request"
+)
+UPLOAD_FORM = Limit("upload_form", 64 << 10, "bytes", "an upload's body that is not its file", "request")
+UPLOAD_BYTES = Limit("upload", 512 << 20, "bytes", "a file", "request", "RYZANSTEIN_FILE_LIMIT")
 
 # --- connections -----------------------------------------------------------------------------------
 
@@ -201,6 +206,33 @@ TENANT_FILE_BYTES = Limit(
 TENANT_FILES = Limit("tenant_files", 10_000, "entries", "files", "tenant", "RYZANSTEIN_TENANT_FILES")
 TENANT_BATCHES = Limit(
     "tenant_batches", 200, "entries", "batches that are not over", "tenant", "RYZANSTEIN_TENANT_BATCHES"
+)
+KNOWN_BATCHES = Limit(
+    "known_batches", 10_000, "entries", "batches that are known; the oldest that are over make room", "tenant"
+)
+TENANT_RESPONSE_BYTES = Limit(
+    "tenant_response_bytes",
+    64 << 20,
+    "bytes",
+    "kept responses and stored chat completions, deflated; the oldest make room",
+    "tenant",
+    "RYZANSTEIN_TENANT_RESPONSE_BYTES",
+)
+TENANT_RESPONSES = Limit(
+    "tenant_responses",
+    10_000,
+    "entries",
+    "kept responses, and as many stored chat completions in lists; the oldest make room",
+    "tenant",
+    "RYZANSTEIN_TENANT_RESPONSES",
+)
+TENANT_RECORD_BYTES = Limit(
+    "tenant_record_bytes",
+    128 << 20,
+    "bytes",
+    "requests beside the journal; the oldest make room, and cannot be resumed",
+    "tenant",
+    "RYZANSTEIN_TENANT_RECORD_BYTES",
 )
 
 # --- services --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from shared import subjects
 from shared.batches import OVER, BatchJob
 from shared.bus import Bus
 from shared.errors import Unavailable
+from shared.limits import KNOWN_BATCHES, TENANT_BATCHES
 from shared.stores import Entry
 from shared.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
 
@@ -31,8 +32,7 @@ RENEW = 2.0
 LEASE = 8.0
 KEEP = 2_592_000.0
 """Seconds for which a batch is known after the last change: 30 days, as OpenAI keeps its files."""
-MOST_KNOWN = 10_000
-"""Batches of a tenant that are known; beyond them the oldest that are over make room."""
+MOST_KNOWN = KNOWN_BATCHES.value
 FORGOTTEN_AT_ONCE = 500
 KNOWN_WITHIN = 5.0
 """Seconds that a submission waits for a gateway that has just started to know what batches there are."""
@@ -78,8 +78,8 @@ class Jobs:
         known, unfinished = self._held.of(tenant)
         if unfinished >= self._most:
             raise QuotaExceeded(
-                f"You have {unfinished:,} batches that are not over and may have {self._most:,} "
-                "(RYZANSTEIN_TENANT_BATCHES); wait until one has ended, or cancel one."
+                f"You have {unfinished:,} batches that are not over ({TENANT_BATCHES.cited(self._most)}); wait until "
+                "one has ended, or cancel one."
             )
         if known >= MOST_KNOWN:
             await self._forget_oldest(tenant, known - MOST_KNOWN + FORGOTTEN_AT_ONCE)

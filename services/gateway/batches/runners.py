@@ -101,7 +101,11 @@ class Runners:
             assert chosen is not None, "some wait"
             del waiting[chosen.key]
             await self._take(chosen.key)
-        patient = [item for item in waiting.values() if now - self._seen[item.key].at >= WAITS]
+        patient = [
+            item
+            for item in waiting.values()
+            if item.key in self._seen and now - self._seen[item.key].at >= WAITS
+        ]  # some may have been taken by others meanwhile
         yields = to_yield(patient, self._runs(), now) if not self._stopping else None
         if yields is not None:
             log.info("batch_yields", batch=yields.key, tenant=yields.tenant)

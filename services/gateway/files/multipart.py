@@ -16,13 +16,10 @@ from services.gateway.errors import InvalidParameter, RequestTimeout
 from services.gateway.http_io import header
 from services.gateway.readers.mailbox import ClientGone
 from shared.errors import PayloadTooLarge
-from shared.limits import UPLOAD_FIELD, UPLOAD_FIELDS
+from shared.limits import UPLOAD_BYTES, UPLOAD_FIELD, UPLOAD_FIELD_NAME, UPLOAD_FIELDS, UPLOAD_FORM
 from shared.telemetry import Receive, Scope
 
-FIELD_NAME = 256
-"""Characters of a field's name."""
-FORM_ROOM = 64 << 10
-"""Bytes of a body that are not its file."""
+FORM_ROOM = UPLOAD_FORM.value
 NAME_CHARACTERS = 255
 _END = b""
 
@@ -121,8 +118,8 @@ class MultipartForm:
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(
-            f"The file is larger than {self._limit:,} bytes, or what is sent with it than {FORM_ROOM:,}; split it, "
-            "or raise RYZANSTEIN_FILE_LIMIT."
+            "The file, or what is sent with it, is too large "
+            f"({UPLOAD_BYTES.cited(self._limit)}; {UPLOAD_FORM.cited()}); split it."
         )
 
     # --- what the parser finds -------------------------------------------------------------------
@@ -154,8 +151,8 @@ class MultipartForm:
         name, filename = _parameter(parsed, "name"), parsed.get_filename()
         if not name:
             raise _broken("a part has no name")
-        if len(name) > FIELD_NAME:
-            raise _broken(f"a part has a name of more than {FIELD_NAME} characters")
+        if len(name) > UPLOAD_FIELD_NAME.value:
+            raise _broken(f"the name of a part is too long ({UPLOAD_FIELD_NAME.cited()})")
         if name == "file" and filename is not None:
             if self._file_seen:
                 raise InvalidParameter("Send one file at a time.", param="file", reason="invalid_value")

@@ -27,6 +27,7 @@ from shared import subjects
 from shared.batches import FileRecord
 from shared.bus import Bus
 from shared.errors import PayloadTooLarge, RyzansteinError, StorageFull, Unavailable
+from shared.limits import TENANT_FILE_BYTES, TENANT_FILES, UPLOAD_BYTES
 from shared.objects import MissingObject, Objects
 from shared.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
 
@@ -107,18 +108,18 @@ class Files:
         entries, held = self._held.of(tenant)
         if entries >= self._most:
             raise QuotaExceeded(
-                f"You have {entries:,} files and may have {self._most:,} (RYZANSTEIN_TENANT_FILES); delete some."
+                f"You have {entries:,} files ({TENANT_FILES.cited(self._most)}); delete some."
             )
         if size > self._quota:
             raise PayloadTooLarge(
-                f"All your files together may have {self._quota:,} bytes (RYZANSTEIN_TENANT_FILE_BYTES), and this one "
-                f"has up to {size:,}; split it."
+                f"The file has up to {size:,} bytes, more than all yours together may have "
+                f"({TENANT_FILE_BYTES.cited(self._quota)}); split it."
             )
         left = self._quota - held
         if left <= 0 or size > left:
             raise QuotaExceeded(
-                f"Your files have {held:,} bytes, those that are being uploaded counted, and may have {self._quota:,} "
-                f"(RYZANSTEIN_TENANT_FILE_BYTES); this one has {_bytes(size)}. Delete some."
+                f"Your files have {held:,} bytes, those that are being uploaded counted, and this one has "
+                f"{_bytes(size)} ({TENANT_FILE_BYTES.cited(self._quota)}); delete some."
             )
         return min(self.limit, left, self._left_for_all(size))
 
@@ -171,8 +172,8 @@ class Files:
             return await self.objects.write(name, parts, nuid=nuid, limit=most)
         except PayloadTooLarge:
             raise PayloadTooLarge(
-                f"The file is larger than {most:,} bytes: a file may have {self.limit:,} (RYZANSTEIN_FILE_LIMIT), and "
-                f"all of yours together {self._quota:,} (RYZANSTEIN_TENANT_FILE_BYTES); split it."
+                f"The file is larger than the {most:,} bytes that there were for it ({UPLOAD_BYTES.cited(self.limit)}; "
+                f"{TENANT_FILE_BYTES.cited(self._quota)}); split it."
             ) from None
 
     async def _discard(self, record: FileRecord) -> None:
@@ -198,7 +199,7 @@ class Files:
         left = 2 * self._quota - held
         refusal = QuotaExceeded(
             f"Your {entries:,} files have {held:,} bytes, and with outputs of batches they may have "
-            f"{2 * self._quota:,} (twice RYZANSTEIN_TENANT_FILE_BYTES); delete some."
+            f"{2 * self._quota:,} (twice the {TENANT_FILE_BYTES.cited(self._quota)}); delete some."
         )
         if left <= 0:
             raise refusal

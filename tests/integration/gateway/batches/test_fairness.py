@@ -66,7 +66,9 @@ async def test_batches_that_are_not_over_are_bounded(nats_settings: CommonSettin
         made = [(await submitted(http, {})).json()["id"] for _ in range(2)]
         answer = await submitted(http, {})
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "quota_exceeded")
-        assert "may have 2 (RYZANSTEIN_TENANT_BATCHES)" in answer.json()["error"]["message"]
+        assert (
+            "limit tenant_batches: 2 entries, RYZANSTEIN_TENANT_BATCHES" in answer.json()["error"]["message"]
+        )
         await http.post(f"/v1/batches/{made[0]}/cancel")
         assert await outcome(http, made[0], {}) == "cancelled"
         assert (await submitted(http, {})).status_code == 200

@@ -115,7 +115,7 @@ async def test_a_field_without_a_value_counts_too() -> None:
 
 
 async def test_a_field_of_a_long_name() -> None:
-    with pytest.raises(InvalidParameter, match="name of more than 256 characters"):
+    with pytest.raises(InvalidParameter, match="upload_field_name: 256 characters"):
         await form([empty_fields(1, "n" * 300)]).until_file()
 
 
