@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ClassVar
 
@@ -247,6 +248,7 @@ class Service(abc.ABC):
             group=self.group_beat(),
             grpc_address=self.grpc_address,
             pid_namespace=pid_namespace(),
+            sent_at=time.time(),
         )
         await self._bus.publish(subjects.beats(self.name, self.instance), beat)
 

@@ -321,6 +321,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """`host:port` of the gateway's gRPC API, where it serves one."""
     pid_namespace: str = ""
     """Where `pid`, and those of the ranks, mean this process (`shared.process.pid_namespace`)."""
+    sent_at: float = 0.0
+    """Unix seconds by the sender's clock; 0: not told."""
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):

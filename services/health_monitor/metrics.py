@@ -39,6 +39,12 @@ class HealthMetrics:
         self.write_failures = Counter(
             f"{_PREFIX}_write_failures", "Records that the broker did not take.", registry=registry
         )
+        self.clock_ahead = Gauge(
+            f"{_PREFIX}_clock_ahead_seconds",
+            "Seconds by which an instance's clock is ahead of the monitor's.",
+            ["service_instance"],
+            registry=registry,
+        )
         self.messages = Gauge(
             "ryzanstein_nats_stream_messages",
             "Messages in a stream of the broker.",

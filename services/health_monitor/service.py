@@ -8,6 +8,7 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
+from services.health_monitor.clocks import Clocks
 from services.health_monitor.detector import Detector
 from services.health_monitor.metrics import HealthMetrics
 from services.health_monitor.presence import ConnectionEvent
@@ -40,6 +41,7 @@ class HealthMonitorService(Service):
             gone_after=settings.gone_after,
             forget_after=settings.forget_after,
         )
+        self._clocks = Clocks()
         self._registry: Registry | None = None
         self._dirty = asyncio.Event()
         self._stopping = False
@@ -78,6 +80,7 @@ class HealthMonitorService(Service):
     async def _on_beat(self, beat: Heartbeat) -> None:
         assert self._registry is not None, "the registry is opened before beats arrive"
         self._metrics.beats.labels(beat.service).inc()
+        self._clocks.observe(beat.instance, beat.sent_at, time.time())
         events = self._detector.observe(beat, asyncio.get_running_loop().time(), time.time())
         await self._registry.announce(events)
         self._dirty.set()
@@ -124,6 +127,10 @@ class HealthMonitorService(Service):
                 self._metrics.group_lost.labels(group.group, group.model).set(1)
             self._metrics.groups.labels(group.state).inc()
             self._metrics.weight.labels(group.group).set(group.weight)
+        self._clocks.keep(service.instance for service in detector.services())
+        self._metrics.clock_ahead.clear()
+        for instance, seconds in self._clocks.ahead():
+            self._metrics.clock_ahead.labels(instance).set(seconds)
         for service in detector.services():
             self._metrics.instances.labels(service.name, service.state).inc()
 
