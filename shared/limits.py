@@ -79,14 +79,28 @@ ALLOWED_TOKENS = Limit(
 )
 BAD_WORDS = Limit("bad_words", 128, "entries", "bad words", "request", fields=_both("bad_words"))
 BAD_WORD_CHARACTERS = Limit(
-    "bad_word_characters", 256, "characters", "a bad word", "request", fields=_both("bad_words[]")
+    "bad_word_characters", 64, "characters", "a bad word", "request", fields=_both("bad_words[]")
 )
-BAD_WORD_TOKENS = Limit("bad_word_tokens", 64, "tokens", "a bad word", "request")
+BAD_WORD_TOKENS = Limit("bad_word_tokens", 256, "tokens", "a bad word", "request")
+PREDICTION = Limit("prediction", 0, "tokens", "a prediction: the model's context", "request")
+RING_STOP_TOKENS = Limit(
+    "ring_stop_tokens", 256, "entries", "a generation's stop token ids with the model's own", "request"
+)
+RING_BAD_WORDS = Limit(
+    "ring_bad_words", 256, "entries", "a generation's bad words, each in up to two spellings", "request"
+)
+RING_TEXT = Limit(
+    "ring_text",
+    1024,
+    "characters",
+    "each name, id and header that a generation takes to its group",
+    "request",
+)
 USER_CHARACTERS = Limit(
     "user_characters",
     128,
     "characters",
-    "`user` and `safety_identifier`",
+    "`user` and `safety_identifier`; logs show 64 of them",
     "request",
     fields=(
         *_both("user", "safety_identifier"),
@@ -151,6 +165,36 @@ EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a reque
 
 # --- conversations and bodies ----------------------------------------------------------------------
 
+MESSAGES = Limit(
+    "messages",
+    4096,
+    "entries",
+    "messages of a conversation",
+    "request",
+    fields=("ChatCompletionRequest.messages", "TokenizeRequest.messages"),
+)
+PARTS = Limit(
+    "parts", 4096, "entries", "parts of all messages together", "request", fields=("Message.content",)
+)
+CALLS = Limit(
+    "calls", 4096, "entries", "tool calls of all messages together", "request", fields=("Message.tool_calls",)
+)
+ITEMS = Limit(
+    "items",
+    4096,
+    "entries",
+    "items of a response's input",
+    "request",
+    fields=("ResponseRequest.input", "InputTokensRequest.input"),
+)
+GENERATION_BYTES = Limit(
+    "generation_bytes",
+    16 << 20,
+    "bytes",
+    "what all of a request's generations send to the queue",
+    "request",
+    "RYZANSTEIN_GENERATION_BYTES",
+)
 BODY = Limit("body", 4 << 20, "bytes", "the body, or a WebSocket message", "request", "RYZANSTEIN_BODY_LIMIT")
 PROMPT_TOKENS = Limit(
     "prompt_tokens", 0, "tokens", "a prompt; 0: the model's context", "request", "RYZANSTEIN_PROMPT_LIMIT"

@@ -28,6 +28,8 @@ class GatewaySettings(CommonSettings):
     """Seconds between two looks whether certificate and key were replaced."""
     body_limit: int = Field(default=4 << 20, gt=0)
     """Largest request body or WebSocket message, in bytes."""
+    generation_bytes: int = Field(default=16 << 20, gt=0)
+    """Bytes that the generations of one request may send to the queue together: each choice has the whole prompt."""
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds that a client gets to send a request body."""
     prompt_limit: int = Field(default=0, ge=0)

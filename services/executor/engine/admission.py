@@ -6,6 +6,7 @@ from services.executor.engine.barring import bars_of, problem_with_bars
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sampling_state import problem_with
 from services.executor.engine.sequence import finish_reason
+from shared import limits
 from shared.errors import (
     ConfigurationError,
     ContextLengthExceeded,
@@ -44,6 +45,19 @@ class BatchSettings(msgspec.Struct, frozen=True):
             )
 
 
+_TEXTS = (
+    "generation_id",
+    "request_id",
+    "model",
+    "consumer",
+    "session",
+    "tenant",
+    "traceparent",
+    "tracestate",
+)
+"""Fields of a request that a ring keeps, and says again in events and logs."""
+
+
 def kv_capacity(spec: EngineSpec) -> int:
     """Tokens that the whole KV cache holds."""
     return spec.total_blocks * spec.block_size
@@ -59,6 +73,8 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
         return InvalidRequest(
             f"prompt_logprobs is {request.prompt_logprobs} and must be between -1 and {spec.vocab_size}."
         )
+    if (large := _oversized(request, spec)) is not None:
+        return large
     given = ("prompt", request.prompt), ("generated", request.generated), ("prediction", request.prediction)
     for name, tokens in given:
         if tokens and not (min(tokens) >= 0 and max(tokens) < spec.vocab_size):
@@ -76,11 +92,35 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
     return InvalidRequest(f"The sampling parameter {problem}.") if problem else None
 
 
+def _oversized(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
+    """Whether a field is larger than any gateway sends it: its cost is the whole group's, step by step. What it
+    would cost to look further into such a request is not spent."""
+    sampling = request.sampling
+    sizes = [
+        ("prediction", len(request.prediction), limits.PREDICTION, spec.context_length),
+        ("stop_token_ids", len(request.stop_token_ids), limits.RING_STOP_TOKENS, None),
+        ("logit_bias", len(sampling.logit_bias), limits.LOGIT_BIASES, None),
+        ("allowed_token_ids", len(sampling.allowed_token_ids), limits.ALLOWED_TOKENS, None),
+        ("bad_words", len(sampling.bad_words), limits.RING_BAD_WORDS, None),
+    ]
+    if request.grammar is not None:
+        sizes.append(("grammar", len(request.grammar.text), limits.GRAMMAR_BYTES, None))
+    sizes += [(name, len(getattr(request, name)), limits.RING_TEXT, None) for name in _TEXTS]
+    sizes += [("bad_words", len(word), limits.BAD_WORD_TOKENS, None) for word in sampling.bad_words[:256]]
+    for name, size, limit, most in sizes:
+        if size > (limit.value if most is None else most):
+            return InvalidRequest(
+                f"The request's {name} has {size:,} {limit.unit}; send fewer ({limit.cited(most)})."
+            )
+    return None
+
+
 def finished_before(request: GenerationRequest, spec: EngineSpec) -> TokenEntry | None:
     """The end of a generation that an earlier attempt has finished: it was lost after its last token, and
     before saying so. Or of one that asks for nothing. None where there is something left to do."""
     last = request.generated[-1] if request.generated else None
-    finish = finish_reason(request, len(request.generated), last, spec.context_length)
+    stops = request.stop_token_ids
+    finish = finish_reason(request, stops, len(request.generated), last, spec.context_length)
     if not request.max_tokens and (request.prompt_logprobs < 0 or len(request.prompt) == 1):
         finish = "length"  # there is nothing to tell of the prompt
     if not finish:

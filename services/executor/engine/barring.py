@@ -23,7 +23,7 @@ class Bars:
         """`stops`: the request's stop tokens; `generated`: output tokens so far."""
         self._min_tokens = params.min_tokens
         self._stops: Int64Array = np.unique(np.array(stops, np.int64)) if params.min_tokens else _NONE
-        self._words = params.bad_words
+        self._words, self._lengths = _by_beginning(params.bad_words)
         self._memory = max((len(word) for word in params.bad_words), default=1) - 1
         self._tail = list(generated[len(generated) - self._memory :]) if self._memory else []
         self._position = len(generated)
@@ -35,8 +35,13 @@ class Bars:
     @property
     def barred(self) -> Int64Array:
         """Tokens that may not be drawn next, ascending, each once."""
-        words = [word[-1] for word in self._words if self._begun(word)]
         stops = self._stops if self._position < self._min_tokens else _NONE
+        begun = [
+            ends
+            for length in self._lengths
+            if (ends := self._words.get(tuple(self._tail[len(self._tail) - length :])))
+        ]
+        words = [end for ends in begun for end in ends]
         return np.union1d(stops, np.array(words, np.int64)) if words else stops
 
     def advance(self, token: int) -> None:
@@ -53,10 +58,14 @@ class Bars:
             later.advance(token)
         return later
 
-    def _begun(self, word: list[int]) -> bool:
-        """Whether the output ends with all of `word` but its last token."""
-        count = len(word) - 1
-        return not count or self._tail[-count:] == word[:-1]
+
+def _by_beginning(words: Sequence[Sequence[int]]) -> tuple[dict[tuple[int, ...], list[int]], list[int]]:
+    """By all but the last token of some words, what these end with; and how long these beginnings are. So a step
+    looks once for each length, however many words there are."""
+    ends: dict[tuple[int, ...], list[int]] = {}
+    for word in words:
+        ends.setdefault(tuple(word[:-1]), []).append(word[-1])
+    return ends, sorted({len(beginning) for beginning in ends})
 
 
 def bars_of(params: SamplingParams, stops: Sequence[int], generated: Sequence[int]) -> Bars | None:

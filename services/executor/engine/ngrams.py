@@ -26,7 +26,9 @@ _WEIGHTS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 """Odd 32-bit numbers: the sum of four products with tokens stays below 2**64."""
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_SMALLEST_BITS = 8
+_SMALLEST_BITS, _LARGEST_BITS = 8, 18
+"""Of the number of a table's slots: tables of a long text grow to 3 MiB together. Beyond it n-grams that meet in a
+slot are lost, the older ones."""
 _FEW = 32
 """So many new tokens, or more, are indexed by arrays and not one by one."""
 
@@ -86,8 +88,8 @@ class NgramIndex:
     def _grow(self) -> None:
         """Takes up the n-grams that have been followed by a token since the last call."""
         ready = len(self._tokens) - 1
-        if 2 * ready >= 1 << self._bits:
-            self._bits = max(_SMALLEST_BITS, (4 * ready).bit_length())
+        if 2 * ready >= 1 << self._bits and self._bits < _LARGEST_BITS:
+            self._bits = min(max(_SMALLEST_BITS, (4 * ready).bit_length()), _LARGEST_BITS)
             self._tables = [array("i", bytes(4 << self._bits)) for _ in range(SHORTEST, LONGEST + 1)]
             self._indexed, self._last = 0, (0, [])
         if ready - self._indexed >= _FEW:

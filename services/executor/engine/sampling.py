@@ -177,21 +177,19 @@ def _apply_penalties(table: _Table, states: list[SamplingState]) -> None:
 
 
 def _apply_biases(table: _Table, states: list[SamplingState]) -> None:
-    biases = []
+    rows, columns, amounts = [], [], []
     for at, state in enumerate(states):
-        tokens = np.fromiter(state.params.logit_bias.keys(), np.int64)
-        columns, there = table.columns(at, tokens)
-        amounts = state.params.logit_bias.values()
-        biases += [
-            (at, column, bias)
-            for column, found, bias in zip(columns.tolist(), there.tolist(), amounts, strict=True)
-            if found
-        ]
-    if not biases:
+        if state.biases is None:
+            continue
+        where, there = table.columns(at, state.biases.tokens)
+        columns.append(where[there])
+        amounts.append(state.biases.amounts[there])
+        rows.append(np.full(len(columns[-1]), at))
+    if not rows:
         return
     scores = table.scores
-    places = torch.tensor([bias[:2] for bias in biases], device=scores.device).T
-    scores[places[0], places[1]] += torch.tensor([bias[2] for bias in biases], device=scores.device)
+    places = torch.from_numpy(np.stack((np.concatenate(rows), np.concatenate(columns)))).to(scores.device)
+    scores[places[0], places[1]] += torch.from_numpy(np.concatenate(amounts)).to(scores.device)
 
 
 def _apply_bars(table: _Table, states: list[SamplingState]) -> None:

@@ -7,7 +7,7 @@ the mixed seed, so that neighbouring seeds give unrelated streams.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from copy import copy
 from itertools import chain
@@ -108,6 +108,20 @@ class CountsAhead(NamedTuple):
     counts: Int64Array
 
 
+class Biases(NamedTuple):
+    """What is added to the logits of some tokens."""
+
+    tokens: Int64Array
+    amounts: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, given: Mapping[int, float]) -> "Biases | None":
+        """None where there are none."""
+        if not given:
+            return None
+        return cls(np.fromiter(given.keys(), np.int64), np.fromiter(given.values(), np.float32))
+
+
 class SamplingState:
     """How one sequence's next token is chosen. Costs nothing for parameters that are off."""
 
@@ -118,6 +132,8 @@ class SamplingState:
         self.params = params
         self.bars = bars_of(params, stops, generated)
         """What may not be drawn; None: there is never anything."""
+        self.biases = Biases.of(params.logit_bias)
+        self._raises = any(bias > 0 for bias in params.logit_bias.values())
         self.position = len(generated)
         """Index of the next output token, counted over all attempts."""
         self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
@@ -189,7 +205,7 @@ class SamplingState:
         """Tokens whose logits edits may lower; None when some may be raised."""
         params = self.params
         penalties = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
-        if penalties < 0 or any(bias > 0 for bias in params.logit_bias.values()):
+        if penalties < 0 or self._raises:
             return None
         if self.bars is not None and self.bars.allowed is not None:
             return None

@@ -8,6 +8,7 @@ table      [ block | block | block | block ]   sealed blocks first, then writabl
 """
 
 from array import array
+from collections.abc import Collection
 from enum import Enum
 
 import msgspec
@@ -56,12 +57,17 @@ class StageTimes:
 
 
 def finish_reason(
-    request: GenerationRequest, output_tokens: int, last: int | None, context_length: int
+    request: GenerationRequest,
+    stops: Collection[int],
+    output_tokens: int,
+    last: int | None,
+    context_length: int,
 ) -> FinishReason:
-    """Why a generation with `output_tokens` tokens, `last` the newest, is over; empty while it is not."""
+    """Why a generation with `output_tokens` tokens, `last` the newest, is over; empty while it is not. `stops`: its
+    stop tokens."""
     if last is None:
         return ""
-    if last in request.stop_token_ids:
+    if last in stops:
         return "stop"
     total = len(request.prompt) + output_tokens
     return "length" if output_tokens >= request.max_tokens or total >= context_length else ""
@@ -96,6 +102,7 @@ class Sequence:
         self.sampling = SamplingState(
             request.sampling, request.prompt, request.generated, request.stop_token_ids
         )
+        self._stops = frozenset(request.stop_token_ids)
         self.state = SequenceState.WAITING if request.grammar is None else SequenceState.HELD
         self.ending = Ending.NONE
         self.in_flight = False
@@ -149,7 +156,7 @@ class Sequence:
         if grammar is not None and grammar.complete:
             return "stop"
         last = self.tokens[-1] if self.output_tokens else None
-        return finish_reason(self.request, self.output_tokens, last, context_length)
+        return finish_reason(self.request, self._stops, self.output_tokens, last, context_length)
 
     def append(self, token: int) -> None:
         """`token` is the next output token."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ from services.gateway.readers.accounts import count_end, count_tokens
 from services.gateway.readers.cursor import END_OF_CHOICE, END_OF_TEXT, show
 from services.gateway.readers.mailbox import Event, Mailbox
 from services.gateway.text.formats import Choice, Format, Usage
-from services.gateway.text.shown import padded, predicted, with_usage
+from services.gateway.text.shown import PredictionTally, padded, with_usage
 from services.gateway.text.text_output import Output, Piece, ScoredToken
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
@@ -85,6 +86,8 @@ class Run:
         self._begun = [after is not None and (len(outputs) == 1 or position > 0) for position in self._after]
         self._shown = list(self._after)
         """Positions behind the chunks made so far."""
+        self._tallies: list[PredictionTally] | None = None
+        """Of each choice, where there is a prediction and its usage was asked for."""
         self._open = len(outputs)
         self._began = time.perf_counter()
         self._arrivals: dict[int, float] = {}
@@ -347,12 +350,18 @@ class Run:
 
     def _predictions(self) -> tuple[int, int]:
         """Tokens of the prediction that came, and that did not, over all choices."""
-        came = expected = 0
-        for generation, output in zip(self.answer.generations, self._outputs, strict=True):
-            if prediction := generation.request.prediction:
-                expected += len(prediction)
-                came += predicted(prediction, generation.tokens[: output.tokens])
-        return came, expected - came
+        generations = self.answer.generations
+        prediction = generations[0].request.prediction
+        if not prediction:
+            return 0, 0
+        if self._tallies is None:
+            expected = Counter(prediction)
+            self._tallies = [PredictionTally(expected) for _ in generations]
+        came = sum(
+            tally.came(generation.tokens, output.tokens)
+            for tally, generation, output in zip(self._tallies, generations, self._outputs, strict=True)
+        )
+        return came, len(generations) * len(prediction) - came
 
 
 def _split(entry: TokenEntry, at: int) -> tuple[TokenEntry, TokenEntry]:

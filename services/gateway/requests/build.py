@@ -24,13 +24,19 @@ from services.gateway.responses.making import MakeResponse
 from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.text.tokenization import Tokenizer
 from services.gateway.traces.answers import traced
-from shared.errors import ContextLengthExceeded
-from shared.limits import PROMPT_TOKENS
+from shared.bus import encode
+from shared.errors import ContextLengthExceeded, PayloadTooLarge
+from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES, PROMPT_TOKENS
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard
 from shared.records import GenerationRecord, Parsing
 
+SHOWN_OF_USER = 64
+"""Characters of `user` that logs show: it is a client's text."""
 UNNAMED_OUTPUT = 512
 """Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
+
+_TOKEN_BYTES, _OTHER_BYTES = 5, GRAMMAR_BYTES.value + (64 << 10)
+"""Bytes of a token on the wire, and of all else in a generation, at most."""
 
 log = structlog.get_logger(__name__)
 
@@ -130,10 +136,11 @@ class Build:
             response=self._response.record(self._sampling) if self._response else None,
         )
         validation.check_prompt_logprobs(record.requests, count)
+        self._check_wire(record.requests, count)
         record = extra_fields.noted(record, request, self._card)
         record, trace = traced(record, PREFIXES[record.endpoint] + record.identity, len(prompts) * count)
         if record.user:
-            log.info("generation_for", generation_id=self._identity, user=record.user)
+            log.info("generation_for", generation_id=self._identity, user=record.user[:SHOWN_OF_USER])
         settings = parts.settings
         limits = limits_of(settings)
         generations = [
@@ -145,6 +152,20 @@ class Build:
         answer.admission, answer.may_cost = self._context.admission, self._may_cost(record)
         metrics = parts.metrics.of_model(self._card.model)
         return new_run(answer, self._tokenizer, parts.answers, metrics=metrics, view=self._context.view)
+
+    def _check_wire(self, requests: Sequence[GenerationRequest], count: int) -> None:
+        """Raises `PayloadTooLarge` where `count` generations of each of `requests` are too much for the queue."""
+        most = self._parts.settings.generation_bytes
+        tokens = sum(len(one.prompt) + len(one.prediction) for one in requests)
+        if count * (len(requests) * _OTHER_BYTES + tokens * _TOKEN_BYTES) <= most:
+            return
+        size = count * sum(len(encode(one)) for one in requests)
+        if size > most:
+            raise PayloadTooLarge(
+                f"The request's {count * len(requests)} generations have {size:,} bytes together, each with the whole "
+                f"prompt and prediction; ask for fewer choices ({GENERATION_BYTES.cited(most)}).",
+                param="n" if count > 1 else None,
+            )
 
     def _may_cost(self, record: GenerationRecord) -> int:
         """Tokens that it may come to; where the client names no limit, what answers usually are."""

@@ -61,6 +61,7 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
 
 def check(request: EmbeddingRequest, card: ModelCard) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`, but for its inputs."""
+    check_size("user", request.user, limits.USER_CHARACTERS)
     if not card.embedding_size:
         raise _wrong(
             "model", f"{card.model} gives no embeddings; choose a model that does", "unsupported_parameter"

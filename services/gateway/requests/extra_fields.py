@@ -127,6 +127,8 @@ def _check_tokens(request: GenerationFields) -> None:
             raise _below("truncate_prompt_tokens", "1, or of -1 for what the context has room for")
     check_size("allowed_token_ids", request.allowed_token_ids, limits.ALLOWED_TOKENS)
     check_size("bad_words", request.bad_words, limits.BAD_WORDS)
+    for word in request.bad_words or ():
+        check_size("bad_words", word, limits.BAD_WORD_CHARACTERS)
     if request.allowed_token_ids is not None and not request.allowed_token_ids:
         raise InvalidParameter(
             "Invalid 'allowed_token_ids': empty array. At least one token must be allowed.",
@@ -174,16 +176,41 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
 # --- what the tokenizer says of them -------------------------------------------------------------
 
 
-async def extras_of(request: GenerationFields, tokenizer: Tokenizer) -> Extras:
-    """The fields of `request` that are texts for the ring, as its tokens."""
+async def extras_of(request: GenerationFields, card: ModelCard, tokenizer: Tokenizer) -> Extras:
+    """The fields of `request` that are texts for the ring, as its tokens. Raises `InvalidParameter`,
+    `ContextLengthExceeded`."""
+    words = await _bad_words(request, tokenizer)
+    if (longest := max(map(len, words), default=0)) > limits.BAD_WORD_TOKENS.value:
+        raise InvalidParameter(
+            f"Invalid 'bad_words': a word has {longest} tokens; send shorter ones "
+            f"({limits.BAD_WORD_TOKENS.cited()}).",
+            param="bad_words",
+            reason="string_above_max_length",
+        )
+    if not isinstance(request, ChatCompletionRequest) or request.prediction is None:
+        return Extras(words)
+    text = _text(request.prediction.content)
+    _check_prediction(tokenizer.fewest_tokens(text), card)  # by its size, before it is tokenized
+    prediction = await tokenizer.encode(text, special=False)
+    _check_prediction(len(prediction), card)
+    return Extras(words, prediction)
+
+
+def _check_prediction(tokens: int, card: ModelCard) -> None:
+    """An answer has no more tokens than the context, and nothing is expected behind its end."""
+    if tokens > card.context_length:
+        raise ContextLengthExceeded(
+            f"Invalid 'prediction': it has {tokens} tokens or more, and no answer has so many; shorten it "
+            f"({limits.PREDICTION.cited(card.context_length)}).",
+            param="prediction",
+        )
+
+
+async def _bad_words(request: GenerationFields, tokenizer: Tokenizer) -> list[list[int]]:
     given = [word.lstrip() for word in request.bad_words or ()]
     both = [way for word in given for way in (word, f" {word}")]
     encoded = await tokenizer.encode_all(both, special=False) if both else []
-    words = [way for pair in zip(encoded[::2], encoded[1::2], strict=True) for way in _ways_to_say(*pair)]
-    prediction: list[int] = []
-    if isinstance(request, ChatCompletionRequest) and request.prediction is not None:
-        prediction = await tokenizer.encode(_text(request.prediction.content), special=False)
-    return Extras(words, prediction)
+    return [way for pair in zip(encoded[::2], encoded[1::2], strict=True) for way in _ways_to_say(*pair)]
 
 
 def _ways_to_say(plain: list[int], spaced: list[int]) -> list[list[int]]:

@@ -249,7 +249,7 @@ class Intake:
             prompt = await tokenizer.encode_rendered(rendering)
         session = context.session or cache_key(request.prompt_cache_key)
         session = session or conversation_key(chat_messages(request))
-        extras = await extra_fields.extras_of(request, tokenizer)
+        extras = await extra_fields.extras_of(request, card, tokenizer)
         build = Build(
             self._parts, request, card, tokenizer, context, session, grammar, parsing, response, extras
         )
@@ -311,7 +311,7 @@ class Intake:
                 if isinstance(text, str):
                     sampling.check_size(request, card, text, tokenizer, limit)
             prompts = await _prompt_ids(given, tokenizer, card, special)
-        extras = await extra_fields.extras_of(request, tokenizer)
+        extras = await extra_fields.extras_of(request, card, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key)
         build = Build(self._parts, request, card, tokenizer, context, session, grammar, extras=extras)
         return build.run(prompts)

@@ -17,6 +17,7 @@ from services.gateway.requests.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
+    Message,
 )
 from services.gateway.tools import checks
 from shared import limits
@@ -144,6 +145,14 @@ OPEN_BELOW = ("top_p", "repetition_penalty")
 """Fields that may come close to their lower bound of 0 but not be it."""
 
 
+_SIZES = (
+    ("stop_token_ids", limits.STOP_TOKENS),
+    ("logit_bias", limits.LOGIT_BIASES),
+    ("user", limits.USER_CHARACTERS),
+    ("safety_identifier", limits.USER_CHARACTERS),
+)
+
+
 def check_range(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> None:
     """Raises `InvalidParameter` when `value` is not within `low` and `high`."""
     kind = "integer" if isinstance(value, int) else "decimal"
@@ -173,6 +182,8 @@ def _check_fields(request: GenerationFields) -> None:
     if not request.model:
         raise InvalidParameter("Invalid 'model': empty string.", param="model", reason="empty_string")
     _check_stops(request)
+    for name, limit in _SIZES:
+        check_size(name, getattr(request, name), limit)
     for token, bias in (request.logit_bias or {}).items():
         check_range(f"logit_bias.{token}", bias, -LARGEST_BIAS, LARGEST_BIAS)
     if request.stream_options is not None:
@@ -189,6 +200,8 @@ def stop_strings(request: GenerationFields) -> list[str]:
 def _check_stops(request: GenerationFields) -> None:
     stops = stop_strings(request)
     check_size("stop", stops, limits.STOP_STRINGS)
+    for stop in stops:
+        check_size("stop", stop, limits.STOP_CHARACTERS)
     if not all(stops):
         raise InvalidParameter(
             "Invalid 'stop': empty string. A stop string has at least one character.",
@@ -246,6 +259,20 @@ def _check_stream_options(request: GenerationFields) -> None:
         )
 
 
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises `InvalidParameter` where there are too many of them, or too many parts or calls in them."""
+    check_size("messages", messages, limits.MESSAGES)
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    calls = sum(len(message.tool_calls or ()) for message in messages)
+    for what, count, limit in (("content parts", parts, limits.PARTS), ("tool calls", calls, limits.CALLS)):
+        if count > limit.value:
+            raise InvalidParameter(
+                f"Invalid 'messages': they have {count} {what}; join some, or send fewer ({limit.cited()}).",
+                param="messages",
+                reason="array_above_max_length",
+            )
+
+
 # --- chat ----------------------------------------------------------------------------------------
 
 
@@ -256,6 +283,7 @@ def check_chat(request: ChatCompletionRequest) -> None:
         check_range("max_tokens", request.max_tokens, 1, 2**31)
     if not request.messages:
         raise empty_array("messages")
+    check_messages(request.messages)
     for index, message in enumerate(request.messages):
         check_message(f"messages[{index}]", message)
     checks.check_conversation(request.messages)

@@ -44,6 +44,8 @@ def check_input_fields(request: InputFields) -> None:
             param="input",
             reason="empty_array",
         )
+    if isinstance(request.input, list):
+        check_size("input", request.input, limits.ITEMS)
     _check_tools(request)
 
 

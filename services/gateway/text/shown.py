@@ -112,6 +112,20 @@ def padded(chunk: bytes) -> bytes:
     return chunk[:-1] + b',"obfuscation":"' + letters.encode() + b'"}'
 
 
-def predicted(prediction: Sequence[int], output: Sequence[int]) -> int:
-    """How many tokens of `prediction` are in `output`, each as often as it is in both."""
-    return (Counter(prediction) & Counter(output)).total()
+class PredictionTally:
+    """How many tokens of a prediction are in an output, each as often as it is in both. Follows the output."""
+
+    def __init__(self, expected: Counter[int]) -> None:
+        """`expected`: the prediction's tokens."""
+        self._expected = expected
+        self._seen: Counter[int] = Counter()
+        self._read = 0
+        self._came = 0
+
+    def came(self, output: Sequence[int], count: int) -> int:
+        """Of the first `count` tokens of `output`, no fewer than at the call before."""
+        for token in output[self._read : count]:
+            self._seen[token] += 1
+            self._came += self._seen[token] <= self._expected[token]
+        self._read = max(self._read, count)
+        return self._came

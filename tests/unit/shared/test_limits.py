@@ -10,9 +10,10 @@ from services.gateway.batches.service import BatchCreate
 from services.gateway.openapi.constraints import constrain
 from services.gateway.requests.embeddings import EmbeddingRequest
 from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.responses.schemas import ResponseRequest
+from services.gateway.responses.schemas import InputTokensRequest, ResponseRequest
 from services.gateway.settings import GatewaySettings
 from services.gateway.stored_chats.operations import ChangedChat
+from services.gateway.tokenizing import TokenizeRequest
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX
 from shared.limits import LIMITS, PAGE, Limit, page_with_table
@@ -56,6 +57,8 @@ def test_a_refusal_names_limit_value_and_setting(limit: Limit, words: str) -> No
 @pytest.fixture(scope="module")
 def components() -> dict[str, Any]:
     kinds = [
+        TokenizeRequest,
+        InputTokensRequest,
         ChatCompletionRequest,
         CompletionRequest,
         ResponseRequest,
