@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 
 from shared.errors import ConfigurationError, PortInUse
+from shared.listener import Admission, Listener
 
 SETTLE = 0.1
 """Seconds for which requests are still read from connections without one, once there are no new connections."""
@@ -48,31 +49,38 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     return sock
 
 
-async def stop_listening(servers: Iterable[asyncio.Server]) -> None:
-    """Refuses new connections, and loses none that was accepted before.
-
-    asyncio's `Server.close` breaks connections whose transport is made in the loop's next turn: their clients
-    would wait for ever. So nothing more is accepted at first, then what was accepted comes to be. uvloop makes them
-    at once.
-    """
-    loop = asyncio.get_running_loop()
-    listening = [server for server in servers if server.is_serving()]
-    if isinstance(loop, asyncio.BaseEventLoop):
-        for server in listening:
-            for sock in server.sockets:
-                loop.remove_reader(sock.fileno())
-        for _ in range(2):
-            await asyncio.sleep(0)
-    for server in listening:
-        server.close()
-
-
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the service's own life cycle, and waits for nothing that is not there when it ends."""
+    """Leaves signals to the service's own life cycle, listens with our own `Listener`, and waits for nothing that is
+    not there when it ends."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, admission: Admission | None) -> None:
         super().__init__(config)
+        self._admission = admission
         self._told = asyncio.Event()
+        self.listeners: list[Listener] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's own, less what it makes of addresses, and with handshakes that somebody counts."""
+        config = self.config
+
+        def make() -> asyncio.BaseProtocol:
+            kind: Any = config.http_protocol_class
+            made: asyncio.BaseProtocol = kind(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
+        self.servers = []
+        for sock in sockets or []:
+            listener = Listener(sock, make, config.ssl, self._admission)
+            listener.start()
+            self.listeners.append(listener)
+        self.started = True
+
+    def stop_listening(self) -> None:
+        """Refuses new connections, and loses none that was accepted before. Twice is safe."""
+        for listener in self.listeners:
+            listener.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -93,32 +101,32 @@ class _Uvicorn(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn gives connections a tenth of a second before it looks whether they have ended."""
-        await stop_listening(self.servers)
+        self.stop_listening()
         if await self.may_have_connections() or self.server_state.tasks:
             await super().shutdown(sockets)
-            return
-        for sock in sockets or []:
-            sock.close()
-        for server in self.servers:
-            await server.wait_closed()
+        for listener in self.listeners:
+            await listener.wait_closed()
 
     async def may_have_connections(self) -> bool:
-        """Once nothing is accepted any more. One that is shaking hands for TLS cannot be seen."""
-        for _ in range(2):
+        """Once nothing is accepted any more."""
+        for _ in range(3):
             await asyncio.sleep(0)  # what was accepted comes to be
-        return bool(self.server_state.connections) or self.config.is_ssl or self.config.ssl is not None
+        return bool(self.server_state.connections) or any(one.opening for one in self.listeners)
 
 
 class HttpServer:
     """Serves an ASGI application on a bound socket until `stop`."""
 
-    def __init__(self, app: Any, sock: socket.socket, **options: Any) -> None:
+    def __init__(
+        self, app: Any, sock: socket.socket, *, admission: Admission | None = None, **options: Any
+    ) -> None:
+        """`options`: uvicorn's. `admission`: what is asked about connections before they are made."""
         self._sock = sock
         host, port = sock.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """`host:port` that it listens on, an IPv6 host in brackets; also once it is closed."""
         self._server = _Uvicorn(
-            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **options)
+            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **options), admission
         )
         self._task: asyncio.Task[None] | None = None
 
@@ -139,7 +147,7 @@ class HttpServer:
         """
         if not self._server.started:
             return
-        await stop_listening(self._server.servers)
+        self._server.stop_listening()
         if await self._server.may_have_connections():
             await asyncio.sleep(SETTLE)
         for connection in list(self._server.server_state.connections):

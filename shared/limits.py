@@ -242,6 +242,68 @@ SOCKET_GENERATIONS = Limit(
     "RYZANSTEIN_MAX_GENERATIONS_PER_SOCKET",
 )
 
+HEAD_SECONDS = Limit(
+    "head_seconds",
+    10,
+    "seconds",
+    "a TLS handshake, and the coming of a request's line and headers",
+    "connection",
+    "RYZANSTEIN_HEAD_TIMEOUT",
+)
+GRPC_CALLS = Limit("grpc_calls", 1024, "entries", "gRPC calls at a time", "connection")
+GRPC_PUBLIC_CALLS = Limit(
+    "grpc_public_calls", 16, "entries", "gRPC calls at a time that need no key", "connection"
+)
+GRPC_PUBLIC_MESSAGE = Limit(
+    "grpc_public_message", 4 << 10, "bytes", "the message of a gRPC call that needs no key", "request"
+)
+GRPC_METADATA = Limit(
+    "grpc_metadata",
+    16 << 10,
+    "bytes",
+    "the metadata of a gRPC call, 32 for each entry; beyond four times that the connection ends",
+    "request",
+)
+GRPC_UNTAKEN = Limit(
+    "grpc_untaken",
+    16 << 20,
+    "bytes",
+    "gRPC messages that are not complete, or not taken yet; one body at least",
+    "connection",
+)
+GRPC_UNREAD = Limit(
+    "grpc_unread",
+    64 << 10,
+    "bytes",
+    "gRPC answers that the client does not read, before no more is read from it",
+    "connection",
+)
+GRPC_OWED = Limit(
+    "grpc_owed",
+    64 << 20,
+    "bytes",
+    "gRPC answers that wait for a client which does not read, before its connection ends",
+    "connection",
+)
+GRPC_KEEPALIVE = Limit(
+    "grpc_keepalive",
+    60,
+    "seconds",
+    "a gRPC client's reading nothing of what it is owed, or having no call that was let in",
+    "connection",
+    "RYZANSTEIN_GRPC_KEEPALIVE",
+)
+GRPC_REFUSED = Limit(
+    "grpc_refused",
+    1000,
+    "entries",
+    "gRPC calls that are refused or reset; each that is answered makes up for one, each second for 100",
+    "connection",
+)
+GRPC_CONTROL_FRAMES = Limit(
+    "grpc_control_frames", 10_000, "entries", "PINGs and SETTINGS within a second", "connection"
+)
+
 # --- tenants ---------------------------------------------------------------------------------------
 
 TENANT_FILE_BYTES = Limit(
@@ -285,9 +347,16 @@ CONNECTIONS = Limit(
     "connections",
     10_000,
     "entries",
-    "connections, WebSockets among them",
+    "connections of all ports, TLS handshakes among them, as far as the process may open files",
     "gateway",
     "RYZANSTEIN_MAX_CONNECTIONS",
+)
+RESERVED_CONNECTIONS = Limit(
+    "reserved_connections",
+    32,
+    "entries",
+    "connections beyond those, for `/health`, `/ready`, `/metrics` and `grpc.health.v1`",
+    "gateway",
 )
 GENERATIONS = Limit(
     "generations", 4096, "entries", "generations in flight", "gateway", "RYZANSTEIN_MAX_GENERATIONS"

@@ -2,12 +2,19 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.gateway.connections.places import Places
 from shared.metrics import LATENCY, MODEL, Alias, Aliases, QuickHistograms, begin_at_zero
 
 REASONS = ("stop", "length", "abort", "error")
 """Why a choice ended: its text was at its end, it was as long as it may be, its client went, it failed."""
 WAYS = ("id", "idempotency", "websocket", "grpc")
 """How a generation is found that is read once more."""
+REFUSALS = {
+    "http": ("full", "handshake", "slow", "large", "invalid"),
+    "grpc": ("full", "handshake", "unread", "calm", "protocol", "no_key"),
+}
+"""By port, why a connection is ended: there are too many, its TLS handshake failed, its head is too slow or too large,
+or no HTTP; it does not read, asks for too much, breaks HTTP/2, or was never let in."""
 _GAP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _DELIVERY = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0)
 
@@ -112,7 +119,32 @@ class GatewayMetrics:
             registry=registry,
         )
         begin_at_zero(self.attached, (*WAYS, *(f"{way}_resumed" for way in WAYS)))
+        self.connections = Gauge(
+            name("connections"),
+            "Open connections of each port: http, grpc; handshake: those of both that are not made yet.",
+            ["port"],
+            registry=registry,
+        )
+        self.connections_refused = Counter(
+            name("connections_refused"),
+            "Connections ended, and requests refused, for what a connection does.",
+            ["port", "reason"],
+            registry=registry,
+        )
+        for port, reasons in REFUSALS.items():
+            for reason in reasons:
+                self.connections_refused.labels(port, reason)
         self._by_model: dict[str, ModelMetrics] = {}
+
+    def connection_refused(self, port: str, reason: str) -> None:
+        """`port` and `reason` are of `REFUSALS`."""
+        self.connections_refused.labels(port, reason).inc()
+
+    def watch_connections(self, places: Places) -> None:
+        """Shows how many there are at each scrape."""
+        self.connections.labels("http").set_function(lambda: len(places.http))
+        self.connections.labels("grpc").set_function(lambda: len(places.grpc))
+        self.connections.labels("handshake").set_function(lambda: len(places.handshakes))
 
     def of_model(self, model: str) -> ModelMetrics:
         known = self._by_model.get(model)

@@ -10,7 +10,8 @@ from services.gateway.app import GatewayApp
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.backend import Backend
 from services.gateway.connections.http import guarded_http
-from services.gateway.connections.limits import Limits, allow_files
+from services.gateway.connections.limits import Limits, allowed_by_files
+from services.gateway.connections.places import Door, Places
 from services.gateway.connections.websocket import GuardedWebSocket
 from services.gateway.metrics import GatewayMetrics, vllm_aliases
 from services.gateway.settings import GatewaySettings
@@ -42,6 +43,10 @@ class GatewayService(Service):
         if settings.metrics_aliases:
             self.registry.register(vllm_aliases(self._metrics))
         self._backend = Backend(Authenticator(required=settings.require_key))
+        self._door = Door(
+            Places(settings.max_connections), settings.head_timeout, self._metrics.connection_refused
+        )
+        self._metrics.watch_connections(self._door.places)
         self._certificates: Certificates | None = None
         self._grpc: GrpcServer | None = None
         self._work: Work | None = None
@@ -61,11 +66,10 @@ class GatewayService(Service):
 
     def server_options(self) -> dict[str, Any]:
         settings = self.settings
-        allow_files(settings.max_connections)
+        self._door.places.limit = allowed_by_files(settings.max_connections)
         return {
-            "http": guarded_http(
-                Limits(settings.max_connections, settings.head_timeout, settings.head_limit)
-            ),
+            "http": guarded_http(Limits(settings.head_timeout, settings.head_limit), self._door),
+            "admission": self._door.admission("http"),
             "ws": GuardedWebSocket,
             "ws_max_size": self.settings.body_limit,
             "ws_per_message_deflate": False,  # small messages: time is dearer than bytes
@@ -123,7 +127,7 @@ class GatewayService(Service):
             pair = Certificates(tls, settings.tls_certificate, settings.tls_key)
             self.spawn(pair.run(settings.tls_check_interval), "grpc certificates")
         server = make_server(
-            self._backend, self.settings, self.health, self._metrics, self.settings.grpc_port, tls
+            self._backend, self.settings, self.health, self._metrics, self.settings.grpc_port, tls, self._door
         )
         self._grpc = server
         await server.start()

@@ -114,12 +114,14 @@ class GatewaySettings(CommonSettings):
     pending_frames: int = Field(default=65_536, gt=0)
     """Token frames that may wait to be read; when there are more, the journal fills the gap."""
     max_connections: int = Field(default=10_000, gt=0)
-    """Connections at the same time, WebSockets among them; beyond them requests are refused with 503."""
+    """Connections at the same time, of REST, WebSockets and gRPC together, those in a TLS handshake too, and no more
+    than the process may open files; beyond them requests are refused with 503, calls with UNAVAILABLE."""
     head_timeout: float = Field(default=10.0, gt=0)
-    """Seconds that a client gets to send a request's line and headers."""
+    """Seconds that a client gets for its TLS handshake, and to send a request's line and headers."""
     head_limit: int = Field(default=65_536, ge=1024)
     """Largest request line and headers together, in bytes."""
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the gRPC API; 0: the system chooses. Left out: it is not served."""
     grpc_keepalive: float = Field(default=60.0, gt=0)
-    """Seconds of silence after which a gRPC client is asked whether it is there; it has a third as long to answer."""
+    """Seconds of silence after which a gRPC client is asked whether it is there; it has a third as long to answer. As
+    long a client may leave answers unread, or have no call that was let in; then its connection ends."""

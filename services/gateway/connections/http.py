@@ -5,9 +5,14 @@
         head_bytes             in http_io.py       head_seconds again
 
 What is refused here never becomes a request: it is answered in OpenAI's shape, and the connection ends.
+
+A client may end its half of the connection behind its request (a half-close) and still read the answer. From one that
+has gone altogether it cannot be told apart but by writing to it: an interim answer (100 Continue), which every client
+of HTTP/1.1 takes and drops (RFC 9110, 15.2), is refused by the system of one that has gone.
 """
 
 import asyncio
+import socket
 from typing import Any, ClassVar
 
 import httptools
@@ -15,16 +20,19 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.connections.limits import (
-    FULL,
+    EXPECTATION,
+    HOST,
     INVALID,
-    LARGE,
     NO_HANDSHAKE,
     PIPELINED,
-    RESERVED,
-    SLOW,
+    VERSION,
     Limits,
     Refusal,
+    full,
+    large,
+    slow,
 )
+from services.gateway.connections.places import Door
 from shared.limits import HEADERS
 from shared.limits import PIPELINED as MOST_PIPELINED
 from shared.telemetry import OpsApp
@@ -33,7 +41,14 @@ log = structlog.get_logger(__name__)
 
 LINGER = 1.0
 """Seconds for which what a refused client still sends is read and dropped: else it could not read the answer."""
+FIRST_LOOK, NEXT_LOOK = 0.05, 0.5
+"""Seconds after a half-close until it is looked whether the client has gone, and between two looks."""
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _OPS = tuple(path.encode() for path in OpsApp.paths)
+
+
+_REASONS = {408: "slow", 431: "large", 503: "full"}
+"""What metrics call refusals of these statuses."""
 
 
 class _Refused(Exception):
@@ -44,6 +59,7 @@ class GuardedHttp(HttpToolsProtocol):
     """One connection."""
 
     limits: ClassVar[Limits]
+    door: ClassVar[Door]
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -53,6 +69,11 @@ class GuardedHttp(HttpToolsProtocol):
         self._in_head = True
         self._head_size = 0
         self._head_count = 0
+        self._hosts = 0
+        self._spare = False
+        """Whether it has one of the places that are reserved."""
+        self._looking: asyncio.TimerHandle | None = None
+        """There once the client has ended its half."""
         self._unfinished = 0
         """Bytes that came since the parser last had something whole."""
         self._progressed = False
@@ -65,13 +86,39 @@ class GuardedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.connections + RESERVED:
-            self._refuse(FULL)
+        places = self.door.places
+        places.http = self.connections
+        self.door.opened(self)
+        self._spare = places.full
+        if places.overfull:
+            self._refuse(full(places.sentence))
         else:
             self._mind_the_time()
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Whether the connection stays open for the answers that are under way."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self._ended:
+            return None
+        if self.scheme != "http" or self.scope["http_version"] == "1.0":
+            return None  # TLS cannot end one way alone; of HTTP/1.0, who has gone could not be told
+        cycle.keep_alive = False
+        if self._running is not None and not self._running.response_started:
+            self.transport.write(_CONTINUE)
+        self._looking = self.loop.call_later(FIRST_LOOK, self._look)
+        return True
+
+    def _look(self) -> None:
+        """Whether the system of the client has refused what was written."""
+        self._looking = self.loop.call_later(NEXT_LOOK, self._look)
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        if self._looking is not None:
+            self._looking.cancel()
         self._abandon()
         super().connection_lost(exc)
 
@@ -90,7 +137,7 @@ class GuardedHttp(HttpToolsProtocol):
             return
         self._unfinished = 0 if self._progressed else self._unfinished + len(data)
         if self._unfinished > self.limits.head_bytes:
-            self._refuse(LARGE)
+            self._refuse(large(self.limits))
         else:
             self._mind_the_time()
 
@@ -141,7 +188,7 @@ class GuardedHttp(HttpToolsProtocol):
         if not self._awaited or self._ended:
             return
         if self._unfinished or bool(self.cycle):
-            self._refuse(SLOW)
+            self._refuse(slow(self.limits))
         else:
             self.transport.close()  # nothing was asked: nothing is answered
 
@@ -154,7 +201,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_head = True
-        self._head_size = self._head_count = 0
+        self._head_size = self._head_count = self._hosts = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -166,17 +213,21 @@ class GuardedHttp(HttpToolsProtocol):
         self._grow(len(name) + len(value))
         if self._in_head:  # a trailer is no header: it came after what it would change
             super().on_header(name, value)
+            lower = self.headers[-1][0]
+            if lower == b"host":
+                self._hosts += 1
+            elif lower == b"expect" and not self.expect_100_continue:
+                self._stop(EXPECTATION)
 
     def _grow(self, size: int) -> None:
         self._head_size += size
         if self._head_size > self.limits.head_bytes or self._head_count > HEADERS.value:
-            self._stop(LARGE)
+            self._stop(large(self.limits))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._progressed = True
-        if len(self.connections) > self.limits.connections and self.url.partition(b"?")[0] not in _OPS:
-            self._stop(FULL)
+        self._check_head()
         if self.parser.should_upgrade() and self._get_upgrade() not in (None, b"websocket"):
             self.scope["method"] = self.parser.get_method().decode("ascii")
             self._declined = True
@@ -184,6 +235,18 @@ class GuardedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         if len(self.pipeline) > MOST_PIPELINED.value:
             self._stop(PIPELINED)
+
+    def _check_head(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            self._stop(VERSION)
+        if self._hosts > 1 or (not self._hosts and version == "1.1"):
+            self._stop(HOST)
+        places = self.door.places
+        if self._spare and self.url.partition(b"?")[0] not in _OPS:
+            self._spare = places.full
+            if self._spare:
+                self._stop(full(places.sentence))
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
@@ -221,6 +284,7 @@ class GuardedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         log.info("connection_refused", code=refusal.code, status=refusal.status)
+        self.door.refused("http", _REASONS.get(refusal.status, "invalid"))
         self._abandon()
         if (
             self._running is not None
@@ -237,6 +301,6 @@ class GuardedHttp(HttpToolsProtocol):
             self.transport.close()
 
 
-def guarded_http(limits: Limits) -> type[GuardedHttp]:
-    """The protocol for a server with these limits."""
-    return type("GuardedHttp", (GuardedHttp,), {"limits": limits})
+def guarded_http(limits: Limits, door: Door) -> type[GuardedHttp]:
+    """The protocol for a server with these limits, whose connections come in by `door`."""
+    return type("GuardedHttp", (GuardedHttp,), {"limits": limits, "door": door})

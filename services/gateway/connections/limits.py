@@ -1,26 +1,27 @@
 """How much a connection may ask for, and what it is told when it asks for more. Pure, but for the file limit."""
 
+import math
 import resource
 import secrets
 
 import msgspec
 import structlog
 
+from services.gateway.connections.places import REFUSED, RESERVED
 from services.gateway.errors import ErrorBody, ErrorDetail
 from shared import limits
 
 log = structlog.get_logger(__name__)
 
-RESERVED = 32
-"""Connections beyond the limit, for /health, /ready and /metrics: a full gateway is no dead one."""
 OTHER_FILES = 256
-"""File descriptors that are no client's connection."""
+"""File descriptors that are no client's connection: NATS among them."""
+FEWEST = 16
+"""Connections that are taken however few files may be open."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of one gateway."""
+    """Of one connection."""
 
-    connections: int
     head_seconds: float
     """Time for a request line and its headers."""
     head_bytes: int
@@ -68,31 +69,59 @@ NO_HANDSHAKE = Refusal(
     "invalid_http",
     "This is not a WebSocket's handshake as RFC 6455 has it; see its headers.",
 )
-SLOW = Refusal(
-    408, "Request Timeout", "request_timeout", "The request was not complete in time; send it again, faster."
+HOST = Refusal(
+    400,
+    "Bad Request",
+    "invalid_http",
+    "The request has no Host header, or several; HTTP/1.1 wants exactly one (RFC 9112, 3.2).",
 )
-LARGE = Refusal(
-    431,
-    "Request Header Fields Too Large",
-    "headers_too_large",
-    f"The request has too many headers ({limits.HEADERS.cited()}), or they are too long; shorten them "
-    f"({limits.HEAD.cited()}).",
+VERSION = Refusal(
+    505,
+    "HTTP Version Not Supported",
+    "invalid_http",
+    "This port speaks HTTP/1.1 and HTTP/1.0; send the request in one of them. gRPC has a port of its own.",
 )
-FULL = Refusal(
-    503,
-    "Service Unavailable",
-    "unavailable",
-    "The gateway has as many connections as it takes; try again in a moment, or at another one.",
-    retry_after=1,
+EXPECTATION = Refusal(
+    417,
+    "Expectation Failed",
+    "invalid_http",
+    "The request's Expect header is none that is known here; 100-continue is, and leaving it out.",
 )
 
 
-def allow_files(connections: int) -> None:
-    """Raises the process's own limit of open files, as far as it may, to what `connections` need."""
-    needed = connections + RESERVED + OTHER_FILES
+def slow(found: Limits) -> Refusal:
+    return Refusal(
+        408,
+        "Request Timeout",
+        "request_timeout",
+        f"The request's line and headers were not complete within {found.head_seconds:g} s; send it again, faster "
+        f"({limits.HEAD_SECONDS.cited(math.ceil(found.head_seconds))}).",
+    )
+
+
+def large(found: Limits) -> Refusal:
+    return Refusal(
+        431,
+        "Request Header Fields Too Large",
+        "headers_too_large",
+        f"The request has too many headers ({limits.HEADERS.cited()}), or they are too long; shorten them "
+        f"({limits.HEAD.cited(found.head_bytes)}).",
+    )
+
+
+def full(sentence: str) -> Refusal:
+    """`sentence` says why there is no place."""
+    return Refusal(503, "Service Unavailable", "unavailable", sentence, retry_after=1)
+
+
+def allowed_by_files(connections: int) -> int:
+    """How many of so many connections the process may have: its limit of open files is raised as far as it may be,
+    and what is no client's connection has its share of them first."""
+    others = RESERVED + REFUSED + OTHER_FILES
+    needed = connections + others
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= needed or soft == resource.RLIM_INFINITY:
-        return
+        return connections
     reached = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
     if reached < needed:
@@ -100,5 +129,7 @@ def allow_files(connections: int) -> None:
             "few_file_descriptors",
             limit=reached,
             needed=needed,
+            connections=max(FEWEST, reached - others),
             hint="raise `ulimit -n`, or lower RYZANSTEIN_MAX_CONNECTIONS",
         )
+    return min(connections, max(FEWEST, reached - others))

@@ -8,6 +8,7 @@ import structlog
 from google.rpc.code_pb2 import Code
 
 from services.gateway.backend import Backend
+from services.gateway.connections.places import Door
 from services.gateway.errors import status_of
 from services.gateway.grpc.auth import authorizer
 from services.gateway.grpc.call import Call
@@ -38,6 +39,7 @@ def make_server(
     metrics: GatewayMetrics,
     port: int,
     tls: ssl.SSLContext | None = None,
+    door: Door | None = None,
 ) -> GrpcServer:
     """A server on `port`, not started yet. Raises `PortInUse`, `ConfigurationError`."""
     methods = {
@@ -53,7 +55,7 @@ def make_server(
     )
     sock = bind(settings.host, port, option="--grpc-port")
     accounts = Accounts(metrics, frozenset(methods))
-    return GrpcServer(sock, methods, options, accounts.on_done, authorizer(backend), tls)
+    return GrpcServer(sock, methods, options, accounts.on_done, authorizer(backend), tls, door)
 
 
 class Accounts:

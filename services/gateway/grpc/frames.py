@@ -4,6 +4,7 @@ import struct
 from typing import NamedTuple, Protocol
 
 from services.gateway.grpc.headers import Headers
+from shared import limits
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -35,23 +36,23 @@ pack_prefix = struct.Struct(">BL").pack
 class Limits(NamedTuple):
     """What a peer may have of us."""
 
-    streams: int = 1024
+    streams: int = limits.GRPC_CALLS.value
     """Streams open at a time."""
-    header_bytes: int = 16_384
+    header_bytes: int = limits.GRPC_METADATA.value
     """Size of a request's headers, as HPACK counts it; who sends more has its call refused."""
-    unread_header_bytes: int = 65_536
+    unread_header_bytes: int = 4 * limits.GRPC_METADATA.value
     """Size of a request's headers, as HPACK counts it, and encoded, beyond which they are not read to their end, and
     with them the connection ends: the headers that follow could not be understood."""
     connection_window: int = 1 << 20
     """Bytes of requests that may be under way on the connection."""
-    resets: int = 1000
+    resets: int = limits.GRPC_REFUSED.value
     """Streams that the peer may reset, or have refused, while we have sent no more than `resets` answers: see
     `_count_reset`."""
-    control_frames: int = 10_000
+    control_frames: int = limits.GRPC_CONTROL_FRAMES.value
     """PINGs and SETTINGS within a second; a SETTINGS that changes the windows of many streams counts as several."""
-    unread: int = 65_536
+    unread: int = limits.GRPC_UNREAD.value
     """Bytes that the peer has not read, beyond which no more of its frames are."""
-    owed: int = 64 << 20
+    owed: int = limits.GRPC_OWED.value
     """Bytes of answers that wait for a peer which does not read, beyond which the connection ends."""
 
 

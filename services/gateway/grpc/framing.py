@@ -4,6 +4,7 @@ import zlib
 
 from services.gateway.errors import InvalidParameter, RouteError
 from shared.errors import PayloadTooLarge
+from shared.limits import BODY, Limit
 
 ENCODINGS = "identity,gzip"
 """What request messages may be compressed with, as `grpc-accept-encoding` says it."""
@@ -14,15 +15,15 @@ class MessageReader:
     """Of one request. Methods raise `PayloadTooLarge`, and `RouteError` and `InvalidParameter` for messages that are
     compressed in a way that is not taken."""
 
-    __slots__ = ("_buffer", "_encoding", "_limit", "_setting")
+    __slots__ = ("_buffer", "_encoding", "_limit", "_named")
 
-    def __init__(self, limit: int, encoding: str | None = None, setting: str = "") -> None:
-        """`limit`: bytes of one message, as it comes and inflated; `setting` changes it. `encoding`: the request's
+    def __init__(self, limit: int, encoding: str | None = None, named: Limit = BODY) -> None:
+        """`limit`: bytes of one message, as it comes and inflated, the value of `named`. `encoding`: the request's
         `grpc-encoding`."""
         self._buffer = bytearray()
         self._limit = limit
         self._encoding = encoding
-        self._setting = setting
+        self._named = named
 
     @property
     def partial(self) -> bool:
@@ -70,10 +71,9 @@ class MessageReader:
             raise self._too_large(f"{size:,}")
 
     def _too_large(self, size: str) -> PayloadTooLarge:
-        limit = f"{self._limit:,} are allowed"
-        if self._setting:
-            limit += f" ({self._setting})"
-        return PayloadTooLarge(f"The request message has {size} bytes, and {limit}; shorten the request.")
+        return PayloadTooLarge(
+            f"The request message has {size} bytes; shorten the request ({self._named.cited(self._limit)})."
+        )
 
     def _whole(self, flag: int, data: bytes) -> bytes:
         if not flag:

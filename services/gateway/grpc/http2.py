@@ -50,6 +50,7 @@ from services.gateway.grpc.frames import (
 )
 from services.gateway.grpc.headers import HeaderDecoder, HeadersTooLarge
 from services.gateway.grpc.sending import Sender
+from shared.limits import GRPC_CONTROL_FRAMES
 
 
 class Connection(Sender):
@@ -263,7 +264,8 @@ class Connection(Sender):
         """Every PING and SETTINGS wants an answer: a flood of them must not take all the time."""
         self._control += number
         if self._control > self._limits.control_frames:
-            raise ProtocolError(ENHANCE_YOUR_CALM, "too many control frames")
+            cited = GRPC_CONTROL_FRAMES.cited(self._limits.control_frames)
+            raise ProtocolError(ENHANCE_YOUR_CALM, f"too many PINGs and SETTINGS ({cited})")
 
     def _on_goaway(self, number: int, flags: int, payload: bytes) -> None:
         self.leaving = True

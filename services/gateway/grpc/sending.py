@@ -32,14 +32,15 @@ from services.gateway.grpc.frames import (
     pack_message,
     pack_prefix,
 )
+from shared import limits
 
 
 class Sender:
     """The half of a connection that writes."""
 
-    def __init__(self, events: Events, limits: Limits) -> None:
+    def __init__(self, events: Events, found: Limits) -> None:
         self._events = events
-        self._limits = limits
+        self._limits = found
         self._out: list[bytes] = []
         self._said = 0
         """Bytes of `_out`."""
@@ -52,6 +53,8 @@ class Sender:
         self.streams: dict[int, Stream] = {}
         self.failed = ""
         """Why the connection ended."""
+        self.is_calmed = False
+        """Whether it did for asking too much."""
         self.spoke = False
         """Whether the peer has sent its preface."""
         self.leaving = False
@@ -100,7 +103,8 @@ class Sender:
         out = self._out
         size = len(message) + 5
         if self.owed > self._limits.owed:
-            self.fail(ENHANCE_YOUR_CALM, f"more than {self._limits.owed} bytes of answers that are not read")
+            owed = limits.GRPC_OWED.cited(self._limits.owed)
+            self.fail(ENHANCE_YOUR_CALM, f"too many bytes of answers that are not read ({owed})")
             return False
         if headers:
             out.append(pack_head(0, len(headers), HEADERS, END_HEADERS, stream.id))
@@ -180,6 +184,7 @@ class Sender:
         if self.failed:
             return
         self.failed = reason
+        self.is_calmed = code == ENHANCE_YOUR_CALM
         if self.spoke:
             self._write(
                 GOAWAY, 0, 0, self._last.to_bytes(4, "big") + code.to_bytes(4, "big") + reason.encode()
@@ -210,14 +215,15 @@ class Sender:
         that we complete pays for one reset."""
         self._resets += 1
         if self._resets > self._limits.resets:
-            raise ProtocolError(ENHANCE_YOUR_CALM, "too many resets")
+            cited = limits.GRPC_REFUSED.cited(self._limits.resets)
+            raise ProtocolError(ENHANCE_YOUR_CALM, f"too many calls that were reset or refused ({cited})")
 
     def _count_refusal(self) -> None:
         """A request that is refused at once costs the peer a few bytes and us an answer: it is as good as reset."""
         try:
             self._count_reset()
         except ProtocolError as error:
-            self.fail(error.code, "too many refused requests")
+            self.fail(error.code, str(error))
 
     def _drop(self, stream: Stream) -> None:
         self.streams.pop(stream.id, None)

@@ -1,15 +1,18 @@
 """The gRPC server: connections on a socket, and a task for each call."""
 
 import asyncio
+import math
 import secrets
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple, cast
 
 import structlog
 
+from services.gateway.connections.places import Door, Places
 from services.gateway.errors import RequestTimeout, RouteError
 from services.gateway.grpc.call import Call
 from services.gateway.grpc.frames import ENHANCE_YOUR_CALM, Limits, Stream
@@ -19,9 +22,9 @@ from services.gateway.grpc.http2 import Connection
 from services.gateway.readers.mailbox import ClientGone
 from services.gateway.requests.validation import check_request_id
 from services.gateway.traces.rpc import begin_call, end_call
-from shared import tracing
+from shared import limits, tracing
 from shared.errors import ConfigurationError, DeadlineExceeded, PayloadTooLarge, QueueFull, Unavailable
-from shared.http_server import stop_listening
+from shared.listener import Listener
 
 log = structlog.get_logger(__name__)
 
@@ -50,12 +53,8 @@ class ServerOptions(NamedTuple):
     """Seconds of silence after which a client is asked whether it is there."""
     keepalive_timeout: float
     """Seconds that it has to answer."""
-    public_message_limit: int = 4096
-    """Bytes of a request message of a public method."""
-    public_calls: int = 16
-    """Calls of public methods on a connection at a time."""
-    held_messages: int = 4
-    """Request messages of the largest size that may be incomplete, or not taken yet, on a connection."""
+    untaken: int = limits.GRPC_UNTAKEN.value
+    """Bytes of request messages on a connection that are not complete, or not taken yet; a message at least."""
     limits: Limits = Limits()
 
 
@@ -71,8 +70,10 @@ class GrpcServer:
         on_done: Callable[[Call], None],
         authorize: Callable[[Call], None],
         tls: ssl.SSLContext | None = None,
+        door: Door | None = None,
     ) -> None:
         self.methods = methods
+        self.door = door or Door(Places(sys.maxsize // 2))
         self.options = options
         self.on_done = on_done
         self.authorize = authorize
@@ -83,22 +84,24 @@ class GrpcServer:
         """`host:port` that it listens on."""
         self.peers: set[Peer] = set()
         self.tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self.door.places.grpc = self.peers
+        self._listener: Listener | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns once connections are accepted."""
-        loop = asyncio.get_running_loop()
+        self._listener = Listener(self._sock, lambda: Peer(self), self._tls, self.door.admission("grpc"))
         try:
-            self._server = await loop.create_server(lambda: Peer(self), sock=self._sock, ssl=self._tls)
+            self._listener.start()
         except OSError as error:
             raise ConfigurationError(f"Cannot listen on {self.address}: {error.strerror}.") from None
         self._sweeping = asyncio.create_task(self._sweep())
 
     async def stop_accepting(self) -> None:
         """No new connections, and clients are told to open no new streams; those that are open go on."""
-        if self._server is not None:
-            await stop_listening([self._server])
+        if self._listener is not None:
+            self._listener.close()
+            await asyncio.sleep(0)
         for peer in list(self.peers):
             peer.announce_end()
 
@@ -117,8 +120,9 @@ class GrpcServer:
             task.cancel()
         for peer in list(self.peers):
             peer.abort()
-        if self._server is None:
-            self._sock.close()
+        if self._listener is not None:
+            await self._listener.wait_closed()
+        self._sock.close()
 
     async def _sweep(self) -> None:
         while True:
@@ -148,6 +152,10 @@ class Peer(asyncio.Protocol):
         self._let_in = False
         """Whether a call that needs a key has been let in."""
         self._sent_away = 0.0
+        self._spare = False
+        """Whether it has one of the places that are reserved."""
+        self._told = False
+        """Whether it is counted that it failed."""
 
     # --- the transport's -------------------------------------------------------------------------
 
@@ -155,6 +163,8 @@ class Peer(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self._transport.set_write_buffer_limits(high=self._server.options.limits.unread)
         self._server.peers.add(self)
+        self._server.door.opened(self)
+        self._spare = self._server.door.places.full
         self._flush()
 
     def data_received(self, data: bytes) -> None:
@@ -193,6 +203,8 @@ class Peer(asyncio.Protocol):
             self._check_size(headers)
             method = self._method(headers.path)
             self._expect(call, method)
+            if self._spare and not method.public:
+                self._check_place()
             if (timeout := headers.timeout) is not None:
                 call.deadline = time.time() + timeout
                 call.timer = self._loop.call_later(timeout, self._expire, call)
@@ -231,39 +243,45 @@ class Peer(asyncio.Protocol):
     def hold(self, change: int) -> None:
         """A call holds so many bytes more of messages that its method has not taken. Raises `QueueFull`."""
         self._held += change
-        options = self._server.options
-        limit = options.held_messages * options.message_limit
+        limit = max(self._server.options.untaken, self._server.options.message_limit)
         if change > 0 and self._held > limit:
             raise QueueFull(
-                f"The calls of this connection hold {self._held:,} bytes of messages that are not complete, and "
-                f"{limit:,} are allowed ({options.held_messages} times RYZANSTEIN_BODY_LIMIT); use more connections."
+                f"The calls of this connection hold {self._held:,} bytes of messages that are not complete; use more "
+                f"connections ({limits.GRPC_UNTAKEN.cited(limit)})."
             )
+
+    def _check_place(self) -> None:
+        """Raises `Unavailable` as long as there is no place but those that are reserved."""
+        self._spare = self._server.door.places.full
+        if self._spare:
+            self._server.door.refused("grpc", "full")
+            raise Unavailable(self._server.door.places.sentence, retry_after=1)
 
     def _check_size(self, headers: Headers) -> None:
         limit = self._server.options.limits.header_bytes
         if headers.size > limit:
             raise PayloadTooLarge(
-                f"The call's metadata has {headers.size:,} bytes, and {limit:,} are allowed (32 are counted for each "
-                "entry, RFC 7541, 4.1); send less."
+                f"The call's metadata has {headers.size:,} bytes; send less ({limits.GRPC_METADATA.cited(limit)})."
             )
 
     def _expect(self, call: Call, method: Method) -> None:
         """Raises `QueueFull`."""
-        options = self._server.options
-        limit, setting = options.message_limit, "RYZANSTEIN_BODY_LIMIT"
+        limit, named = self._server.options.message_limit, limits.BODY
         if method.public:
-            self._check_public(options.public_calls)
-            limit, setting = options.public_message_limit, ""
+            self._check_public()
+            named = limits.GRPC_PUBLIC_MESSAGE
+            limit = min(limit, named.value)
             call.public = True
         encoding = call.metadata("grpc-encoding")
-        call.expect(MessageReader(limit, encoding, setting), single=not method.streamed)
+        call.expect(MessageReader(limit, encoding, named), single=not method.streamed)
 
-    def _check_public(self, limit: int) -> None:
+    def _check_public(self) -> None:
+        limit = limits.GRPC_PUBLIC_CALLS
         owners = (stream.owner for stream in self.connection.streams.values())
-        if sum(1 for owner in owners if isinstance(owner, Call) and owner.public) >= limit:
+        if sum(1 for owner in owners if isinstance(owner, Call) and owner.public) >= limit.value:
             raise QueueFull(
-                f"This connection has {limit} calls under way that need no key, and may have no more; wait for one to "
-                "end."
+                "This connection has as many calls under way that need no key as it may have; wait for one to end "
+                f"({limit.cited()})."
             )
 
     def _method(self, path: str) -> Method:
@@ -337,6 +355,9 @@ class Peer(asyncio.Protocol):
         if self.paused:
             self.connection.buffered = transport.get_write_buffer_size()
         if self.connection.failed or (self.connection.leaving and not self.connection.streams):
+            if self.connection.failed and not self._told:
+                self._told = True
+                self._server.door.refused("grpc", "calm" if self.connection.is_calmed else "protocol")
             transport.close()
         else:
             self._regulate(transport)
@@ -404,11 +425,14 @@ class Peer(asyncio.Protocol):
 
     def _send_away(self, now: float) -> None:
         """Nobody keeps a connection here without a key: its client is told to go, and may come back."""
+        if not self._sent_away:
+            self._sent_away = now
+            self._server.door.refused("grpc", "no_key")
         self.announce_end()
-        self._sent_away = self._sent_away or now
         if now - self._sent_away > self._server.options.keepalive_timeout:
+            limit = limits.GRPC_KEEPALIVE.cited(math.ceil(self._server.options.keepalive))
             self._end_all(
-                Unavailable("The connection was open for too long without a call that needs a key.")
+                Unavailable(f"No call of this connection was let in; call again on another ({limit}).")
             )
 
     def _is_stuck(self, transport: asyncio.Transport, now: float) -> bool:
@@ -418,7 +442,9 @@ class Peer(asyncio.Protocol):
             self._moved = now
         self._delivered = self._written - waiting
         if not connection.failed and now - self._moved > self._server.options.keepalive:
-            connection.fail(ENHANCE_YOUR_CALM, "answers that are not read")
+            seconds = limits.GRPC_KEEPALIVE.cited(math.ceil(self._server.options.keepalive))
+            connection.fail(ENHANCE_YOUR_CALM, f"answers that are not read ({seconds})")
+            self._server.door.refused("grpc", "unread")
             return True
         if not connection.failed:
             return False

@@ -6,16 +6,21 @@ import json
 import re
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
 
-from services.gateway.connections.limits import RESERVED
+from services.gateway.connections.places import RESERVED
+from services.gateway.grpc import frames
 from shared.config import CommonSettings
 from shared.limits import HEADERS, PIPELINED, WEBSOCKET_MESSAGES
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
 from tests.integration.gateway.raw import Raw, connect, frame
+from tests.integration.gateway.test_tls import Files
+from tests.unit.gateway.grpc.test_http2 import framed, http2_frame
+from tests.unit.gateway.grpc.test_server import GREETING, calls, head
 
 pytestmark = pytest.mark.usefixtures("no_trace")
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
@@ -114,17 +119,47 @@ async def test_a_body_that_goes_on_after_its_answer(hasty: RunningGateway) -> No
         await asyncio.gather(dripping, return_exceptions=True)
 
 
-async def test_a_client_that_closes_its_half_is_gone(hasty: RunningGateway, ring: FakeRing) -> None:
+def posted(version: bytes = b"1.1", **more: object) -> bytes:
+    body = json.dumps(CHAT | more).encode()
+    head = b"POST /v1/chat/completions HTTP/%b\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (
+        version,
+        len(body),
+    )
+    return head + body
+
+
+async def test_a_client_that_ends_its_half_gets_its_answers(gateway: RunningGateway) -> None:
+    for sent in (posted(), posted(stream=True), posted() + GET + b"\r\n", GET + b"\r\n"):
+        async with connect(gateway) as client:
+            client.writer.write(sent)
+            client.writer.write_eof()
+            shown = await client.rest()
+        assert shown.count(b"HTTP/1.1 200 OK") == sent.count(b"HTTP/1.1"), shown
+        assert b"world!" in shown or b"/chat/" not in sent
+        if b"stream" in sent:
+            assert shown.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    await works(gateway)
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_a_client_that_has_gone_altogether_is_noticed(
+    gateway: RunningGateway, ring: FakeRing, version: bytes
+) -> None:
     ring.behave = silence
-    body = json.dumps(CHAT).encode()
-    async with connect(hasty) as client:
-        await client.send(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-        )
+    async with connect(gateway) as client:
+        await client.send(posted(version))
         await until(lambda: ring.requests)
-        client.writer.write_eof()
-        assert await client.rest() == b""
+        client.writer.close()
         await until(lambda: ring.cancelled)
+
+
+async def test_half_a_request_and_its_end_are_no_request(gateway: RunningGateway) -> None:
+    for sent in (GET, posted()[:-5]):
+        async with connect(gateway) as client:
+            client.writer.write(sent)
+            client.writer.write_eof()
+            assert await client.rest() == b""
+    await works(gateway)
 
 
 # --- huge ----------------------------------------------------------------------------------------
@@ -145,14 +180,14 @@ HUGE = [
 
 
 async def test_heads_over_the_limit(hasty: RunningGateway) -> None:
-    for head in HUGE:
+    for sent in HUGE:
         async with connect(hasty) as client:
-            sending = asyncio.create_task(client.send(head))
+            sending = asyncio.create_task(client.send(sent))
             shown = await client.rest()
             await sending
             statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", shown)]
-            assert statuses, (head[:80], shown)
-            assert set(statuses) <= {400, 404, 431}, (head[:80], shown)
+            assert statuses, (sent[:80], shown)
+            assert set(statuses) <= {400, 404, 431}, (sent[:80], shown)
     await works(hasty)
 
 
@@ -198,6 +233,41 @@ NO_HTTP = [
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n{}\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n{}",
 ]
+BAD_HEADS = [
+    (b"GET /v1/models HTTP/1.1\r\n\r\n", 400, "exactly one"),
+    (GET + b"host: y\r\n\r\n", 400, "exactly one"),
+    (b"GET /v1/models HTTP/1.0\r\nhost: x\r\nhost: x\r\n\r\n", 400, "exactly one"),
+    (b"GET /v1/models HTTP/2.0\r\nhost: x\r\n\r\n", 505, "HTTP/1.1"),
+    (b"GET /v1/models HTTP/0.9\r\nhost: x\r\n\r\n", 505, "HTTP/1.1"),
+    (GET + b"expect: 200-ok\r\n\r\n", 417, "100-continue"),
+]
+
+
+@pytest.mark.parametrize(("sent", "status", "told"), BAD_HEADS)
+async def test_heads_that_rfc_9112_forbids(
+    gateway: RunningGateway, sent: bytes, status: int, told: str
+) -> None:
+    async with connect(gateway) as client:
+        await client.send(sent)
+        answered, headers, body = await client.answer()
+        assert (answered, headers["connection"]) == (status, "close"), body
+        error = json.loads(body)["error"]
+        assert (error["code"], told in error["message"]) == ("invalid_http", True)
+        assert await client.rest() == b""
+
+
+async def test_an_old_client_needs_no_host_and_a_new_one_may_expect_to_go_on(
+    gateway: RunningGateway,
+) -> None:
+    async with connect(gateway) as client:
+        await client.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert (await client.answer())[0] == 200
+    async with connect(gateway) as client:
+        await client.send(posted().replace(b"host: x\r\n", b"host: x\r\nexpect: 100-continue\r\n"))
+        assert (await client.answer())[0] == 100
+        assert (await client.answer())[0] == 200
+
+
 CODES = ("invalid_http", "unknown_url", "method_not_allowed", "invalid_json")
 
 
@@ -270,8 +340,16 @@ async def test_more_connections_than_there_is_room_for(small: RunningGateway) ->
         kept = [await one() for _ in range(8)]
         for client in kept:
             assert (await client.answer())[0] == 200
+        await kept[0].send(GET + b"\r\n")
+        assert (await kept[0].answer())[0] == 200
         late = await one()
+        await kept[0].send(GET + b"\r\n")
+        assert (await kept[0].answer())[0] == 200, "who was there before keeps its place"
         status, headers, body = await late.answer()
+        assert (
+            "limit connections: 8 entries, RYZANSTEIN_MAX_CONNECTIONS changes it"
+            in json.loads(body)["error"]["message"]
+        )
         assert (status, json.loads(body)["error"]["code"]) == (503, "unavailable")
         assert headers["retry-after"] == "1"
         probe = await stack.enter_async_context(connect(small))
@@ -284,6 +362,48 @@ async def test_more_connections_than_there_is_room_for(small: RunningGateway) ->
             await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
             await client.rest()
     await works(small)
+
+
+async def test_grpc_connections_take_the_same_places(nats_settings: CommonSettings, ring: FakeRing) -> None:
+    async with (
+        run_gateway(nats_settings, max_connections=2, grpc_port=0) as gateway,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        address = gateway.service.grpc_address
+        for _ in range(2):
+            client = await stack.enter_async_context(connect(address))
+            await client.send(GREETING)
+            await client.reader.readexactly(9)
+        late = await stack.enter_async_context(connect(gateway))
+        await late.send(GET + b"\r\n")
+        assert await late.error() == (503, "unavailable")
+        late = await stack.enter_async_context(connect(address))
+        await late.send(GREETING + calls(1, "/ryzanstein.v1.InferenceService/ListModels"))
+        await late.reader.readuntil(b"RYZANSTEIN_MAX_CONNECTIONS")
+        await late.send(http2_frame(frames.HEADERS, 4, 3, head("/grpc.health.v1.Health/Check")))
+        await late.send(http2_frame(frames.DATA, 1, 3, framed(b"")))
+        await late.reader.readuntil(framed(b"\x08\x01"))
+        probe = await stack.enter_async_context(connect(gateway))
+        await probe.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+        status, _, body = await probe.answer()
+        assert status == 200
+        for line in (
+            b'ryzanstein_gateway_connections{port="grpc"} 3.0',
+            b'ryzanstein_gateway_connections_refused_total{port="grpc",reason="full"} 1.0',
+            b'ryzanstein_gateway_connections_refused_total{port="http",reason="full"} 1.0',
+        ):
+            assert line in body
+
+
+async def test_handshakes_are_given_as_long_as_heads(
+    nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
+) -> None:
+    certificate, key = Files(tmp_path).issue("gateway")
+    options = {"tls_certificate": certificate, "tls_key": key, "head_timeout": 0.2, "grpc_port": 0}
+    async with run_gateway(nats_settings, **options) as gateway:
+        for address in (gateway.service.address, gateway.service.grpc_address):
+            async with connect(address) as silent:
+                assert await silent.rest() == b""
 
 
 async def test_beyond_the_reserve_nothing_is_read(small: RunningGateway) -> None:

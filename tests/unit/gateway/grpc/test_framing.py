@@ -42,10 +42,8 @@ def test_messages_compressed_with_gzip_are_inflated() -> None:
 
 
 def test_an_inflated_message_has_the_same_limit() -> None:
-    with pytest.raises(
-        PayloadTooLarge, match=r"inflated more than 100 bytes, and 100 are allowed \(A_SETTING\)"
-    ):
-        MessageReader(100, "gzip", "A_SETTING").feed(framed(gzip.compress(b"x" * 101), 1))
+    with pytest.raises(PayloadTooLarge, match=r"inflated more than 100 bytes.*limit body: 100"):
+        MessageReader(100, "gzip").feed(framed(gzip.compress(b"x" * 101), 1))
 
 
 @pytest.mark.parametrize("data", [b"", b"x", gzip.compress(b"x")[:-1], gzip.compress(b"x") + b"y"])
