@@ -125,6 +125,8 @@ class LineResult(msgspec.Struct, frozen=True, array_like=True):
     """The line for that file, JSON without a line break; empty: it is in the object store, being too large."""
     usage: TokenCounts = TokenCounts()
     object_name: str = ""
+    size: int = 0
+    """Bytes of the line, where it is in the object store."""
 
 
 class LineResults(msgspec.Struct, frozen=True):

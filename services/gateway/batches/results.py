@@ -87,7 +87,7 @@ class Results:
             yield result.text
 
         await self._objects.write(name, parts(), nuid=secrets.token_hex(11), fresh=True)
-        return msgspec.structs.replace(result, text=b"", object_name=name)
+        return msgspec.structs.replace(result, text=b"", object_name=name, size=len(result.text))
 
     def _turn(self, batch: str, size: int) -> _Turn:
         last = self._turns[-1] if self._turns else None

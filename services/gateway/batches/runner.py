@@ -48,6 +48,7 @@ from services.gateway.batches.tasks import end_all
 from services.gateway.errors import QuotaExceeded
 from shared.batches import OVER, BatchError, BatchJob, Ending
 from shared.errors import BrokerUnavailable, InternalError, RyzansteinError, StorageFull
+from shared.limits import TENANT_FILE_BYTES
 from shared.objects import MissingObject
 
 log = structlog.get_logger(__name__)
@@ -187,6 +188,8 @@ class BatchRunner:
         try:
             async with contextlib.aclosing(self._unfinished()) as requests:
                 async for request in requests:
+                    if self._tally.size >= self._parts.settings.tenant_file_bytes:
+                        self._end_lines("failed")
                     if not await self._lines.begin(self._job, request, self._endpoint, self._tally):
                         break
             await self._lines.drained()
@@ -194,11 +197,18 @@ class BatchRunner:
             await self._lines.stop(unwanted=bool(self._reason))
         if not self._reason and self._tally.done < self._job.counts.total:
             raise InternalError("Not every line of the batch has a result; they are looked for again.")
-        if self._reason != "cancelled":
+        if self._reason == "failed":
+            await self._lease.write(lambda job: states.too_large(job, time.time(), self._too_large()))
+        elif self._reason != "cancelled":
             ending: Ending = "expired" if self._reason else "completed"
             await self._lease.write(lambda job: states.finalizing(job, time.time(), ending))
         elif self._job.status == "in_progress":  # heard of by a watcher, and not read here yet
             await self._lease.write(lambda job: states.cancelling(job, time.time()))
+
+    def _too_large(self) -> BatchError:
+        limit = TENANT_FILE_BYTES.cited(self._parts.settings.tenant_file_bytes)
+        said = f"The results have {self._tally.size:,} bytes ({limit}); send the lines that are left as another batch."
+        return BatchError("quota_exceeded", said)
 
     async def _count(self) -> None:
         """Reads anew what is done."""

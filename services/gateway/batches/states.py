@@ -83,6 +83,13 @@ def input_gone(job: BatchJob, now: float) -> BatchJob:
     return _replace(job, status="finalizing", finalizing_at=now, ending="failed", errors=[error])
 
 
+def too_large(job: BatchJob, now: float, error: BatchError) -> BatchJob:
+    """Its results are more than may be kept: no more lines are run, and what is done is kept."""
+    if job.status != "in_progress":
+        return job
+    return _replace(job, status="finalizing", finalizing_at=now, ending="failed", errors=[error])
+
+
 def unwritten(job: BatchJob, now: float, error: BatchError) -> BatchJob:
     """There was no room for its files for too long: its results are lost, which `error` says."""
     return _replace(job, status="failed", failed_at=now, ending="failed", errors=[*job.errors, error])

@@ -11,6 +11,8 @@ class Tally:
         self._completed = 0
         self._failed = 0
         self.usage = TokenCounts()
+        self.size = 0
+        """Bytes of all results."""
 
     def __contains__(self, line: int) -> bool:
         place = line >> 3
@@ -29,6 +31,7 @@ class Tally:
         else:
             self._failed += 1
         self.usage = self.usage.plus(result.usage)
+        self.size += len(result.text) or result.size
         return True
 
     def counts(self, total: int) -> Counts:

@@ -1,17 +1,29 @@
 """One tenant's batches neither hold up another's nor grow without bound; files that cannot be written end a batch."""
 
 import asyncio
+import time
 
 import httpx
 import pytest
 
 from services.gateway.batches import jobs as jobs_module
 from services.gateway.batches import runner, runners, turns
+from shared import subjects
+from shared.batches import BatchJob
 from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
+from shared.stores import Bucket
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
-from tests.integration.gateway.batches.helpers import CHAT, OVER, ready, requests, submit, until_status
+from tests.integration.gateway.batches.helpers import (
+    CHAT,
+    OVER,
+    lines_of,
+    ready,
+    requests,
+    submit,
+    until_status,
+)
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, say, until
 
@@ -123,3 +135,38 @@ async def test_files_that_cannot_be_written_end_the_batch(
         assert error.code == "quota_exceeded"
         assert "RYZANSTEIN_TENANT_FILE_BYTES" in (error.message or "")
         assert done.output_file_id is None
+
+
+async def test_results_of_one_batch_are_bounded(nats_settings: CommonSettings, ring: FakeRing) -> None:
+    """They lie with those of all tenants until the batch's files are written."""
+    await ready(ring)
+    settings = {"tenant_file_bytes": 20_000, "batch_parallelism": 2}
+    async with run_gateway(nats_settings, **settings) as gateway, gateway.openai() as client:
+        batch = await submit(client, requests(100))
+        done = await until_status(client, batch.id)
+        assert done.status == "failed"
+        assert done.errors is not None
+        assert done.errors.data is not None
+        assert [error.code for error in done.errors.data] == ["quota_exceeded"]
+        assert "limit tenant_file_bytes: 20,000 bytes" in (done.errors.data[0].message or "")
+        kept = await lines_of(client, done.output_file_id)
+        assert done.request_counts is not None
+        assert 10 < len(kept) == done.request_counts.completed < 100
+
+
+async def test_a_batch_of_the_version_before_is_run_where_it_is(
+    gateway: RunningGateway, ring: FakeRing, bus: Bus
+) -> None:
+    await ready(ring)
+    async with gateway.openai() as client:
+        file = await client.files.create(file=("input.jsonl", requests(3)), purpose="batch")
+        old = await Bucket.open(bus, subjects.BATCHES_BUCKET, BatchJob)
+        now = time.time()
+        job = BatchJob("batch_old", "", CHAT, file.id, file.id, "24h", now, now + 3600)
+        await old.create(job.id, job)
+        done = await until_status(client, "batch_old")
+        assert done.status == "completed"
+        assert len(await lines_of(client, done.output_file_id)) == 3
+        newer = await submit(client, requests(1))
+        assert [one.id for one in (await client.batches.list()).data] == [newer.id, "batch_old"]
+        assert "batch_old" in await old.items(), "where it was written"
