@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from services.cli.sla.intervals import Interval
 from services.cli.sla.ledger import LATE, PATIENCE, Ledger
 from services.cli.sla.report import Scope
+from services.gateway.life.large_records import outline_of
 from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenFrame
 from shared.records import GenerationRecord
 
@@ -73,6 +74,13 @@ def test_a_request_is_counted_with_its_times() -> None:
         assert found.p50 is not None
         assert abs(found.p50.value / exact - 1) < 0.01
     assert (whole.tokens.prompt, whole.tokens.output) == (3, 3)
+
+
+def test_a_request_that_lies_beside_the_journal_is_counted_by_its_outline() -> None:
+    journal = Journal().says(1100.5, entry("a", 0, 2, "stop"))
+    journal.ledger.on_records(1100.6, [outline_of(record("a", 1100.0), 1)])
+    whole = journal.all()
+    assert (whole.requests.completed, whole.tokens.prompt, whole.tokens.output) == (1, 3, 2)
 
 
 def test_entries_may_come_before_their_record() -> None:
