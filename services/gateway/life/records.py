@@ -66,7 +66,7 @@ class RecordWriter:
         """Begins to store `record`; what is returned is done when the journal has it, or fails with
         `BrokerUnavailable`. Raises `PayloadTooLarge`."""
         parts = _parts(record, self._bus.max_payload - ROOM)
-        if sum(map(len, parts)) < LARGE:
+        if len(parts) == 1 and len(parts[0]) < LARGE:
             return self._add(record.identity, parts[0])
         writing = asyncio.create_task(self._put_aside(record, parts))
         self._aside.add(writing)
