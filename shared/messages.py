@@ -285,6 +285,8 @@ class GroupBeat(msgspec.Struct, frozen=True):
     message: str = ""
     """Why the group is not ready, where there is something to say."""
     work: GroupWork = GroupWork()
+    kv_bytes: int = 0
+    """Most memory that the KV caches of all ranks take once they have been filled."""
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -358,6 +360,8 @@ class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """How fast the group is, against its own past and its peers, 0.05 to 1; below 1 it is degraded."""
     heard_at: float = 0.0
     """Unix seconds of the heartbeat that this is known from: of two monitors the one with the later is right."""
+    kv_bytes: int = 0
+    """As a heartbeat's."""
 
 
 class GroupEvent(msgspec.Struct, frozen=True, omit_defaults=True):

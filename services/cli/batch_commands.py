@@ -190,7 +190,21 @@ def _judge(batch: Batch) -> None:
     """Raises `BatchUnfinished`, so that a script hears of it by the exit code."""
     counts = batch["request_counts"]
     if batch["status"] != "completed" or counts["failed"]:
+        if batch["status"] == "failed" and not counts["total"]:
+            raise BatchUnfinished(
+                f"No line was run: {_what_is_wrong(batch)} Correct the file and submit it again."
+            )
         raise BatchUnfinished(
             f"The batch is {batch['status']}: {counts['completed']} of {counts['total']} lines are answered, "
             f"{counts['failed']} failed."
         )
+
+
+def _what_is_wrong(batch: Batch) -> str:
+    """The first thing that was found wrong with its file, and how many more there are."""
+    found = (batch["errors"] or {"data": []})["data"]
+    if not found:
+        return "the file was refused, without a reason."
+    where = f"line {found[0]['line']}: " if found[0]["line"] else ""
+    more = f" ({len(found) - 1} more above)" if len(found) > 1 else ""
+    return f"{where}{found[0]['message']}{more}"

@@ -41,7 +41,7 @@ async def fetch_dump(settings: CommonSettings, group: str, wait: float, timeout:
     `DeadlineExceeded`."""
     bus = await Bus.connect(settings, "ryzanstein debug")
     try:
-        group_desk = _Desk(bus, group)
+        group_desk = await _Desk.of(bus, group)
         reply = await group_desk.run(DumpCommand(wait), timeout)
         data = await group_desk.fetch(reply.job, "dump.json.gz", reply.files[0].size)
     finally:
@@ -59,7 +59,7 @@ async def fetch_profile(
     """Traces go to the directory `output`, which is made. `report` is told how it goes. Raises as `fetch_dump`."""
     bus = await Bus.connect(settings, "ryzanstein debug")
     try:
-        group_desk = _Desk(bus, group)
+        group_desk = await _Desk.of(bus, group)
         reply = await group_desk.run(command, command.timeout + WRITE_TIME)
         _make(output)
         found: list[ProfileSummary] = []
@@ -90,6 +90,18 @@ class _Desk:
     def __init__(self, bus: Bus, group: str) -> None:
         self._bus = bus
         self._group = group
+
+    @classmethod
+    async def of(cls, bus: Bus, group: str) -> "_Desk":
+        """That of `group`, or of the one group that there is where none is named. Raises `ConfigurationError`."""
+        if group:
+            return cls(bus, group)
+        records = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
+        present = sorted(name for name, record in records.items() if record.state != "gone")
+        if len(present) == 1:
+            return cls(bus, present[0])
+        names = f"the groups are: {', '.join(present)}" if present else "there is none at the moment"
+        raise ConfigurationError(f"Name a group; {names}.")
 
     async def run(self, command: DebugCommand, timeout: float) -> JobReply:
         """Has the work done, and waits for it. Raises what `_ask` does, and `DeadlineExceeded`."""

@@ -21,14 +21,16 @@ debug_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Group = Annotated[str, typer.Argument(help="The group, as `ryzanstein status` names it.")]
+Group = Annotated[
+    str, typer.Argument(help="The group, as `ryzanstein status` names it. Default: the one that there is.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="All of it, for machines.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=1, max=600)]
 
 
 @debug_app.command()
 def dump(
-    group: Group,
+    group: Group = "",
     output: Annotated[
         Path | None, typer.Option(help="Write all of it there, as JSON.", dir_okay=False, metavar="FILE")
     ] = None,
@@ -60,7 +62,7 @@ def dump(
 
 @debug_app.command()
 def plans(
-    group: Group,
+    group: Group = "",
     json: AsJson = False,
     timeout: Timeout = 30.0,
     data_dir: DataDir = None,
@@ -76,7 +78,7 @@ def plans(
 
 @debug_app.command()
 def profile(
-    group: Group,
+    group: Group = "",
     steps: Annotated[
         int | None, typer.Option(help="Steps to profile.", min=1, max=500, show_default="20")
     ] = None,

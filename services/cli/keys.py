@@ -53,6 +53,7 @@ class KeyStatus(msgspec.Struct, frozen=True):
 
 @keys_app.command()
 def create(
+    what_for: Annotated[str, typer.Argument(help="What it is for, as --name.", metavar="[NAME]")] = "",
     tenant: Annotated[str, typer.Option(help="Whose key it is; tenants do not see each other.")] = (
         DEFAULT_TENANT
     ),
@@ -69,13 +70,15 @@ def create(
     nats_url: NatsUrl = "",
 ) -> None:
     """Make a key and print it: this once, for only its hash is kept."""
+    if what_for and name and what_for != name:
+        raise ConfigurationError(f"The key is named twice, {what_for!r} and --name {name!r}; name it once.")
     if not 1 <= len(tenant) <= 64 or not tenant.isprintable():
         raise ConfigurationError("--tenant must have 1 to 64 printable characters.")
     now = time.time()
     key = new_key(
         tenant,
         now,
-        name=name,
+        name=name or what_for,
         expires=when(expires, now),
         limits=KeyLimits(requests_per_minute, tokens_per_minute, concurrent),
     )

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from services.cli import models as model_store
 from services.cli.bars import model_bars
 from services.cli.batch_commands import BatchCommands
 from services.cli.chat import ChatClient, trust_of
+from services.cli.conversation import ChatOptions, Conversation, show_answer
 from services.cli.debug_commands import debug_app
 from services.cli.drain import drain_group, left_of, print_groups, undrain_group
 from services.cli.keys import keys_app
@@ -24,11 +24,12 @@ from services.cli.probe import probe as probe_service
 from services.cli.serve import MODULES
 from services.cli.serve import serve as serve_service
 from services.cli.settings import LocalSettings, StackSettings
+from services.cli.sizes import size_of
 from services.cli.sla.command import sla
 from services.cli.status import print_status, read_status
-from services.cli.terminal import AnswerPrinter, console, print_columns
+from services.cli.terminal import console, print_columns
 from services.cli.up import Up, UpOptions
-from services.cli.where import DataDir, Gateway, NatsUrl, gateway_of_stack
+from services.cli.where import DataDir, Gateway, NatsUrl, find_stack, gateway_of_stack
 from services.cli.where import nats_of_stack as _nats_of_stack
 from shared.config import load_settings
 from shared.errors import ConfigurationError, DeadlineExceeded, RyzansteinError
@@ -264,6 +265,10 @@ def chat(
     ] = "",
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", min=0, max=2)] = None,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="Show answers as they are; on a terminal they are shown as Markdown."),
+    ] = False,
     data_dir: DataDir = None,
     api_key: Annotated[
         str,
@@ -274,6 +279,7 @@ def chat(
     ] = "",
 ) -> None:
     """Talk to a model, streamed."""
+    options = ChatOptions(max_tokens, temperature, plain)
     gateway = Gateway(url) if url else gateway_of_stack(data_dir)
     client = ChatClient(
         gateway.url,
@@ -285,14 +291,15 @@ def chat(
     screen = console()
     try:
         if prompt:
-            _answer(client, screen, prompt, max_tokens, temperature)
+            show_answer(client, screen, prompt, options)
             return
         screen.print(
-            f"{client.choose_model()} at {gateway.url}; Ctrl-D ends, Ctrl-C stops an answer.",
+            f"{client.choose_model()} at {gateway.url}; /help lists commands, /bye or Ctrl-D ends, Ctrl-C stops an "
+            "answer.",
             highlight=False,
             markup=False,
         )
-        _converse(client, screen, max_tokens, temperature)
+        Conversation(client, screen, options).run()
     finally:
         client.close()
 
@@ -313,9 +320,12 @@ def models_pull(
 
 @models_app.command("list")
 def models_list() -> None:
-    """Show the models in the cache, and those that can be pulled by a built-in name."""
+    """Show the models in the cache, the one that the local stack serves, and those with a built-in name."""
     settings = load_settings(LocalSettings)
     local = model_store.list_models(settings.model_cache.expanduser())
+    stack = find_stack(None)
+    if stack is not None and stack.directory and stack.directory not in [model.directory for model in local]:
+        local.append(model_store.LocalModel(stack.model, stack.directory, size_of(Path(stack.directory))))
     rows = [("model", "size", "where")]
     rows += [(model.name, f"{model.bytes / 1e6:.0f} MB", model.directory) for model in local]
     names = {model.name for model in local}
@@ -323,39 +333,6 @@ def models_list() -> None:
         if built_in.name not in names:
             rows.append((built_in.name, "-", f"not pulled yet; {built_in.about}"))
     print_columns(console(), rows, right=(1,))
-
-
-def _converse(client: ChatClient, screen: Console, max_tokens: int | None, temperature: float | None) -> None:
-    while True:
-        try:
-            prompt = screen.input("[bold]>[/] ")
-        except (EOFError, KeyboardInterrupt):
-            screen.print()
-            return
-        if not prompt.strip():
-            continue
-        try:
-            _answer(client, screen, prompt, max_tokens, temperature)
-        except KeyboardInterrupt:
-            screen.print("(stopped)", style="dim")
-        except RyzansteinError as error:
-            screen.print(f"error: {error}", style="red", markup=False, highlight=False)
-
-
-def _answer(
-    client: ChatClient, screen: Console, prompt: str, max_tokens: int | None, temperature: float | None
-) -> None:
-    printer = AnswerPrinter(screen)
-    known = client.plain
-    try:
-        for text in client.ask(prompt, max_tokens=max_tokens, temperature=temperature):
-            printer.write(text)
-    finally:
-        printer.end()
-    if client.plain and not known and screen.is_terminal:
-        screen.print(
-            "(no chat template: the model goes on with each text, and keeps none in mind)", style="dim"
-        )
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

@@ -23,6 +23,9 @@ class RunFile(msgspec.Struct, frozen=True):
     nats_password: str
     certificate: str = ""
     """File of the gateway's certificate, where it has one: what clients on this machine trust."""
+    model: str = ""
+    """What it serves, and where that lies."""
+    directory: str = ""
 
 
 def write_run_file(data_dir: Path, content: RunFile) -> None:

@@ -11,3 +11,8 @@ def size_of(directory: Path) -> int:
         with contextlib.suppress(OSError):
             size += file.stat().st_size if file.is_file() else 0
     return size
+
+
+def megabytes(count: int) -> str:
+    """Such as "270 MB"; from ten thousand on in GB."""
+    return f"{count / 1e6:,.0f} MB" if count < 1e10 else f"{count / 1e9:,.1f} GB"

@@ -68,7 +68,7 @@ class LocalStack:
     """Use: `start`, then `wait_ready`, then `watch` until told to stop, then always `stop`."""
 
     def __init__(self, plan: StackPlan, settings: StackSettings) -> None:
-        self._plan = plan
+        self.plan = plan
         self._settings = settings
         self._nats: LocalNats | None = None
         self._bus: Bus | None = None
@@ -85,7 +85,7 @@ class LocalStack:
     def gateway_url(self) -> str:
         """Where clients on this machine reach the API."""
         beat = next((beat for beat in self.beats.values() if beat.service == "gateway"), None)
-        address = beat.address if beat else f"{bracketed(self._plan.host)}:{self._port}"
+        address = beat.address if beat else f"{bracketed(self.plan.host)}:{self._port}"
         return f"{'https' if self._settings.tls_certificate else 'http'}://{reachable(address)}"
 
     @property
@@ -96,7 +96,7 @@ class LocalStack:
 
     @property
     def logs(self) -> Path:
-        return self._plan.data_dir / "logs"
+        return self.plan.data_dir / "logs"
 
     @property
     def nats_pid(self) -> int | None:
@@ -107,9 +107,9 @@ class LocalStack:
         """Starts every process; none of them need be ready when it returns."""
         self.logs.mkdir(parents=True, exist_ok=True)
         set_aside(self.logs)
-        if self._plan.nats is None:
-            self._nats = LocalNats(self._plan.data_dir / "nats", least_rights=True)
-            set_aside(self._plan.data_dir / "nats")
+        if self.plan.nats is None:
+            self._nats = LocalNats(self.plan.data_dir / "nats", least_rights=True)
+            set_aside(self.plan.data_dir / "nats")
             await self._nats.start(die_with_parent())
             self.nats_settings = self._nats.settings()
         self._bus = await Bus.connect(self.nats_settings, "ryzanstein up")
@@ -135,7 +135,7 @@ class LocalStack:
         async with asyncio.TaskGroup() as group:
             if self._nats is not None:
                 group.create_task(self._keep_nats_up(self._nats, on_event))
-                group.create_task(StoreWatch(self._nats, self._plan.data_dir / "nats", on_event).run())
+                group.create_task(StoreWatch(self._nats, self.plan.data_dir / "nats", on_event).run())
             for child in self.children:
                 group.create_task(self._keep_up(child, on_event))
 
@@ -164,15 +164,15 @@ class LocalStack:
             self._child("scheduler", 0, []),
             self._child("gateway", 0, self._gateway_arguments()),
         ]
-        for replica in range(self._plan.replicas):
-            gpus = self._plan.gpus[replica : replica + 1]
+        for replica in range(self.plan.replicas):
+            gpus = self.plan.gpus[replica : replica + 1]
             environment = {"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {}
             arguments = self._executor_arguments(replica)
             children.append(self._child("executor", replica, arguments, environment))
         return children
 
     def _gateway_arguments(self) -> list[str]:
-        arguments = ["--host", self._plan.host, "--port", str(self._port)]
+        arguments = ["--host", self.plan.host, "--port", str(self._port)]
         if self._grpc_port is not None:
             arguments += ["--grpc-port", str(self._grpc_port)]
         for name in ("tls_certificate", "tls_key", "tls_client_ca"):
@@ -181,7 +181,7 @@ class LocalStack:
         return arguments
 
     def _executor_arguments(self, replica: int) -> list[str]:
-        plan, settings = self._plan, self._settings
+        plan, settings = self.plan, self._settings
         arguments = ["--group", f"group-{self._mark}{replica}", "--tp", str(plan.tp), "--dtype", plan.dtype]
         arguments += ["--engine", plan.engine, "--served-model-name", plan.served_model_name]
         if plan.weight_dtype is not None:
@@ -217,7 +217,7 @@ class LocalStack:
         if self._nats is not None:
             user, password = service, self._nats.passwords[service]
         return {
-            "RYZANSTEIN_DUMP_DIRECTORY": str(self._plan.data_dir / "dumps"),
+            "RYZANSTEIN_DUMP_DIRECTORY": str(self.plan.data_dir / "dumps"),
             **os.environ,
             "RYZANSTEIN_NATS_URL": settings.nats_url,
             "RYZANSTEIN_NATS_USER": user,

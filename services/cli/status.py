@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from services.cli.sizes import megabytes
 from shared import subjects
 from shared.bus import Bus
 from shared.config import CommonSettings
@@ -42,6 +43,8 @@ class GroupStatus(msgspec.Struct, frozen=True):
     kv_used: float
     """Share of the KV blocks that sequences hold, 0 to 1."""
     ranks: list[RankStatus]
+    kv_bytes: int = 0
+    """Most memory that the ranks' KV caches take together; they grow to it as they are used."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -106,20 +109,22 @@ def _group(record: GroupRecord) -> GroupStatus:
         waiting=load.waiting,
         kv_used=round(used, 4),
         ranks=[RankStatus(rank.rank, rank.pid, rank.step) for rank in record.ranks],
+        kv_bytes=record.kv_bytes,
     )
 
 
 def print_status(snapshot: Snapshot, console: Console) -> None:
     """Three tables, for 80 columns: services with their CPU time and memory, groups, and their ranks."""
     services = _table("Services", "service", "instance", "pid", "state", "CPU s", "memory")
-    groups = _table("Groups", "group", "model", "state", "running", "waiting", "KV used")
+    groups = _table("Groups", "group", "model", "state", "running", "waiting", "KV used", "KV at most")
     ranks = _table("Ranks", "group", "rank", "pid", "step", "memory")
     for service in snapshot.status.services:
         state = _coloured(service.state)
         usage = _usage(service.pid) if service.instance in snapshot.here else UNKNOWN
         services.add_row(service.name, service.instance, str(service.pid), state, *usage)
     for group in snapshot.status.groups:
-        load = (str(group.running), str(group.waiting), f"{group.kv_used:.1%}")
+        most = megabytes(group.kv_bytes) if group.kv_bytes else "-"
+        load = (str(group.running), str(group.waiting), f"{group.kv_used:.1%}", most)
         weight = snapshot.weights.get(group.group, 1.0)
         slow = f" [yellow](speed {weight:.0%})[/]" if weight < 1 else ""
         groups.add_row(escape(group.group), escape(group.model), _coloured(group.state) + slow, *load)
@@ -135,7 +140,17 @@ def print_status(snapshot: Snapshot, console: Console) -> None:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in columns:
-        number = column in ("pid", "CPU s", "memory", "running", "waiting", "KV used", "rank", "step")
+        number = column in (
+            "pid",
+            "CPU s",
+            "memory",
+            "running",
+            "waiting",
+            "KV used",
+            "KV at most",
+            "rank",
+            "step",
+        )
         table.add_column(column, justify="right" if number else "left", overflow="fold")
     return table
 

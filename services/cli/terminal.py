@@ -4,6 +4,8 @@ from collections.abc import Collection, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
 
 _CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 
@@ -72,6 +74,53 @@ class WordWrap:
         self._column += cell_len(text.lstrip("\n"))
         self._gap = self._word = ""
         return text
+
+
+class MarkdownPrinter:
+    """Prints an answer of a model as it comes, as the Markdown that it is: paragraph by paragraph (a fenced block of
+    code is one). The paragraph under way is shown as it grows, and printed for good when it is whole."""
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+        self._live = Live(console=screen, transient=True, auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+        self._paragraph = ""
+
+    def write(self, text: str) -> None:
+        self._paragraph += text.translate(_CONTROLS)
+        while (whole := end_of_paragraph(self._paragraph)) is not None:
+            self._screen.print(_markdown(self._paragraph[:whole]))
+            self._screen.print()
+            self._paragraph = self._paragraph[whole:].lstrip("\n")
+        self._live.update(_markdown(self._paragraph), refresh=True)
+
+    def end(self) -> None:
+        self._live.update("", refresh=True)
+        self._live.stop()
+        if self._paragraph:
+            self._screen.print(_markdown(self._paragraph))
+            self._paragraph = ""
+
+
+def end_of_paragraph(text: str) -> int | None:
+    """Where the first paragraph of `text` ends, at an empty line outside of fenced code; None: it may go on."""
+    start = 0
+    fence = ""
+    while (end := text.find("\n", start)) >= 0:
+        line = text[start:end].strip()
+        if fence:
+            fence = "" if line == fence else fence
+        elif line.startswith(("```", "~~~")):
+            fence = line[:3]
+        elif not line and start:
+            return start
+        start = end + 1
+    return None
+
+
+def _markdown(text: str) -> Markdown:
+    """Links stay visible: where one leads is not hidden behind what it says."""
+    return Markdown(text, hyperlinks=False)
 
 
 class AnswerPrinter:

@@ -5,7 +5,9 @@ model ─▶ NATS and services ─▶ all ready ─▶ one answer as proof ─�
 
 import asyncio
 import contextlib
+import json
 import os
+import shlex
 import signal
 from collections.abc import Awaitable
 from pathlib import Path
@@ -21,6 +23,7 @@ from services.cli.nats_address import existing_nats, without_credentials
 from services.cli.prepare import prepare_model
 from services.cli.run_file import RunFile, lock, remove_run_file, write_run_file
 from services.cli.settings import StackSettings
+from services.cli.sizes import megabytes
 from services.cli.stack import LocalStack, StackPlan
 from services.cli.terminal import AnswerPrinter, print_columns
 from shared.config import CommonSettings
@@ -68,6 +71,7 @@ class Up:
         self._settings = settings
         self._console = console
         self._signal = asyncio.Event()
+        self._keyed = bool(settings.api_key.get_secret_value())
 
     async def run(self) -> int:
         """Runs the stack until a signal comes; returns the exit code. Nothing is left running."""
@@ -150,9 +154,11 @@ class Up:
         try:
             await self._unless_stopped(self._bring_up(stack))
             watching = asyncio.create_task(stack.watch(self._tell))
+            chats = True
             if self._options.proof and not self._signal.is_set():
-                await self._unless_stopped(self._prove(stack.gateway_url))
+                chats = await self._unless_stopped(self._prove(stack.gateway_url)) is not False
             if not self._signal.is_set():
+                self._print_request(stack, chats=chats)
                 self._say("Serving. Press Ctrl-C to stop.")
                 await self._unless_stopped(asyncio.shield(watching))
         finally:
@@ -173,6 +179,8 @@ class Up:
             nats_user=settings.nats_user,
             nats_password=settings.nats_password.get_secret_value(),
             certificate=self._settings.tls_certificate,
+            model=stack.plan.served_model_name,
+            directory=stack.plan.model,
         )
         write_run_file(self._options.data_dir, note)
         self._print_where(stack)
@@ -192,19 +200,41 @@ class Up:
         self._say(f"API   {stack.gateway_url}/v1, and in a browser {stack.gateway_url}/")
         self._say(f"gRPC  {stack.grpc_address}")
         self._say(f"Logs  {stack.logs}")
+        if bound := sum(beat.group.kv_bytes for beat in stack.beats.values() if beat.group is not None):
+            self._say(
+                f"KV    the cache grows with use, to {megabytes(bound)} (RYZANSTEIN_KV_MEMORY, in bytes a rank)"
+            )
 
-    async def _prove(self, url: str) -> None:
-        """One answer, streamed: the whole way works."""
+    def _print_request(self, stack: LocalStack, *, chats: bool) -> None:
+        """A request that can be pasted into another terminal."""
+        body: dict[str, object] = {"model": stack.plan.served_model_name}
+        if chats:
+            body["messages"] = [{"role": "user", "content": "Name a river."}]
+        else:
+            body |= {"prompt": "The longest river is", "max_tokens": 20}
+        command = ["curl", f"{stack.gateway_url}/v1/{'chat/' if chats else ''}completions"]
+        if self._settings.tls_certificate:
+            command += ["--cacert", self._settings.tls_certificate]
+        command += ["-H", "content-type: application/json"]
+        self._say("Try it from another terminal:")
+        key = ' -H "authorization: Bearer $RYZANSTEIN_API_KEY"' if self._keyed else ""
+        self._say(f"  {shlex.join(command)}{key} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n")
+
+    async def _prove(self, url: str) -> bool:
+        """One answer, streamed: the whole way works. Whether the model has a chat template, as far as that is known."""
+        chats = True
         if self._settings.tls_client_ca:
             self._say("(no answer is asked for as proof: clients need a certificate)")
-            return
+            return chats
         try:
             try:
                 await self._show_answer(url, PROOF_PROMPT)
             except NoChatTemplate:
+                chats = False
                 self._say("(the model has no chat template: it goes on with a text instead)")
                 await self._show_answer(url, PROOF_TEXT, plain=True)
         except KeyNeeded:
+            self._keyed = True
             self._say("(not asked: the stack has API keys; set RYZANSTEIN_API_KEY to one of them for that)")
         except RyzansteinError as error:
             raise ConfigurationError(
@@ -212,6 +242,7 @@ class Up:
                 f"{self._options.data_dir / 'logs'}. To serve all the same, use --no-proof."
             ) from None
         self._say("")
+        return chats
 
     async def _show_answer(self, url: str, prompt: str, *, plain: bool = False) -> None:
         """Raises as `answer_once`."""

@@ -266,6 +266,7 @@ class ExecutorService(Service):
             loaded=1.0 if ready else ring.board.loaded,
             message=self._message,
             work=GroupWork(totals.steps, totals.step_seconds, totals.prompt_tokens + totals.output_tokens),
+            kv_bytes=ring.kv_bytes,
         )
 
     def health(self) -> Health:

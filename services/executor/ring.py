@@ -81,6 +81,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Rank 0: the group takes requests."""
 
     model: str
+    kv_bytes: int = 0
+    """Most bytes that rank 0's KV cache takes."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
@@ -127,6 +129,8 @@ class Ring:
         self.epoch = epoch
         self.ready = asyncio.Event()
         self.model = ""
+        self.kv_bytes = 0
+        """Most that the KV caches of all ranks take together: ranks differ by a head at most."""
         self.given_up = ""
         """Why the orchestrator has had enough of it, where it has."""
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
@@ -244,8 +248,9 @@ class Ring:
                 line = msgspec.json.encode(event) + b"\n"
                 for follower in range(1, self._settings.tp):
                     self._tell(follower, line)
-            case Ready(model):
+            case Ready(model, kv_bytes):
                 self.model = model
+                self.kv_bytes = kv_bytes * self._settings.tp
                 self.ready.set()
             case Drained():
                 self._finish(RingEnd("drained", "the group was drained"))

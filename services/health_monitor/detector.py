@@ -88,6 +88,7 @@ class _Group:
     """Whether its leader's connection to the broker is gone."""
     lost: bool = False
     """Whether it is gone without having left: it was in service, and nobody had it drained."""
+    kv_bytes: int = 0
 
     def become(self, state: GroupStatus) -> None:
         if state != "gone":
@@ -109,6 +110,7 @@ class _Group:
             message=self.message,
             weight=self.weight,
             heard_at=self.heard_at,
+            kv_bytes=self.kv_bytes,
         )
 
 
@@ -273,7 +275,7 @@ class Detector:
         entry.instance = beat.instance
         entry.weight = self._speeds.observe(said.group, said.model, said.epoch, said.work, now)
         entry.load, entry.ranks = said.load, said.ranks
-        entry.loaded, entry.message = said.loaded, said.message
+        entry.loaded, entry.message, entry.kv_bytes = said.loaded, said.message, said.kv_bytes
         hung = _hung_ranks(entry.progress, said, now)
         return events + self._set_state(entry, self._judge(beat, said, entry, hung))
 

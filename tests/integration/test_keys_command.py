@@ -48,7 +48,9 @@ async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(
     assert record.limits == KeyLimits(5, 700, 2)
     assert abs(record.expires - time.time() - 30 * 86_400) < 60
 
-    other = (await command.run("create")).stdout.strip()
+    other = (await command.run("create", "nightly evaluation")).stdout.strip()
+    twice = await command.run("create", "one", "--name", "two")
+    assert "named twice" in str(twice.exception)
     table = (await command.run("list")).stdout
     assert [line.split()[0] for line in table.splitlines()] == ["id", identity, (parse(other) or "")[0]]
     shown = json.loads((await command.run("show", token, "--json")).stdout)

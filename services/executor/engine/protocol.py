@@ -47,6 +47,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """What a full block's bytes mean: rings of one format can give blocks to each other; empty: there are none."""
     kv_block_bytes: int = 0
     """Of one full block on this rank."""
+    kv_bytes: int = 0
+    """Most bytes that this rank's KV cache takes once all of it was written to."""
     overlaps: bool = False
     """Whether it computes what was launched while its thread goes on, so that it pays to launch a step before the
     one before it is over."""

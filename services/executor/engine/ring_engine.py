@@ -303,6 +303,7 @@ class RingMember:
             embedding_size=facts.hidden_size,
             kv_format=shape.format if handover is not None else "",
             kv_block_bytes=shape.bytes_per_spilled_block,
+            kv_bytes=store.nbytes,
             overlaps=runner.can_launch(1),
         )
         return cls(runner, collectives, engine_spec, share)

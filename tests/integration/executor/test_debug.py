@@ -152,7 +152,7 @@ async def test_a_ring_that_is_well_shows_all_there_is_to_see(
         assert found.plans[-1].sequences[0].generation_id == "a"
         assert found.settings["stub_step_ms"] == 5.0
         assert found.versions["msgspec"]
-        shown = await command_line(nats_settings, tmp_path, "dump", "g", "--output", str(tmp_path / "file"))
+        shown = await command_line(nats_settings, tmp_path, "dump", "--output", str(tmp_path / "file"))
         assert shown.splitlines()[0].startswith("The ring is at work in step")
         kept = msgspec.json.decode((tmp_path / "file").read_bytes(), type=Dump)
         assert kept.epoch == found.epoch, "it does no harm"

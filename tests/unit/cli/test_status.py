@@ -40,3 +40,8 @@ def test_only_processes_that_can_be_seen_from_here_have_figures() -> None:
         print_status(snapshot([here, elsewhere], groups), console)
     lines = capture.get().splitlines()
     assert ["MiB" in line for line in lines if str(os.getpid()) in line] == [False, True, False, True]
+
+
+def test_how_far_the_cache_can_grow_is_shown() -> None:
+    assert "270 MB" in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), kv_bytes=270_000_000))
+    assert "12.3 GB" in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), kv_bytes=12_345_678_900))
