@@ -62,7 +62,22 @@ LOGPROBS = Limit(
         "ChatCompletionRequest.top_logprobs",
         "CompletionRequest.logprobs",
         "ResponseRequest.top_logprobs",
+        *_both("prompt_logprobs"),
     ),
+)
+PROMPT_LOGPROBS = Limit(
+    "prompt_logprobs",
+    1 << 16,
+    "entries",
+    "log probabilities told of the tokens of one prompt, those of the most likely tokens counted",
+    "request",
+)
+REQUEST_PROMPT_LOGPROBS = Limit(
+    "request_prompt_logprobs",
+    1 << 17,
+    "entries",
+    "log probabilities told of the tokens of all prompts, for all choices",
+    "request",
 )
 STOP_STRINGS = Limit("stop_strings", 16, "entries", "stop strings", "request", fields=_both("stop"))
 STOP_CHARACTERS = Limit(

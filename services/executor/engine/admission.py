@@ -102,6 +102,12 @@ def _oversized(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest |
         ("logit_bias", len(sampling.logit_bias), limits.LOGIT_BIASES, None),
         ("allowed_token_ids", len(sampling.allowed_token_ids), limits.ALLOWED_TOKENS, None),
         ("bad_words", len(sampling.bad_words), limits.RING_BAD_WORDS, None),
+        (
+            "prompt_logprobs",
+            len(request.prompt) * (request.prompt_logprobs + 1),
+            limits.PROMPT_LOGPROBS,
+            None,
+        ),
     ]
     if request.grammar is not None:
         sizes.append(("grammar", len(request.grammar.text), limits.GRAMMAR_BYTES, None))

@@ -60,8 +60,18 @@ def _constrain_request(schema: Schema) -> None:
     bias = {"type": "number", "minimum": -LARGEST_BIAS, "maximum": LARGEST_BIAS}
     names = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,8})$"}
     narrow(properties["logit_bias"], "object", additionalProperties=bias, propertyNames=names)
-    schema["allOf"] = [given_needs(*rule) for rule in _rules() if rule[0] in properties]
+    schema["allOf"] = [_streamed()]
+    schema["allOf"] += [given_needs(*rule) for rule in _rules() if rule[0] in properties]
     schema["allOf"] += constrain_extras(properties)
+
+
+def _streamed() -> Schema:
+    """What goes with `stream`, and what without, as one rule: of some more Schemathesis can make no requests."""
+    return {
+        "if": {"required": ["stream"], "properties": {"stream": {"const": True}}},
+        "then": {"properties": {"prompt_logprobs": NULL}},
+        "else": {"properties": {"stream_options": NULL}},
+    }
 
 
 def _rules() -> list[tuple[str, Schema, Schema]]:
@@ -70,7 +80,6 @@ def _rules() -> list[tuple[str, Schema, Schema]]:
     true = {"const": True}
     none_of_them: Schema = {"enum": [None, []]}
     return [
-        ("stream_options", given, {"stream": true}),
         ("top_logprobs", given, {"logprobs": true}),
         (
             "min_tokens",

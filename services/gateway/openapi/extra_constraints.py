@@ -33,7 +33,6 @@ def constrain_extras(properties: dict[str, Schema]) -> list[Schema]:
         narrow(properties["best_of"], "integer", minimum=1)
         rules.append(given_needs("best_of", {"type": "integer", "minimum": 2}, {"stream": NOT_TRUE}))
         rules.append(_nothing_needs_a_prompt())
-    rules.append(given_needs("prompt_logprobs", {"type": "integer"}, {"stream": NOT_TRUE}))
     return rules
 
 

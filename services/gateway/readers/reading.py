@@ -77,7 +77,7 @@ class Reading:
         run = await self._run(answer, None)
         run.join()
         try:
-            response = run.snapshot()
+            response = await run.current()
         finally:
             run.close()
         record = answer.record
@@ -100,7 +100,7 @@ class Reading:
         run = await self._run(answer, None)
         run.join()
         try:
-            response = run.snapshot()
+            response = await run.current()
             return response if run.finished else None
         finally:
             run.close()
@@ -129,7 +129,7 @@ class Reading:
         run = await self._run(answer, None)
         run.join()
         try:
-            return run.snapshot()
+            return await run.current()
         finally:
             run.close()
 

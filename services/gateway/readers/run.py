@@ -240,10 +240,21 @@ class Run:
 
     def snapshot(self) -> bytes:
         """The response as far as it has come; a choice that goes on has no finish reason."""
+        self._catch_up()
+        return self._whole()
+
+    async def current(self) -> bytes:
+        """`snapshot`, beside the event loop where that takes long."""
+        if sum(len(item.prompt_scores) + len(item.vector) for item in self.answer.generations) <= LARGE:
+            return self.snapshot()
+        self._catch_up()
+        return await asyncio.to_thread(self._whole)
+
+    def _catch_up(self) -> None:
+        """Feeds what there is."""
         for choice, news in self.mailbox.take_now():
             if isinstance(news, TokenEntry) and not self._outputs[choice].finish:
                 self._feed(choice, news)
-        return self._whole()
 
     @property
     def finished(self) -> bool:

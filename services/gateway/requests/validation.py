@@ -26,8 +26,6 @@ from shared.messages import GenerationRequest
 T = TypeVar("T")
 
 LARGEST_BIAS = 100
-MAX_PROMPT_LOGPROBS = (1 << 16, 1 << 17)
-"""Log probabilities of one prompt and of all prompts of a request: of each token, and of the most likely ones there."""
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
@@ -220,16 +218,15 @@ def check_prompt_logprobs(prompts: Sequence[GenerationRequest], choices: int) ->
     """Raises `InvalidParameter` when more is asked for of `prompts`, each for so many choices, than is told."""
     name = "prompt_logprobs" if prompts[0].sampling.logprobs < 0 else "logprobs"
     counts = [len(one.prompt) * (one.prompt_logprobs + 1) for one in prompts]
-    of_one, of_all = MAX_PROMPT_LOGPROBS
-    for what, count, most in (
-        ("a prompt", max(counts), of_one),
-        ("a request", sum(counts) * choices, of_all),
+    for whose, count, limit in (
+        ("one prompt", max(counts), limits.PROMPT_LOGPROBS),
+        ("all prompts", sum(counts) * choices, limits.REQUEST_PROMPT_LOGPROBS),
     ):
-        if count > most:
+        if count > limit.value:
             raise InvalidParameter(
-                f"Invalid '{name}': it asks for {count} log probabilities of the tokens of {what} (of each token, and "
-                f"of the most likely ones in its place), and there are at most {most}; send fewer or shorter prompts, "
-                "or ask for fewer of the most likely tokens.",
+                f"Invalid '{name}': it asks for {count:,} log probabilities of the tokens of {whose}, of each token "
+                "and of the most likely ones in its place; send fewer or shorter prompts, or ask for fewer of the "
+                f"most likely tokens ({limit.cited()}).",
                 param=name,
                 reason="array_above_max_length",
             )

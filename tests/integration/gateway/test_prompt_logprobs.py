@@ -6,10 +6,10 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
 from services.gateway.readers import run
-from services.gateway.requests import validation
-from shared import subjects
+from shared import limits, subjects
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
 from tests.integration.gateway.conftest import run_gateway
@@ -145,7 +145,10 @@ async def test_large_answers_are_made_beside_the_event_loop(
     monkeypatch.setattr(run, "LARGE", 1)
     assert (await ask(http, COMPLETIONS, **body))["choices"] == at_once["choices"]
     async with http.stream("POST", COMPLETIONS, json={"model": MODEL, "stream": True} | body) as answer:
-        assert merged(await read_events(answer)) == [without(one) for one in at_once["choices"]]
+        events = await read_events(answer)
+    assert merged(events) == [without(one) for one in at_once["choices"]]
+    state = (await http.get(f"/v1/generations/{public_id(events)}")).json()
+    assert state["response"]["choices"] == at_once["choices"]
 
 
 # --- what ends a text ----------------------------------------------------------------------------
@@ -335,8 +338,18 @@ async def test_prompts_that_nobody_asks_about_are_not_scored(http: httpx.AsyncCl
         (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs", "<= 20"),
         (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs", ">= 0"),
         (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not streamed"),
-        (COMPLETIONS, {"prompt_logprobs": 20, "prompt": [[5] * 1600]}, "prompt_logprobs", "a prompt"),
-        (COMPLETIONS, {"logprobs": 20, "echo": True, "prompt": [[5] * 1000] * 3}, "logprobs", "a request"),
+        (
+            COMPLETIONS,
+            {"prompt_logprobs": 20, "prompt": [[5] * 1600]},
+            "prompt_logprobs",
+            "limit prompt_logprobs: 30,",
+        ),
+        (
+            COMPLETIONS,
+            {"logprobs": 20, "echo": True, "prompt": [[5] * 1000] * 3},
+            "logprobs",
+            "request_prompt_logprobs: 60,",
+        ),
         (CHAT, {"max_tokens": 0, "prompt_logprobs": 1}, "max_tokens", ">= 1"),
         (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not streamed"),
     ],
@@ -350,7 +363,8 @@ async def test_what_is_refused(
     param: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(validation, "MAX_PROMPT_LOGPROBS", (30_000, 60_000))
+    for name, value in (("PROMPT_LOGPROBS", 30_000), ("REQUEST_PROMPT_LOGPROBS", 60_000)):
+        monkeypatch.setattr(limits, name, structs.replace(getattr(limits, name), value=value))
     given = {"messages": HELLO} if path == CHAT else {"prompt": "xyz"}
     answer = await http.post(path, json={"model": MODEL} | given | fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -11,6 +11,7 @@ from services.executor.engine.prompt_scores import LEAST, PromptScores, Scores
 from services.executor.engine.step_planning import SCORED_LOGITS_BYTES
 from services.executor.gathering import FRAME_BYTES, Gathering, in_frames
 from services.executor.recent_frames import KEPT_BYTES, RecentFrames
+from shared import limits
 from shared.messages import TokenEntry, TokenFrame
 from tests.unit.executor.engine.fake_engine import undisturbed
 from tests.unit.executor.engine.stepped_ring import Ring, ask
@@ -190,6 +191,16 @@ def test_what_cannot_be_is_refused(changes: dict[str, int]) -> None:
     assert refusal is not None
     assert (refusal.code, refusal.retryable) == ("invalid_request", False)
     assert next(iter(changes)) in refusal.message
+
+
+def test_one_prompt_has_so_many_log_probabilities_and_no_more() -> None:
+    most = limits.PROMPT_LOGPROBS.value // 41
+    ring = Ring(blocks=1000, context=4000)
+    assert ring.batcher.add(ask("fits", most, prompt_logprobs=40)) is None
+    refusal = ring.batcher.add(ask("more", most + 1, prompt_logprobs=40))
+    assert refusal is not None
+    assert (refusal.code, refusal.retryable) == ("invalid_request", False)
+    assert "limit prompt_logprobs: 65,536" in refusal.message
 
 
 def test_entries_with_scores_are_gathered_whole() -> None:

@@ -1,5 +1,7 @@
 """The stub engine: deterministic text at a set speed, behind the engine protocol."""
 
+import struct
+
 import pytest
 
 from services.executor.engine.admission import BatchSettings
@@ -43,6 +45,18 @@ def test_a_stream_is_what_stub_token_says() -> None:
     assert slept == pytest.approx([0.002 + 20 * 1e-4] + [0.002 + 2 * 1e-4] * 19)
     engine.close()
     engine.close()
+
+
+def test_it_is_sure_of_every_token_of_a_prompt() -> None:
+    engine = StubEngine(StubSettings(), lambda _: None)
+    batcher = ContinuousBatcher(engine.load(lambda *_: None), BatchSettings())
+    batcher.add(GenerationRequest("a", "r", "m", "c", [7, 8, 9], 0, prompt_logprobs=1))
+    step = batcher.schedule()
+    assert step is not None
+    assert engine.execute(step[0], []) == []
+    (entry,) = batcher.update([], scores=engine.scored())["c"]
+    assert (entry.tokens, entry.finish) == ([], "length")
+    assert list(struct.iter_unpack("<fiif", entry.prompt_scores)) == [(0.0, 1, 8, 0.0), (0.0, 1, 9, 0.0)]
 
 
 @pytest.mark.parametrize(("wanted", "top"), [(-1, None), (0, []), (3, [(stub_token(0, 0), 0.0)])])
