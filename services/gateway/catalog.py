@@ -111,14 +111,16 @@ class Catalog:
             if update is None:
                 self._caught_up[0].set()
                 continue
-            model, card = update
-            if card is None:
-                self.cards.pop(model, None)
-                continue
-            self.cards[model] = card
-            self._told.discard(model)
-            if any(record.model == model and record.state in _AT_WORK for record in self._groups.values()):
-                self._tell(card)
+            self._card_changed(*update)
+
+    def _card_changed(self, model: str, card: ModelCard | None) -> None:
+        self._told.discard(model)
+        if card is None:
+            self.cards.pop(model, None)
+            return
+        self.cards[model] = card
+        if any(record.model == model and record.state != "gone" for record in self._groups.values()):
+            self._tell(card)
 
     async def watch_groups(self) -> None:
         """Runs until it is cancelled."""
@@ -143,8 +145,8 @@ class Catalog:
         self._on_lost(group, over, record.model, record.updated_at)
         if record.state in _AT_WORK:
             self._on_alive(group, record.epoch, record.updated_at)
-            if record.model not in self._told and (card := self.cards.get(record.model)) is not None:
-                self._tell(card)
+        if record.state != "gone" and record.model not in self._told and record.model in self.cards:
+            self._tell(self.cards[record.model])
 
     def _tell(self, card: ModelCard) -> None:
         self._told.add(card.model)

@@ -92,7 +92,7 @@ class TokenizerStore:
             raise InternalError(f"The tokenizer files of the model cannot be used: {error}.") from error
         if templates is None:
             return None
-        renderer = self._renderers[name] = TemplateProcess(templates)
+        renderer = self._renderers.setdefault(name, TemplateProcess(templates))
         await renderer.probe()
         if renderer.refused:
             log.error("chat_template_refused", tokenizer=name, limit=renderer.refused)
