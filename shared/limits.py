@@ -230,6 +230,17 @@ TEMPLATE_TEXT = Limit(
 RESPONSE_CHAIN = Limit(
     "response_chain", 1000, "entries", "responses behind `previous_response_id`", "request"
 )
+RESPONSE_HISTORY = Limit(
+    "response_history",
+    64,
+    "bytes",
+    "items behind `previous_response_id`, for each token of the model's context (64 KiB at least); with "
+    "`truncation` auto the newest so many",
+    "request",
+)
+RESPONSE_BYTES = Limit(
+    "response_bytes", 64 << 20, "bytes", "a kept response that is read, inflated", "request"
+)
 UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's form", "request")
 UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file", "request")
 UPLOAD_FIELD_NAME = Limit(
@@ -377,6 +388,12 @@ GENERATIONS = Limit(
     "generations", 4096, "entries", "generations in flight", "gateway", "RYZANSTEIN_MAX_GENERATIONS"
 )
 READERS = Limit("readers", 64, "entries", "readers of one generation", "gateway", "RYZANSTEIN_MAX_READERS")
+TENANT_GRAMMARS = Limit(
+    "tenant_grammars", 16, "entries", "unknown grammars that wait to be compiled in a gateway", "tenant"
+)
+GRAMMAR_SECONDS = Limit(
+    "grammar_seconds", 20, "seconds", "compiling of unknown grammars in a gateway within a minute", "tenant"
+)
 GRAMMARS_WAITING = Limit(
     "grammars_waiting", 64, "entries", "unknown grammars that wait to be compiled", "gateway"
 )
@@ -406,6 +423,10 @@ HELD_REQUESTS = Limit(
     "recovery and batch requests taken from the queue, of each lane",
     "scheduler",
     "RYZANSTEIN_HELD_REQUESTS",
+)
+
+HELD_BYTES = Limit(
+    "held_bytes", 256 << 20, "bytes", "requests taken from the queue", "scheduler", "RYZANSTEIN_HELD_BYTES"
 )
 
 LIMITS: tuple[Limit, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Limit))

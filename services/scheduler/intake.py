@@ -86,11 +86,12 @@ class _LanePull:
 class IntakeDelivery:
     """A request's message in the stream, while this scheduler holds it."""
 
-    __slots__ = ("_intake", "message", "order", "pull", "touched")
+    __slots__ = ("_intake", "message", "order", "pull", "size", "touched")
 
     def __init__(self, intake: "Intake", message: Msg, pull: _LanePull, order: int, now: float) -> None:
         self._intake = intake
         self.message = message
+        self.size = len(message.data)
         self.pull = pull
         self.order = order
         self.touched = now
@@ -129,6 +130,8 @@ class Intake:
         self._decoder = msgspec.msgpack.Decoder(GenerationRequest)
         self._held: dict[int, IntakeDelivery] = {}
         """By place in the stream; in the order in which they were touched last."""
+        self._bytes = 0
+        """Of the held messages together."""
         self._stopping = False
         # A pull stays open when the queue is full, so that those who come too late are told.
         limits = {"interactive": settings.max_waiting + LATECOMERS}
@@ -207,6 +210,7 @@ class Intake:
         if self._held.get(delivery.order) is delivery:
             del self._held[delivery.order]
             delivery.pull.held -= 1
+            self._bytes -= delivery.size
 
     async def _touch(self, now: float) -> None:
         """Tells the broker that messages are still held. The oldest first, and no more at a time than it
@@ -254,7 +258,7 @@ class Intake:
     async def _pull(self, pull: _LanePull) -> None:
         """Asks for as many messages as there is credit for, unless it is too little to be worth it."""
         credit = pull.limit - pull.held - pull.outstanding
-        if self._stopping or pull.broken or credit <= 0:
+        if self._stopping or pull.broken or credit <= 0 or self._bytes >= self._settings.held_bytes:
             return
         if pull.outstanding and credit * _REFILL_SHARE < pull.limit:
             return
@@ -320,6 +324,10 @@ class Intake:
             held.message = message
             self._note_touch(held, now)
             return
+        delivery = IntakeDelivery(self, message, pull, order, now)
+        if self._bytes and self._bytes + delivery.size > self._settings.held_bytes:
+            await self._defer(delivery)
+            return
         try:
             request = self._decoder.decode(message.data)
         except msgspec.DecodeError as error:
@@ -327,8 +335,8 @@ class Intake:
             self._metrics.undecodable.inc()
             await message.term()
             return
-        delivery = IntakeDelivery(self, message, pull, order, now)
         self._held[order] = delivery
+        self._bytes += delivery.size
         pull.held += 1
         item = WaitingRequest.of(
             request,

@@ -14,6 +14,8 @@ class SchedulerSettings(CommonSettings):
     """Interactive requests for one model that a scheduler lets wait; more are refused with queue_full."""
     held_requests: int = Field(default=1024, gt=0)
     """Recovery and batch requests that one scheduler holds, each; the rest waits in the stream."""
+    held_bytes: int = Field(default=256 << 20, gt=0)
+    """Bytes of all requests that one scheduler holds; the rest waits in the stream."""
     batch_wait: float = Field(default=0.005, ge=0, le=0.1)
     """Seconds that a dispatch batch waits, at most, for more requests to the same busy group."""
     dispatch_timeout: float = Field(default=2.0, gt=0)

@@ -243,7 +243,7 @@ class Intake:
         sampling.check_size(request, card, text, tokenizer, self._parts.settings.prompt_limit)
         parsing = plan.parsing(text)
         grammar = await self._grammar(
-            plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
+            plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing))), context.tenant
         )
         with tracing.stage("tokenize"):
             prompt = await tokenizer.encode_rendered(rendering)
@@ -254,6 +254,10 @@ class Intake:
             self._parts, request, card, tokenizer, context, session, grammar, parsing, response, extras
         )
         return build.run([prompt])
+
+    def context_length(self, model: str) -> int:
+        """Tokens that `model` reads at most. Raises `UnknownModel`."""
+        return self._catalog.card(model).context_length
 
     async def chat_tokens(self, request: ChatCompletionRequest) -> int:
         """Tokens of the prompt, however many the context has. Raises as `prepare`."""
@@ -266,15 +270,16 @@ class Intake:
         tokenizer = await self._tokenizers.get(card)
         return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)
 
-    async def _grammar(self, plan: ChatPlan, wanted: Wanted | None) -> Grammar | None:
-        """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`."""
+    async def _grammar(self, plan: ChatPlan, wanted: Wanted | None, tenant: str) -> Grammar | None:
+        """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`,
+        `RateLimited`."""
         if wanted is None:
             return None
         try:
-            return await self._grammars.checked(wanted)
+            return await self._grammars.checked(wanted, tenant)
         except InvalidParameter:
             for schema in schemas_of(plan) if plan.family else ():
-                await self._grammars.checked(schema)
+                await self._grammars.checked(schema, tenant)
             raise
 
     async def _prepare_embedding(
@@ -302,7 +307,7 @@ class Intake:
         extra_fields.check(request)
         card = self._catalog.card(request.model)
         given = validation.prompts_of(request)
-        grammar = await self._grammars.of(request)
+        grammar = await self._grammars.of(request, context.tenant)
         tokenizer = await self._tokenizers.get(card)
         special = request.add_special_tokens is not False
         with tracing.stage("tokenize"):

@@ -10,14 +10,16 @@ At most one of them. What cannot be held to the letter is refused: nothing of a 
 import asyncio
 import hashlib
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests.grammar_turns import GrammarTurns
 from services.gateway.requests.refusals import check_size, empty_array
 from services.gateway.requests.schemas import GenerationFields
 from services.gateway.requests.structured_fields import (
@@ -27,8 +29,7 @@ from services.gateway.requests.structured_fields import (
     StructuredOutputs,
 )
 from shared import limits
-from shared.errors import QueueFull
-from shared.grammar_check import GrammarCheck, Verdict
+from shared.grammar_check import CPU_SECONDS, GrammarCheck, Verdict
 from shared.grammars import ANY_OBJECT
 from shared.messages import Grammar
 
@@ -194,28 +195,40 @@ def _empty(param: str) -> InvalidParameter:
 # --- whether it compiles -------------------------------------------------------------------------
 
 
+class _Job(NamedTuple):
+    """A grammar that somebody waits for."""
+
+    tenant: str
+    grammar: Grammar
+    verdict: asyncio.Future[Verdict]
+
+
 class Grammars:
-    """Grammars of requests, each compiled once to see whether it can be; the verdicts are remembered."""
+    """Grammars of requests, each compiled once to see whether it can be; the verdicts are remembered. Tenants take
+    turns (`grammar_turns.py`)."""
 
     def __init__(self) -> None:
         self._check = GrammarCheck()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._waiting = 0
+        self._turns: GrammarTurns[_Job] = GrammarTurns()
+        self._working: asyncio.Task[None] | None = None
 
-    async def of(self, request: GenerationFields) -> Grammar | None:
-        """What the answer to `request` must match; None: nothing. Raises `InvalidParameter`, `QueueFull`."""
+    async def of(self, request: GenerationFields, tenant: str = "") -> Grammar | None:
+        """What the answer to `request` must match; None: nothing. Raises `InvalidParameter`, `QueueFull`,
+        `RateLimited`."""
         wanted = wanted_by(request)
-        return None if wanted is None else await self.checked(wanted)
+        return None if wanted is None else await self.checked(wanted, tenant)
 
-    async def checked(self, wanted: Wanted) -> Grammar:
-        """The grammar to send to a ring. Raises `InvalidParameter` when it does not compile, `QueueFull`."""
+    async def checked(self, wanted: Wanted, tenant: str = "") -> Grammar:
+        """The grammar to send to a ring. `tenant`: whose turn and time it is. Raises `InvalidParameter` when it does
+        not compile, `QueueFull`, `RateLimited`."""
         if wanted.grammar is ANY_OBJECT:
             return ANY_OBJECT
         key = hashlib.sha256(msgspec.msgpack.encode(wanted.grammar)).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = await self._ask(wanted.grammar)
+            verdict = await self._ask(wanted.grammar, tenant)
             self._verdicts[key] = verdict
             if len(self._verdicts) > KEPT_VERDICTS:
                 self._verdicts.popitem(last=False)
@@ -225,19 +238,32 @@ class Grammars:
             )
         return verdict.grammar
 
-    async def _ask(self, grammar: Grammar) -> Verdict:
-        if self._waiting >= limits.GRAMMARS_WAITING.value:
-            raise QueueFull(
-                f"{self._waiting} new schemas and grammars wait to be compiled; try again in a moment "
-                f"({limits.GRAMMARS_WAITING.cited()}).",
-                retry_after=1,
-            )
-        self._waiting += 1
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, self._check.check, grammar)
-        finally:
-            self._waiting -= 1
+    async def _ask(self, grammar: Grammar, tenant: str) -> Verdict:
+        job = _Job(tenant, grammar, asyncio.get_running_loop().create_future())
+        self._turns.add(tenant, job, time.monotonic())
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work())
+        return await job.verdict
+
+    async def _work(self) -> None:
+        """Compiles what waits, one after the other."""
+        loop = asyncio.get_running_loop()
+        while (job := self._turns.next()) is not None:
+            if job.verdict.done():  # whoever waited has gone
+                continue
+            began = time.monotonic()
+            try:
+                verdict = await loop.run_in_executor(self._thread, self._check.check, job.grammar)
+            except BaseException:
+                if not job.verdict.done():
+                    job.verdict.cancel()
+                raise
+            now = time.monotonic()
+            self._turns.spent(
+                job.tenant, min(now - began, CPU_SECONDS), now
+            )  # a busy machine is not its fault
+            if not job.verdict.done():
+                job.verdict.set_result(verdict)
 
     async def stop(self) -> None:
         """Ends the process that compiles."""

@@ -4,25 +4,38 @@ resp_3 ──previous──▶ resp_2 ──previous──▶ resp_1
 items of 1, output of 1, items of 2, output of 2, items of 3, output of 3, and the new request's items
 """
 
-import asyncio
 from collections.abc import Sequence
+
+import msgspec
 
 from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.life.identity import PREFIXES
 from services.gateway.responses.items import Item, Reference, identity_in
 from services.gateway.responses.lookup import Found, ResponseLookup
 from shared import limits
+from shared.errors import ContextLengthExceeded
+
+_LEAST_ROOM = 64 << 10
+
+
+def room_of(context_length: int) -> int:
+    """Bytes of items, as JSON, beyond which nothing of a conversation can be in the context."""
+    return max(_LEAST_ROOM, limits.RESPONSE_HISTORY.value * context_length)
 
 
 class History:
     def __init__(self, lookup: ResponseLookup) -> None:
         self._lookup = lookup
 
-    async def conversation(self, previous: str, tenant: str) -> list[Item]:
-        """All items up to the end of the response `previous`. Raises `InvalidParameter` where one is missing or
-        has not ended, `BrokerUnavailable`."""
+    async def conversation(
+        self, previous: str, tenant: str, context_length: int, *, newest: bool = False
+    ) -> list[Item]:
+        """All items up to the end of the response `previous`; with `newest` no more responses than a context of
+        `context_length` tokens can hold. Raises `InvalidParameter` where one is missing or has not ended,
+        `ContextLengthExceeded` where there are more without `newest`, `BrokerUnavailable`."""
         turns: list[list[Item]] = []
         identity: str | None = previous
+        room = room_of(context_length)
         while identity:
             if len(turns) >= limits.RESPONSE_CHAIN.value:
                 raise InvalidParameter(
@@ -32,7 +45,18 @@ class History:
                     reason="invalid_value",
                 )
             found = await self._find(identity, tenant)
+            room -= len(found.record.response.items) if found.record.response else 0
+            if room < 0:
+                if newest:
+                    break
+                raise ContextLengthExceeded(
+                    f"This model's maximum context length is {context_length} tokens, and the items behind "
+                    f"'previous_response_id' are too long for it; use 'truncation': 'auto', or begin a new "
+                    f"conversation ({limits.RESPONSE_HISTORY.cited()}).",
+                    param="previous_response_id",
+                )
             items, shown = await self._lookup.items(found)
+            room -= len(msgspec.json.encode(shown["output"]))
             if shown["status"] in ("queued", "in_progress"):
                 raise InvalidParameter(
                     f"Invalid 'previous_response_id': the response '{shown['id']}' is {shown['status']}; wait until "
@@ -61,9 +85,11 @@ class History:
         wanted = {
             identity for item in items if isinstance(item, Reference) and (identity := identity_in(item.id))
         }
+        named = {item.id for item in items if isinstance(item, Reference)}
         known: dict[str, Item] = {}
-        for found in await asyncio.gather(*(self._items_of(identity, tenant) for identity in wanted)):
-            known |= {item["id"]: item for item in found}
+        for identity in wanted:  # one at a time: each may be as large as a body
+            found = await self._items_of(identity, tenant)
+            known |= {item["id"]: item for item in found if item["id"] in named}
         return [_resolved(item, known) for item in items]
 
     async def _items_of(self, identity: str, tenant: str) -> list[Item]:

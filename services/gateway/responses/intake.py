@@ -1,6 +1,9 @@
 """From the body of /v1/responses to a `Run`: its conversation put together, then the way of a chat completion."""
 
+import asyncio
 import time
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -10,16 +13,21 @@ from services.gateway.readers.run import Run
 from services.gateway.requests.schemas import ChatCompletionRequest
 from services.gateway.requests.validation import check_streamed, decode
 from services.gateway.responses.checks import check_input_fields, check_request, unsupported
-from services.gateway.responses.history import History
-from services.gateway.responses.items import Item, droppable, read_input
+from services.gateway.responses.history import History, room_of
+from services.gateway.responses.items import Item, Reference, droppable, read_input
 from services.gateway.responses.making import MakeResponse
 from services.gateway.responses.schemas import InputFields, InputTokensRequest, ResponseRequest
 from services.gateway.responses.translation import chat_request, renamed
 from services.gateway.settings import GatewaySettings
+from shared import limits
 from shared.errors import ContextLengthExceeded
 
 if TYPE_CHECKING:
     from services.gateway.requests.build import Context
+
+
+MANY_ITEMS = 64
+"""So many items, or more, are read beside the event loop."""
 
 
 class Chat(Protocol):
@@ -29,6 +37,10 @@ class Chat(Protocol):
         self, request: ChatCompletionRequest, context: "Context", response: MakeResponse
     ) -> Run:
         """Raises as `Intake.prepare`."""
+        ...
+
+    def context_length(self, model: str) -> int:
+        """Tokens that `model` reads at most. Raises `UnknownModel`."""
         ...
 
     async def chat_tokens(self, request: ChatCompletionRequest) -> int:
@@ -77,13 +89,19 @@ class ResponseIntake:
 
     async def _items(self, request: InputFields, identity: str, tenant: str) -> tuple[list[Item], list[Item]]:
         """The conversation so far, and the items of this request."""
-        given = read_input(request.input if request.input is not None else [], identity)
-        past = (
-            await self._history.conversation(request.previous_response_id, tenant)
-            if request.previous_response_id
-            else []
-        )
+        given = await self._read(request.input if request.input is not None else [], identity)
+        past: list[Item] = []
+        if request.previous_response_id:
+            context, newest = self._chat.context_length(request.model), request.truncation == "auto"
+            past = await self._history.conversation(
+                request.previous_response_id, tenant, context, newest=newest
+            )
         return past, await self._history.resolve(given, tenant)
+
+    async def _read(self, given: str | list[msgspec.Raw], identity: str) -> list[Item | Reference]:
+        if isinstance(given, str) or len(given) < MANY_ITEMS:
+            return read_input(given, identity)
+        return await asyncio.to_thread(read_input, given, identity)
 
     def _in_background(self, request: ResponseRequest, context: "Context") -> "Context":
         if not request.background:
@@ -105,11 +123,12 @@ class ResponseIntake:
 
         if request.truncation != "auto":
             return await attempt(0)
+        begins = [0, *droppable(items)]
+        begins = begins[_hopeless(items, begins, room_of(self._chat.context_length(request.model))) :]
         try:
-            return await attempt(0)
+            return await attempt(begins.pop(0))
         except ContextLengthExceeded as error:
             too_long = error
-        begins = droppable(items)
         fitting: Run | None = None
         low, high = 0, len(begins)
         while low < high:
@@ -121,3 +140,15 @@ class ResponseIntake:
         if fitting is None:
             raise too_long
         return fitting
+
+
+def _hopeless(items: Sequence[Item], begins: Sequence[int], room: int) -> int:
+    """How many of `begins` leave more than `room` bytes of items, or more than a conversation may have: they need
+    no attempt. Never all of them."""
+    size, begin = 0, len(items)
+    while begin and len(items) - begin < limits.MESSAGES.value - 1:  # instructions are one more
+        size += len(msgspec.json.encode(items[begin - 1]))
+        if size > room:
+            break
+        begin -= 1
+    return min(bisect_left(begins, begin), len(begins) - 1)

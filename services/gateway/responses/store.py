@@ -16,6 +16,8 @@ import structlog
 
 from shared import subjects
 from shared.bus import Bus, encode
+from shared.errors import PayloadTooLarge
+from shared.limits import RESPONSE_BYTES
 from shared.records import ResponsePart, StoredResponse
 from shared.tenants import Quota, TenantBucket, Trimmed, tenant_key
 
@@ -136,7 +138,17 @@ async def _deflated(data: bytes) -> bytes:
 
 
 async def _inflated(data: bytes) -> bytes:
-    return zlib.decompress(data) if len(data) < LARGE else await asyncio.to_thread(zlib.decompress, data)
+    """Raises `PayloadTooLarge` where it is more than was ever written."""
+    return inflated(data) if len(data) < LARGE else await asyncio.to_thread(inflated, data)
+
+
+def inflated(data: bytes) -> bytes:
+    """What was deflated, 18 kB of which may be 4 MiB. Raises `PayloadTooLarge` above the limit."""
+    inflate = zlib.decompressobj()
+    found = inflate.decompress(data, RESPONSE_BYTES.value)
+    if not inflate.eof and (inflate.unconsumed_tail or len(found) == RESPONSE_BYTES.value):
+        raise PayloadTooLarge(f"A kept response is too large to be read ({RESPONSE_BYTES.cited()}).")
+    return found
 
 
 def _name(identity: str, number: int) -> str:

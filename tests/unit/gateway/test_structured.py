@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.requests import validation
+from services.gateway.requests import grammar_turns, validation
 from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.requests.structured import Grammars, grammar_of_choices, grammar_of_schema, wanted_by
 from shared import limits
@@ -170,7 +170,7 @@ async def test_gbnf_goes_to_the_ring_as_lark() -> None:
 
 async def test_no_more_wait_to_be_compiled_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
     none = msgspec.structs.replace(limits.GRAMMARS_WAITING, value=0)
-    monkeypatch.setattr(limits, "GRAMMARS_WAITING", none)
+    monkeypatch.setattr(grammar_turns, "GRAMMARS_WAITING", none)
     grammars = Grammars()
     try:
         with pytest.raises(QueueFull, match="wait to be compiled"):

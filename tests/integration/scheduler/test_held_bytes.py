@@ -1,0 +1,49 @@
+"""A scheduler holds so many bytes of requests, and leaves the rest in the stream until there is room again."""
+
+import asyncio
+
+from prometheus_client import CollectorRegistry
+
+from services.scheduler.intake import Intake
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.settings import SchedulerSettings
+from services.scheduler.waiting import WaitingRequest
+from shared import subjects
+from shared.bus import Bus, encode
+from shared.config import CommonSettings
+from shared.messages import GenerationRequest
+from tests.integration.gateway.fake_ring import until
+
+COUNT, SIZE = 12, 100_000
+
+
+def large(number: int) -> bytes:
+    """Of `SIZE` bytes and a little more."""
+    return encode(GenerationRequest(f"g{number}", "r", "m", "c", [1], 8, session="s" * SIZE))
+
+
+async def test_so_many_bytes_are_held(bus: Bus, nats_settings: CommonSettings) -> None:
+    settings = SchedulerSettings(**dict(nats_settings), held_bytes=3 * SIZE + SIZE // 2)
+    held: dict[str, WaitingRequest] = {}
+    seen: set[str] = set()
+
+    def admit(item: WaitingRequest, *, crowded: bool) -> bool:
+        held[item.generation_id] = item
+        seen.add(item.generation_id)
+        assert sum(len(one.raw) for one in held.values()) <= settings.held_bytes
+        return True
+
+    metrics = SchedulerMetrics(CollectorRegistry())
+    intake = Intake(bus, settings, metrics, admit)
+    for number in range(COUNT):
+        await bus.jetstream().publish(subjects.intake_lane("interactive"), large(number))
+    await intake.start()
+    looking = asyncio.create_task(intake.look_after())
+    await until(lambda: len(held) == 3)
+    while len(seen) < COUNT:
+        await until(lambda: bool(held), seconds=20)
+        for name in list(held):
+            await held.pop(name).delivery.ack()
+    assert seen == {f"g{number}" for number in range(COUNT)}
+    await intake.stop_pulling()
+    await asyncio.wait_for(looking, 5)
