@@ -20,12 +20,17 @@ def missing(name: str, wanted: str) -> InvalidParameter:
 
 def schema_in(text: str, name: str) -> dict[str, Any]:
     """The JSON Schema that a field has as JSON text. Raises `InvalidParameter`."""
+    return object_in(text, name, "a JSON Schema")
+
+
+def object_in(text: str, name: str, wanted: str) -> dict[str, Any]:
+    """The object that a field has as JSON text. Raises `InvalidParameter`."""
     try:
         return _object.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidParameter(
-            f"Invalid '{name}': it is no JSON object ({why}); send a JSON Schema as JSON text.",
+            f"Invalid '{name}': it is no JSON object ({why}); send {wanted} as JSON text.",
             param=name,
             reason="invalid_json",
         ) from None

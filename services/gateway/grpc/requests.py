@@ -11,10 +11,10 @@ from google.protobuf.message import Message as Protobuf
 from services.gateway.errors import InvalidParameter
 from services.gateway.grpc.encoding import EmbedFormat, EventFormat, TokenOutput
 from services.gateway.grpc.generated import inference_pb2 as pb
-from services.gateway.grpc.refusals import missing
+from services.gateway.grpc.refusals import missing, object_in
 from services.gateway.grpc.tools import calls_of, choice_of, format_of, tools_of
 from services.gateway.life.answer import Answer
-from services.gateway.readers.runs import output_of
+from services.gateway.readers.runs import output_of, shown_as_asked
 from services.gateway.requests.embeddings import EmbeddingRequest
 from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
 from services.gateway.text.formats import Format
@@ -47,10 +47,11 @@ _SAME = frozenset(
         "ignore_eos",
         "min_tokens",
         "skip_special_tokens",
+        "truncate_prompt_tokens",
     )
 )
 """Fields of SamplingParameters that a request has under the same name."""
-_LISTS = ("stop", "stop_token_ids")
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 _USAGE = StreamOptions(include_usage=True)
 
 
@@ -85,6 +86,8 @@ def chat_request(given: pb.ChatRequest) -> ChatCompletionRequest:
         tools=tools_of(given.tools),
         tool_choice=choice_of(given.tool_choice) if given.HasField("tool_choice") else None,
         parallel_tool_calls=given.parallel_tool_calls if given.HasField("parallel_tool_calls") else None,
+        reasoning_effort=given.reasoning_effort if given.HasField("reasoning_effort") else None,
+        chat_template_kwargs=_template_variables(given),
         **format_of(given),
         **_delivery(given.output),
         **fields,
@@ -100,9 +103,18 @@ def completion_request(given: pb.GenerateRequest) -> CompletionRequest:
         model=given.model,
         prompt=given.text if kind == "text" else [list(given.tokens.ids)],
         prompt_cache_key=given.prompt_cache_key if given.HasField("prompt_cache_key") else None,
+        echo=given.echo if given.HasField("echo") else None,
         **format_of(given),
         **_delivery(given.output),
         **_fields(given.sampling),
+    )
+
+
+def _template_variables(given: pb.ChatRequest) -> dict[str, Any] | None:
+    if not given.HasField("chat_template_kwargs_json"):
+        return None
+    return object_in(
+        given.chat_template_kwargs_json, "chat_template_kwargs", "variables for the chat template"
     )
 
 
@@ -197,7 +209,7 @@ class EventView:
 
     def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format:
         self.format = EventFormat(answer.public_id, tokenizer, tokens=self._tokens)
-        return self.format
+        return self.format if self._tokens else shown_as_asked(self.format, answer.record, tokenizer)
 
     def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
         if not self._tokens:

@@ -26,6 +26,7 @@ _SAMPLING = frozenset(field.name for field in SamplingParameters.DESCRIPTOR.fiel
 _RENAMED = {"top_logprobs": "logprobs"}
 _PATHS = (
     (re.compile(r"^output_expires_after\.seconds$"), "output_expires_after_seconds"),
+    (re.compile(r"^(chat_template_kwargs)\b"), r"\1_json"),
     (re.compile(r"^structured_outputs\b"), "response_format"),
     (re.compile(r"^(response_format\.json_schema\.schema)$"), r"\1_json"),
     (re.compile(r"^(tools\[\d+\]\.function\.parameters)$"), r"\1_json"),

@@ -113,10 +113,14 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
         logprobs=logprobs,
         prompts=prompts,
     )
-    return _shown(shape, record, tokenizer) if record.best or record.echo else shape
+    return shown_as_asked(shape, record, tokenizer)
 
 
-def _shown(shape: Format, record: GenerationRecord, tokenizer: Tokenizer) -> Shown:
+def shown_as_asked(shape: Format, record: GenerationRecord, tokenizer: Tokenizer) -> Format:
+    """`shape` with the prompts and the best candidates, where the request asked for them."""
+    if not record.best and not record.echo:
+        return shape
+
     @cache
     def prompt(number: int) -> EchoedPrompt:
         return EchoedPrompt(record.requests[number], tokenizer)

@@ -101,6 +101,6 @@ async def test_one_too_many_is_closed_at_once(tls: ssl.SSLContext) -> None:
             with contextlib.suppress(ConnectionError):
                 assert await silent[2][0].read() == b""
         assert len(seen.began) == 2
-    assert seen.failed == seen.began, "their handshakes end with the server"
+    assert set(seen.failed) == set(seen.began), "their handshakes end with the server"
     for _, writer in silent:
         await closed(writer)

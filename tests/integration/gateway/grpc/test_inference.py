@@ -6,6 +6,7 @@ from services.gateway.grpc.generated import inference_pb2 as pb
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import FakeRing, saying
 from tests.integration.gateway.grpc.conftest import MODEL, PROMPT, QUESTION, Client, text_of
+from tests.integration.gateway.grpc.test_errors import failure
 
 
 async def test_generate_streams_text_and_ends_with_usage(client: Client) -> None:
@@ -90,3 +91,25 @@ async def test_several_calls_at_once_on_one_connection(client: Client, ring: Fak
     calls = [client.Generate(request) for _ in range(20)]
     for call in calls:
         assert text_of([event async for event in call]) == "a" * 500
+
+
+async def test_fields_that_rest_has_too(client: Client, ring: FakeRing) -> None:
+    sampling = pb.SamplingParameters(
+        bad_words=["bad"], allowed_token_ids=[1, 2, 3], truncate_prompt_tokens=2, max_tokens=4
+    )
+    request = pb.GenerateRequest(model=MODEL, text="abc", sampling=sampling)
+    assert text_of([event async for event in client.Generate(request)])
+    (asked,) = ring.requests
+    assert asked.prompt == list(b"bc")
+    assert asked.sampling.allowed_token_ids == [1, 2, 3]
+    assert asked.sampling.bad_words
+    echoed = pb.GenerateRequest(model=MODEL, text="abc", echo=True)
+    assert text_of([event async for event in client.Generate(echoed)]) == "abcHello, world!"
+
+
+async def test_variables_of_the_chat_template(client: Client, ring: FakeRing) -> None:
+    for name, value in (("chat_template_kwargs_json", "[1]"), ("chat_template_kwargs_json", "{")):
+        wrong = pb.ChatRequest(model=MODEL, messages=QUESTION.messages, **{name: value})
+        error = await failure(client.Chat(wrong))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "'chat_template_kwargs_json'" in (error.details() or "")

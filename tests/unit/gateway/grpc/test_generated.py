@@ -29,6 +29,9 @@ def test_every_method_has_an_answer() -> None:
 
 
 SAMPLING: dict[str, Any] = {
+    "bad_words": ["bad"],
+    "allowed_token_ids": [1, 2],
+    "truncate_prompt_tokens": 3,
     "max_tokens": 7,
     "temperature": 0.5,
     "top_p": 0.25,
