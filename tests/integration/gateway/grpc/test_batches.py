@@ -151,7 +151,7 @@ WRONG: list[tuple[str, Any, grpc.StatusCode, str, str]] = [
         pb.SubmitBatchRequest(endpoint=CHAT, jsonl=b"x", metadata={"a": "b" * 513}),
         INVALID,
         "STRING_ABOVE_MAX_LENGTH",
-        "metadata",
+        "metadata.a",
     ),
     (
         "SubmitBatch",

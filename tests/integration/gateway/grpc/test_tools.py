@@ -219,7 +219,7 @@ WRONG = [
     ),
     (formatted(regex="("), "INVALID_GRAMMAR", "response_format.regex"),
     (formatted(grammar=""), "EMPTY_STRING", "response_format.grammar"),
-    (formatted(choice=pb.Choices()), "INVALID_VALUE", "response_format.choice"),
+    (formatted(choice=pb.Choices()), "EMPTY_ARRAY", "response_format.choice"),
     (
         asking(messages=[USER, pb.ChatMessage(role=pb.ROLE_ASSISTANT, tool_calls=[pb.ToolCall(id="a")])]),
         "INVALID_VALUE",
