@@ -367,6 +367,14 @@ TENANT_RECORD_BYTES = Limit(
     "RYZANSTEIN_TENANT_RECORD_BYTES",
 )
 
+UNKNOWN_IDS = Limit(
+    "unknown_ids",
+    600,
+    "per minute",
+    "ids of generations looked for at one gateway that are not there",
+    "tenant",
+)
+
 # --- services --------------------------------------------------------------------------------------
 
 CONNECTIONS = Limit(

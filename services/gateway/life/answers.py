@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 import msgspec
 import structlog
 
-from services.gateway.errors import RouteError
+from services.gateway.errors import RateLimited, RouteError
 from services.gateway.life.answer import Answer, followed_answer
 from services.gateway.life.generation import Deliver
 from services.gateway.life.generations import SWEEP_INTERVAL, Generations
 from services.gateway.life.identity import writer_of
 from services.gateway.life.large_records import LargeRecords
 from services.gateway.life.ownership import Owners
-from services.gateway.life.records import RecordReader, RecordWriter
+from services.gateway.life.records import Misses, RecordReader, RecordWriter
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, limits_of
+from shared import limits
 from shared.bus import Bus
 from shared.errors import BrokerUnavailable, QueueFull, RyzansteinError, Unavailable
 from shared.records import GenerationRecord, Ownership
@@ -64,6 +66,7 @@ class Answers:
         self._writer = RecordWriter(bus, self.writer, generations.journal, self.large_records)
         metrics.journal_lag.set_function(lambda: self._writer.lag.seconds(time.monotonic()))
         self.records = RecordReader(bus, self.large_records)
+        self._misses = Misses(limits.UNKNOWN_IDS.value)
         self.owners = Owners(bus, consumer, generations.claims, metrics, self)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._giving_up: set[str] = set()
@@ -222,12 +225,19 @@ class Answers:
 
     # --- of any gateway's ------------------------------------------------------------------------
 
-    async def find(self, public_id: str, identity: str) -> Answer:
-        """The answer with that identity, its log read as far as it has come; to be joined at once.
+    async def find(self, public_id: str, identity: str, tenant: str) -> Answer:
+        """The answer with that identity, its log read as far as it has come; to be joined at once. One that is at hand
+        may be another tenant's: whoever asks looks at that.
 
-        Raises `RouteError` when there is no record of it, `QueueFull`, `BrokerUnavailable`.
+        Raises `RouteError` when `tenant` has no such record, `RateLimited` when that has been so too often,
+        `QueueFull`, `BrokerUnavailable`.
         """
-        answer = await self._once(identity, lambda: self._find(public_id, identity))
+        if (task := self._finding.get(identity)) is not None:
+            answer = await asyncio.shield(task)
+        elif (known := self._by_identity.get(identity)) is not None:
+            answer = known
+        else:
+            answer = await self._find(public_id, identity, tenant)
         answer.quiet_since = max(answer.quiet_since, time.monotonic())
         return answer
 
@@ -254,23 +264,36 @@ class Answers:
         if not task.cancelled():
             task.exception()  # whoever asked has it, unless the client has gone
 
-    async def _find(self, public_id: str, identity: str) -> Answer:
-        record = await self.records.find(identity)
-        if record is None:
+    async def _find(self, public_id: str, identity: str, tenant: str) -> Answer:
+        if wait := self._misses.wait(tenant, time.monotonic()):
+            raise RateLimited(
+                f"Too many ids were looked for that are not there ({limits.UNKNOWN_IDS.cited()}); try again in "
+                f"{math.ceil(wait)} s.",
+                kind="requests",
+                wait=wait,
+            )
+        found = await self.records.find(identity)
+        if found is None or found.tenant != tenant:
+            self._misses.missed(tenant, time.monotonic())
             raise unknown_generation(public_id)
-        answer = await self._follow(record, await self.owners.of(identity))
-        if not answer.ended:
-            self.owners.ask_soon(answer)
-        return answer
+        record = found
+
+        async def follow() -> Answer:
+            answer = await self._follow(record, await self.owners.of(identity))
+            if not answer.ended:
+                self.owners.ask_soon(answer)
+            return answer
+
+        return await self._once(identity, follow)
 
     async def _follow(
         self, record: GenerationRecord, ownership: Ownership | None, keep: float = 0.0
     ) -> Answer:
         """Reads the log of a generation that is not at hand, and goes on reading it."""
         now = time.monotonic()
-        limits = limits_of(self._settings)
+        bounds = limits_of(self._settings)
         owner = ownership.owner if ownership else record.requests[0].consumer
-        answer = followed_answer(record, limits, owner=owner, now=now, now_unix=time.time())
+        answer = followed_answer(record, bounds, owner=owner, now=now, now_unix=time.time())
         answer.quiet_since = now + keep
         if ownership is not None:
             answer.consumers = list(ownership.consumers)

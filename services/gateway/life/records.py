@@ -226,6 +226,30 @@ class RecordReader:
         return found
 
 
+class Misses:
+    """How many ids each tenant may still look for that are not there: each costs a question to the broker. Pure;
+    `now` is seconds of a monotonic clock."""
+
+    def __init__(self, per_minute: int) -> None:
+        self._per_second = per_minute / 60
+        self._most = float(per_minute)
+        self._left: dict[str, tuple[float, float]] = {}
+        """(left, at) of those who do not have all."""
+
+    def wait(self, tenant: str, now: float) -> float:
+        """Seconds until it may look for one more; 0: now."""
+        left, at = self._left.get(tenant, (self._most, now))
+        return max(0.0, 1.0 - left - (now - at) * self._per_second) / self._per_second
+
+    def missed(self, tenant: str, now: float) -> None:
+        """It has looked for one."""
+        for name, (left, at) in list(self._left.items()):
+            if left + (now - at) * self._per_second >= self._most:
+                del self._left[name]
+        left, at = self._left.get(tenant, (self._most, now))
+        self._left[tenant] = max(0.0, left + (now - at) * self._per_second - 1.0), now
+
+
 class _Parts:
     """Records, put together from their parts."""
 

@@ -143,7 +143,7 @@ class Reading:
         identity = parse(public_id)
         if identity is None:
             raise unknown_generation(public_id)
-        answer = await self._answers.find(public_id, identity)
+        answer = await self._answers.find(public_id, identity, tenant)
         if answer.record.tenant != tenant:
             raise unknown_generation(public_id)
         if answer.record.outlives and self.is_deleted and await self.is_deleted(answer.record):

@@ -102,7 +102,7 @@ class ResponseLookup:
         if await self._store.is_deleted(identity, tenant):
             raise not_found(public_id)
         try:
-            answer = await self._answers.find(public_id, identity)
+            answer = await self._answers.find(public_id, identity, tenant)
         except RouteError:
             raise not_found(public_id) from None
         if answer.ended and self._to_be_kept(answer.record):

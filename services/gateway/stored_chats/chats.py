@@ -93,7 +93,7 @@ class StoredChats:
     ) -> tuple[StoredChat, StoredResponse] | None:
         """It has ended a moment ago at another gateway, or at one that was lost: it is kept now."""
         try:
-            answer = await self._answers.find(public_id, identity)
+            answer = await self._answers.find(public_id, identity, tenant)
         except RouteError:
             return None
         if not (answer.ended and answer.record.is_stored_chat):

@@ -11,13 +11,14 @@ from nats.js.api import StreamConfig
 from nats.js.client import JetStreamContext
 
 from services.gateway.life.consumer import TokenConsumer
+from services.gateway.life.records import Misses
 from shared import subjects
 from shared.bus import Bus
 from shared.journal import Begin, JournalReader
 from shared.messages import TokenEntry, TokenFrame
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import FakeRing, until
-from tests.integration.gateway.resuming import Paced, read_events, text_of
+from tests.integration.gateway.resuming import Paced, public_id, read_events, text_of
 from tests.integration.gateway.test_gateway_lost import CHAT, TEXT, body, go_on
 
 GATEWAY = "gateway-1"
@@ -77,6 +78,25 @@ async def test_looking_for_an_id_makes_no_consumer(gateway: RunningGateway, bus:
     await bus.flush()
     assert made == []
     assert await has_no_consumer(bus)
+
+
+async def test_who_looks_for_ids_that_are_not_there_is_held_up(
+    gateway: RunningGateway, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = gateway.service.work.answers
+    assert answers is not None
+    monkeypatch.setattr(answers, "_misses", Misses(2))
+    ring.behave = paced = Paced(TEXT, 12)
+    async with gateway.http() as http, http.stream("POST", CHAT, json=body()) as response:
+        first = await read_events(response, 4)
+        statuses = [(await http.get(f"/v1/generations/{number:032x}")).status_code for number in range(4)]
+        assert statuses == [404, 404, 429, 429]
+        refused = await http.get(f"/v1/responses/resp_{0:032x}")
+        assert refused.status_code == 429
+        assert "unknown_ids: 600 per minute" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 1
+        assert (await http.get(f"/v1/generations/{public_id(first)}")).status_code == 200, "it is at hand"
+        paced.allow()
 
 
 async def has_no_consumer(bus: Bus) -> bool:

@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from services.gateway.errors import (
@@ -17,6 +19,7 @@ from services.gateway.errors import (
 )
 from services.gateway.http_io import EventStream
 from services.gateway.life.losses import MOST_GROUPS, Losses
+from services.gateway.life.records import Misses
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.readers.mailbox import ClientGone, Event, Mailbox
 from services.gateway.requests.sampling import max_tokens, sampling_params, seed_of_choice
@@ -116,6 +119,26 @@ def test_output_lengths() -> None:
     for prompt, asked in ((100, None), (10, 91)):
         with pytest.raises(errors.ContextLengthExceeded, match="100 tokens"):
             max_tokens(msgspec.structs.replace(CHAT, max_tokens=asked), CARD, prompt, 0)
+
+
+@given(st.integers(1, 120), st.lists(st.floats(0, 60), max_size=200))
+def test_a_tenant_may_miss_so_many_ids_a_minute_and_as_many_at_once(
+    per_minute: int, pauses: list[float]
+) -> None:
+    misses, now, missed = Misses(per_minute), 0.0, []
+    for pause in pauses:
+        now += pause
+        if misses.wait("a", now) == 0:
+            misses.missed("a", now)
+            missed.append(now)
+        else:
+            assert misses.wait("a", now + misses.wait("a", now) + 1e-6) == 0
+    assert all(
+        len([at for at in missed if begin <= at < begin + 60]) <= 2 * per_minute + 1 for begin in missed
+    )
+    assert misses.wait("b", now) == 0
+    misses.missed("b", now + 1000)
+    assert list(misses._left) == ["b"], "who has all of it back is forgotten"
 
 
 def test_losses_are_remembered_in_bounded_number_the_newest_ones() -> None:
