@@ -436,6 +436,14 @@ HELD_REQUESTS = Limit(
 HELD_BYTES = Limit(
     "held_bytes", 256 << 20, "bytes", "requests taken from the queue", "scheduler", "RYZANSTEIN_HELD_BYTES"
 )
+RECENT_FRAMES = Limit(
+    "recent_frames",
+    8192,
+    "entries",
+    "frames kept to be published again; older ones are computed again",
+    "executor",
+)
+RECENT_FRAME_BYTES = Limit("recent_frame_bytes", 64 << 20, "bytes", "these frames together", "executor")
 
 LIMITS: tuple[Limit, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
 """All of them."""

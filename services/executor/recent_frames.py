@@ -1,18 +1,21 @@
 """The frames that a leader has published lately, to be published again after the connection was lost.
 
 A core publish that was on its way when the broker died is lost without an error, and a lost last
-frame leaves no gap that a reader could see. Positions make a repeat harmless.
+frame leaves no gap that a reader could see. Positions make a repeat harmless. While the broker is away
+the newest are kept, in bounded number and size; readers see the gap before those, and their gateways have
+what is missing computed again.
 """
 
 from collections import deque
 from collections.abc import Iterator
 
 from services.executor.gathering import size_of
+from shared import limits
 from shared.messages import TokenFrame
 
 KEPT_SECONDS = 15.0
-KEPT_FRAMES = 8192
-KEPT_BYTES = 64 << 20
+KEPT_FRAMES = limits.RECENT_FRAMES.value
+KEPT_BYTES = limits.RECENT_FRAME_BYTES.value
 """Of what frames hold beside tokens."""
 
 

@@ -209,6 +209,20 @@ class Partition(_OfService):
 
 
 class PartitionExecutor(Partition):
+    """Healed once another ring has taken over: what the ring has computed meanwhile comes after that, and too late."""
+
+    _moved = 0
+
+    async def inject(self, house: House) -> None:
+        self._moved = len(house.watch.moved)
+        await super().inject(house)
+
+    async def heal(self, house: House) -> None:
+        watch = house.watch
+        with contextlib.suppress(AssertionError):
+            await watch.until(lambda: len(watch.moved) > self._moved, SAY, "another ring takes over")
+        await super().heal(house)
+
     async def detected(self, house: House, at: float) -> float | None:
         return await house.watch.down(group_of(self.instance), at)
 
