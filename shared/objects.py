@@ -35,7 +35,7 @@ from shared.broker_errors import (
 )
 from shared.bus import Bus
 from shared.errors import BrokerUnavailable, InternalError, PayloadTooLarge, StorageFull
-from shared.streams import LEADER_PAUSE
+from shared.streams import LEADER_PAUSE, when_led
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +96,7 @@ class Objects:
     async def capacity(self) -> int:
         """Bytes that the store may have, as it was created; 0: as many as the broker has."""
         with translated(f"look at the object store {self._name}"):
-            info = await self._bus.jetstream().stream_info(self._stream)
+            info = await when_led(self._bus, lambda: self._bus.jetstream().stream_info(self._stream))
         return max(0, info.config.max_bytes or 0)
 
     async def info(self, name: str) -> ObjectInfo | None:

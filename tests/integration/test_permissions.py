@@ -12,10 +12,18 @@ import pytest
 
 from services.cli.nats_config import deployed, variable_of
 from services.cli.nats_server import LocalNats, find_binary
-from shared.bus import Bus
+from services.gateway.files.store import Files
+from services.gateway.life.large_records import LargeRecords
+from services.gateway.settings import GatewaySettings
+from shared import subjects
+from shared.batches import FileRecord
+from shared.bus import Bus, encode
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable
+from shared.messages import GenerationRequest
 from shared.permissions import USERS, User, inbox_of
+from shared.records import GenerationRecord
+from shared.tenants import TenantBucket, tenant_key
 from tests.integration.gateway.fake_ring import until
 
 G, S, H, E, O, B = "gateway", "scheduler", "health-monitor", "executor", "operator", "batch"  # noqa: E741
@@ -178,6 +186,34 @@ async def test_one_users_password_is_no_use_to_another(server: LocalNats) -> Non
     mixed = CommonSettings(nats_url=server.url, nats_user=G, nats_password=server.passwords[E])
     with pytest.raises(BrokerUnavailable, match="refused the user name or password"):
         await Bus.connect(mixed, "test")
+
+
+async def test_a_gateway_keeps_its_tenants_quotas_within_its_rights(server: LocalNats) -> None:
+    bus = await Bus.connect(settings_of(server, G), "test")
+    try:
+        made = GatewaySettings(tenant_record_bytes=1 << 20)
+        files, large = Files(bus, made), LargeRecords(bus, made)
+        await files.start()
+        await large.start()
+        watching = asyncio.create_task(files.watch())
+        record = FileRecord("file-1", "acme", "a", "batch", 1.0, "file-1")
+        await files.publish(record)
+        assert await files.listed("acme", None) == [record]
+        await files.delete("file-1", "acme")
+        await until(lambda: len(files._marks) == 1)
+        bucket = await TenantBucket.open(bus, subjects.FILES_BUCKET, FileRecord, lambda file: file.tenant)
+        await bucket.purge(tenant_key("acme", "file-1"))
+        assert (await bus.jetstream().stream_info(f"KV_{subjects.FILES_BUCKET}")).state.messages == 0
+        request = GenerationRequest("i-0", "r", "m", "g", [1] * 100_000, 9, tenant="acme")
+        for number in range(20):
+            whole = GenerationRecord(f"{number}", "completions", 1.0, [request], tenant="acme")
+            await large.put(whole, [encode(whole)])
+        await large.trimmed()
+        assert (await bus.jetstream().stream_info(f"KV_{subjects.RECORDS_BUCKET}")).state.messages < 15
+        watching.cancel()
+    finally:
+        await bus.close()
+    assert "Violation" not in server.log.read_text()
 
 
 def set_up(folder: Path) -> dict[User, str]:
