@@ -164,7 +164,7 @@ class Leader:
         await self._bus.flush()
         tame_collector()
         self._board.set_state(RingState.READY)
-        self._orchestrator.send(Ready(self._model, engine_spec.kv_bytes))
+        self._orchestrator.send(Ready(self._model, engine_spec.kv_bytes, engine_spec.imports))
         log.info(
             "leader_ready",
             group=group,

@@ -17,7 +17,7 @@ from services.executor.handover.metrics import HandoverCollector
 from services.executor.metrics import Labels, RingCollector, vllm_aliases
 from services.executor.naming import served_name
 from services.executor.nodes.head import NodesHead
-from services.executor.ring import Ring, RingEnd
+from services.executor.ring import Ring, RingEnd, fork_client
 from services.executor.ring_watch import LoadWatch, RingWatch
 from services.executor.settings import ExecutorSettings
 from shared import subjects
@@ -55,6 +55,7 @@ class ExecutorService(Service):
         self.group = settings.group or self.instance
         self._model = served_name(settings)
         self._nodes = NodesHead(settings) if settings.nnodes > 1 else None
+        self._forks = fork_client(settings)
         self._ring: Ring | None = None
         self._message = ""
         self._log_level = Change()
@@ -79,6 +80,16 @@ class ExecutorService(Service):
         )
 
     # --- life ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Ranks' imports take longer than anything else at a start: they begin first."""
+        if self._forks is not None:
+            self._forks.start()
+        try:
+            await super().run()
+        finally:
+            if self._forks is not None:
+                self._forks.close()
 
     async def start(self) -> None:
         if self._nodes is not None:
@@ -130,7 +141,9 @@ class ExecutorService(Service):
             if not await self._all_hosts():
                 return
             self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
-            ring = Ring(self._executor_settings, self.group, self.instance, self._epoch, self._nodes)
+            ring = Ring(
+                self._executor_settings, self.group, self.instance, self._epoch, self._nodes, self._forks
+            )
             ring.board.set_log_level(self._log_level)
             began = time.monotonic()
             try:
@@ -200,6 +213,9 @@ class ExecutorService(Service):
                 self._deaths = 0
                 log.info("ring_ready", group=self.group, model=ring.model, epoch=ring.epoch)
                 await self.beat_now()
+                if self._forks is not None:
+                    self._forks.need(ring.imports)
+                    self._forks.start()  # where it has ended meanwhile
             elif not ended.done():
                 ring.lose(f"the ring was not ready within {self._executor_settings.start_timeout:g} s")
             return await ended

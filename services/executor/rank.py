@@ -1,4 +1,5 @@
-"""The process of one rank: `python -m services.executor.rank EVENTS_FD`, started by the orchestrator.
+"""The process of one rank: `python -m services.executor.rank EVENTS_FD`, started by the orchestrator, or forked by its
+fork server.
 
 Standard input brings the rank's specification, where the ring meets, and later "drain"; its end
 means that the orchestrator is gone, and the rank goes too. Rank 0 is the leader.
@@ -18,6 +19,7 @@ import uvloop
 from services.executor import gpu_errors
 from services.executor.board import RingBoard
 from services.executor.debug.rank_side import PREFIX, RankDesk
+from services.executor.fork_server import leave
 from services.executor.ring import Failed, RankEvent, RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
 from shared import tracing
@@ -75,8 +77,9 @@ class Orchestrator:
         os._exit(1)
 
 
-def main() -> int:
-    orchestrator = Orchestrator(sys.stdin.buffer, int(sys.argv[1]))
+def main(events_fd: int) -> int:
+    """The process. `events_fd`: where its events go."""
+    orchestrator = Orchestrator(sys.stdin.buffer, events_fd)
     spec = orchestrator.read_spec()
     settings = ExecutorSettings.model_validate(spec.settings)
     desk = RankDesk(spec)
@@ -141,8 +144,4 @@ def _follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orches
 
 
 if __name__ == "__main__":
-    # Not sys.exit: threads of the engine and of NCCL must not be able to hold up a rank that is done.
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(main(int(sys.argv[1])))

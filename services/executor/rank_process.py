@@ -8,10 +8,11 @@ import socket
 import sys
 from typing import Protocol
 
+from services.executor.fork_server import RANK_MODULE
+from services.executor.forked_ranks import ForkClient
 from services.executor.settings import ExecutorSettings
 from shared.process import die_with_parent
 
-RANK_MODULE = "services.executor.rank"
 SPIN_COUNT = "10000"
 """Turns that an OpenMP thread waits before it sleeps: the time between two operations."""
 
@@ -46,39 +47,63 @@ class RankProcess(Protocol):
     async def wait(self) -> int: ...
 
 
+class _Process(Protocol):
+    """What has been started: by us, or by the fork server."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    async def wait(self) -> int: ...
+
+
 class LocalRank:
     """A child of this process."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, events: asyncio.StreamReader, pipe: asyncio.ReadTransport
+        self,
+        process: _Process,
+        commands: asyncio.WriteTransport,
+        events: asyncio.StreamReader,
+        pipe: asyncio.ReadTransport,
     ):
         self._process = process
+        self._commands = commands
         self.events = events
         """A line for each event; ends with the process."""
         self._pipe = pipe
 
     @classmethod
-    async def start(cls, threads: int, settings: ExecutorSettings) -> "LocalRank":
-        read_end, write_end = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                RANK_MODULE,
-                str(write_end),
-                stdin=asyncio.subprocess.PIPE,
-                pass_fds=(write_end,),
-                preexec_fn=die_with_parent(signal.SIGKILL),
-                start_new_session=True,  # Ctrl-C goes to the orchestrator alone, which drains the ring
-                env=environment(threads, settings),
-            )
-        finally:
-            os.close(write_end)
+    async def start(
+        cls, threads: int, settings: ExecutorSettings, forks: ForkClient | None = None
+    ) -> "LocalRank":
+        """Forked by the server of `forks` where that can be, else a new Python."""
+        commands_read, commands_write = os.pipe()
+        events_read, events_write = os.pipe()
+        loop = asyncio.get_running_loop()
+        commands, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(commands_write, "wb"))
         events = asyncio.StreamReader()
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(events), os.fdopen(read_end, "rb")
+        pipe, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(events), os.fdopen(events_read, "rb")
         )
-        return cls(process, events, pipe)
+        try:
+            process: _Process | None = None
+            if forks is not None:
+                process = await forks.fork(commands_read, events_write)
+            if process is None:
+                process = await _executed(commands_read, events_write, environment(threads, settings))
+        except BaseException:
+            commands.close()
+            pipe.close()
+            raise
+        finally:
+            os.close(commands_read)
+            os.close(events_write)
+        return cls(process, commands, events, pipe)
 
     @property
     def pid(self) -> int:
@@ -89,10 +114,8 @@ class LocalRank:
         return self._process.returncode
 
     def tell(self, line: bytes) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
-        if not stdin.is_closing():
-            stdin.write(line)
+        if not self._commands.is_closing():
+            self._commands.write(line)
 
     def kill(self) -> None:
         if self._process.returncode is None:
@@ -105,15 +128,37 @@ class LocalRank:
         return await self._process.wait()
 
     def close(self) -> None:
-        """Reads no more events."""
+        """Reads no more events, and tells nothing more."""
         self._pipe.close()
+        if not self._commands.is_closing():
+            self._commands.abort()
+
+
+async def _executed(commands: int, events: int, environment: dict[str, str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        RANK_MODULE,
+        str(events),
+        stdin=commands,
+        pass_fds=(events,),
+        preexec_fn=die_with_parent(signal.SIGKILL),
+        start_new_session=True,  # Ctrl-C goes to the orchestrator alone, which drains the ring
+        env=environment,
+    )
 
 
 def environment(threads: int, settings: ExecutorSettings) -> dict[str, str]:
     """OpenMP reads these when torch is imported. A thread that waits spins for a moment only, which
     bridges the gap between two operations: one that spins for long takes the core from the other
-    ranks and services of the machine, and one that sleeps at once is woken too late."""
-    own = {"GOMP_SPINCOUNT": SPIN_COUNT, "OMP_NUM_THREADS": str(threads), **NCCL_IS_LOUD}
+    ranks and services of the machine, and one that sleeps at once is woken too late. OpenBLAS, which NumPy has for
+    products that nobody asks for, would start threads when it is imported, and a process of several is not forked."""
+    own = {
+        "GOMP_SPINCOUNT": SPIN_COUNT,
+        "OMP_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",
+        **NCCL_IS_LOUD,
+    }
     if ipaddress.ip_address(socket.gethostbyname(settings.meeting_host)).is_loopback:
         own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {**own, **os.environ}

@@ -20,9 +20,10 @@ import structlog
 
 from services.executor.board import RingBoard
 from services.executor.debug.recorder import FlightRecorder
+from services.executor.forked_ranks import ForkClient
 from services.executor.handover.board import HandoverBoard
 from services.executor.nodes.head import NodesHead, RemoteRank
-from services.executor.rank_process import LocalRank
+from services.executor.rank_process import LocalRank, environment
 from services.executor.settings import ExecutorSettings
 
 log = structlog.get_logger(__name__)
@@ -47,6 +48,13 @@ def cores_of(settings: ExecutorSettings, rank: int) -> list[int]:
         return []
     here = rank % settings.ranks_here
     return cores[here * threads : (here + 1) * threads]
+
+
+def fork_client(settings: ExecutorSettings) -> ForkClient | None:
+    """For ranks of this host that compute; the stub's start as fast by themselves. Its server is not running yet."""
+    if settings.engine == "stub" or settings.fork_server == "off":
+        return None
+    return ForkClient(environment(thread_count(settings), settings))
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -83,6 +91,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     model: str
     kv_bytes: int = 0
     """Most bytes that rank 0's KV cache takes."""
+    imports: list[str] = []
+    """Modules that the next ring's ranks will need beyond those of every rank."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
@@ -120,9 +130,12 @@ class Ring:
         instance: str,
         epoch: int,
         nodes: NodesHead | None = None,
+        forks: ForkClient | None = None,
     ) -> None:
-        """`epoch`: larger than that of any earlier ring of the group. `nodes`: the other hosts, all of them there."""
+        """`epoch`: larger than that of any earlier ring of the group. `nodes`: the other hosts, all of them there.
+        `forks`: where ranks of this host are forked."""
         self._settings = settings
+        self._forks = forks
         self._nodes = nodes
         self._group = group
         self._instance = instance
@@ -131,6 +144,8 @@ class Ring:
         self.model = ""
         self.kv_bytes = 0
         """Most that the KV caches of all ranks take together: ranks differ by a head at most."""
+        self.imports: list[str] = []
+        """What `Ready` tells of them."""
         self.given_up = ""
         """Why the orchestrator has had enough of it, where it has."""
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
@@ -141,6 +156,8 @@ class Ring:
         self._processes: list[LocalRank | RemoteRank] = []
         self._events: dict[int, asyncio.Task[None]] = {}
         self._exits: list[asyncio.Task[None]] = []
+        self._rendezvous = b""
+        """What rank 0 has said of it, for those that are started later."""
         self._missed = False
         """Whether some rank has said that another is gone."""
         self._killed = False
@@ -204,13 +221,13 @@ class Ring:
     async def _spawn(self, rank: int) -> None:
         if rank < self._settings.ranks_here:
             process: LocalRank | RemoteRank = await LocalRank.start(
-                thread_count(self._settings), self._settings
+                thread_count(self._settings), self._settings, self._forks
             )
         else:
             assert self._nodes is not None, "ranks elsewhere are started by their hosts"
             process = self._nodes.begin(rank, self.epoch, self.board)
         self._processes.append(process)
-        process.tell(msgspec.json.encode(self._spec(rank)) + b"\n")
+        process.tell(msgspec.json.encode(self._spec(rank)) + b"\n" + self._rendezvous)
         self._events[rank] = asyncio.create_task(self._follow_events(rank, process))
         self._exits.append(asyncio.create_task(self._follow_exit(rank, process)))
         if self._killed:  # while the process was being started
@@ -245,11 +262,11 @@ class Ring:
     def _on_event(self, rank: int, event: RankEvent) -> None:
         match event:
             case Rendezvous():
-                line = msgspec.json.encode(event) + b"\n"
-                for follower in range(1, self._settings.tp):
-                    self._tell(follower, line)
-            case Ready(model, kv_bytes):
-                self.model = model
+                self._rendezvous = msgspec.json.encode(event) + b"\n"
+                for follower in range(1, len(self._processes)):
+                    self._tell(follower, self._rendezvous)
+            case Ready(model, kv_bytes, imports):
+                self.model, self.imports = model, imports
                 self.kv_bytes = kv_bytes * self._settings.tp
                 self.ready.set()
             case Drained():

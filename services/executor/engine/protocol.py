@@ -52,6 +52,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     overlaps: bool = False
     """Whether it computes what was launched while its thread goes on, so that it pays to launch a step before the
     one before it is over."""
+    imports: list[str] = []
+    """Modules that the next start of a rank of this model will need beyond those that every rank has."""
 
     @property
     def total_blocks(self) -> int:

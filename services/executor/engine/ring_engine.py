@@ -305,6 +305,7 @@ class RingMember:
             kv_block_bytes=shape.bytes_per_spilled_block,
             kv_bytes=store.nbytes,
             overlaps=runner.can_launch(1),
+            imports=share.imports,
         )
         return cls(runner, collectives, engine_spec, share)
 

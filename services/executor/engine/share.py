@@ -185,6 +185,8 @@ class _BuiltShare:
 
     @property
     def imports(self) -> list[str]:
+        if self._cache is not None and self.reads_compressed:
+            return []  # it will be cached
         return ["services.executor.model.loader", self._module]
 
 

@@ -12,6 +12,7 @@ import structlog
 
 from services.executor.board import RingBoard
 from services.executor.debug.recorder import FlightRecorder
+from services.executor.forked_ranks import ForkClient
 from services.executor.handover.board import HandoverBoard
 from services.executor.nodes.wire import (
     GREETING,
@@ -33,7 +34,7 @@ from services.executor.nodes.wire import (
 )
 from services.executor.proofs import MessageMac, is_proof, proof
 from services.executor.rank_process import LocalRank
-from services.executor.ring import RankSpec, thread_count
+from services.executor.ring import RankSpec, fork_client, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.lifecycle import Service
 from shared.messages import ServiceName
@@ -69,8 +70,11 @@ class _Rank:
 class Life:
     """The ranks of one ring on this host, from the first `Begin` to the end of the last one."""
 
-    def __init__(self, settings: ExecutorSettings, epoch: int, line: Line[ToNode]) -> None:
+    def __init__(
+        self, settings: ExecutorSettings, epoch: int, line: Line[ToNode], forks: ForkClient | None
+    ) -> None:
         self._settings = settings
+        self._forks = forks
         self._line = line
         self.epoch = epoch
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
@@ -106,7 +110,7 @@ class Life:
         """One rank from its specification to its end."""
         spec = self._own(msgspec.json.decode(await rank.inputs.get(), type=RankSpec))
         settings = ExecutorSettings.model_validate(spec.settings)
-        process = rank.process = await LocalRank.start(thread_count(settings), settings)
+        process = rank.process = await LocalRank.start(thread_count(settings), settings, self._forks)
         process.tell(msgspec.json.encode(spec) + b"\n")
         feeding = asyncio.create_task(_feed(process, rank.inputs))
         try:
@@ -145,10 +149,20 @@ class RingNode(Service):
     def __init__(self, settings: ExecutorSettings) -> None:
         super().__init__(settings)
         self._executor_settings = settings
+        self._forks = fork_client(settings)
         self._secret = settings.ring_secret.get_secret_value().encode()
         self._life: Life | None = None
         self._met = False
         self._reason = "host 0 has not been reached yet"
+
+    async def run(self) -> None:
+        if self._forks is not None:
+            self._forks.start()
+        try:
+            await super().run()
+        finally:
+            if self._forks is not None:
+                self._forks.close()
 
     async def start(self) -> None:
         self.spawn(self._keep_in_touch(), "host 0")
@@ -227,7 +241,9 @@ class RingNode(Service):
         if isinstance(message, Begin):
             if life is None or life.epoch != message.epoch:
                 await self._end_life()
-                life = self._life = Life(self._executor_settings, message.epoch, line)
+                if self._forks is not None:
+                    self._forks.start()  # where it has ended meanwhile
+                life = self._life = Life(self._executor_settings, message.epoch, line, self._forks)
             life.begin(message.rank)
         elif isinstance(message, Input):
             if life is not None and life.epoch == message.epoch:

@@ -88,7 +88,7 @@ if __name__ == "__main__":
     RingBoard.rank = on_a_gpu  # type: ignore[method-assign]
     StubEngine.execute = wait_for_tokens  # type: ignore[method-assign]
     rank_process.Orchestrator.read_spec = remember  # type: ignore[method-assign]
-    code = rank_process.main()
+    code = rank_process.main(int(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
