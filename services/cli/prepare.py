@@ -16,6 +16,7 @@ from typing import IO
 
 import msgspec
 
+from services.cli.models import ensure_model, is_ready
 from services.cli.wheels import Progress
 from shared.errors import InternalError, RyzansteinError, error_from_code
 from shared.process import die_with_parent
@@ -43,7 +44,10 @@ _line = msgspec.json.Decoder(_Step | _Ready | _Failed)
 
 
 async def prepare_model(name: str, cache: Path, report: Progress) -> tuple[str, Path]:
-    """What `ensure_model` returns and raises, from a process that ends when this is cancelled."""
+    """What `ensure_model` returns and raises, from a process that ends when this is cancelled; without one where
+    the model is there."""
+    if is_ready(name, cache):
+        return ensure_model(name, cache, report)
     with tempfile.TemporaryFile() as complaints:
         async with _process(name, cache, complaints) as process:
             assert process.stdout is not None
@@ -107,8 +111,6 @@ def main(name: str, cache: Path) -> int:
 
     def write(line: msgspec.Struct) -> None:
         print(msgspec.json.encode(line).decode(), file=lines, flush=True)  # read by our parent
-
-    from services.cli.models import ensure_model
 
     try:
         served, directory = ensure_model(name, cache, lambda *step: write(_Step(*step)))

@@ -5,6 +5,7 @@ gateway (takes nothing more), scheduler, executors (finish what runs), health mo
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import secrets
@@ -28,6 +29,8 @@ from shared.process import die_with_parent
 STOP_ORDER = ("gateway", "scheduler", "executor", "health-monitor")
 STOP_MARGIN = 20.0
 """Seconds that a service gets to end, beyond those for finishing its work."""
+LOOK_INTERVAL = 0.1
+"""Seconds between two looks at whether a process has ended that was to become ready."""
 FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 10.0
 STABLE_AFTER = 60.0
@@ -80,6 +83,8 @@ class LocalStack:
         self.children: list[Child] = []
         self.beats: dict[str, Heartbeat] = {}
         """The last heartbeat of each instance, of its present process."""
+        self._news = asyncio.Event()
+        """Set with every heartbeat."""
 
     @property
     def gateway_url(self) -> str:
@@ -116,7 +121,8 @@ class LocalStack:
         await self._bus.ensure_streams()
         await self._bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
         self.children = self._make_children()
-        for child in self.children:
+        # What takes longest to be ready begins first; what is equal stays in order.
+        for child in sorted(self.children, key=lambda child: child.service != "executor"):
             await self._start(child)
 
     async def wait_ready(self, report: Callable[[dict[str, Heartbeat]], None]) -> None:
@@ -127,7 +133,9 @@ class LocalStack:
         while not self._all_ready():
             self._raise_if_ended()
             report(self.beats)
-            await asyncio.sleep(0.1)
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), LOOK_INTERVAL)
         report(self.beats)
 
     async def watch(self, on_event: Tell) -> None:
@@ -237,6 +245,7 @@ class LocalStack:
         if not any(child.instance == beat.instance and child.pid == beat.pid for child in self.children):
             return
         self.beats[beat.instance] = beat
+        self._news.set()
         if beat.service == "gateway" and beat.address:
             self._port = int(beat.address.rpartition(":")[2])  # it stays, should the gateway start again
         if beat.grpc_address:

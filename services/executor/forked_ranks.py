@@ -153,6 +153,7 @@ class ForkClient:
             self._give_up(f"it answers {hello} to the version {VERSION}")
             return False
         self._greeted = True
+        log.info("fork_server_ready", pid=self.pid)
         return True
 
     async def _fork(self, stdin: int, events: int) -> ForkedRank | None:

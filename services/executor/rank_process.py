@@ -9,7 +9,7 @@ import sys
 from typing import Protocol
 
 from services.executor.fork_server import RANK_MODULE
-from services.executor.forked_ranks import ForkClient
+from services.executor.forked_ranks import ForkClient, ForkedRank
 from services.executor.settings import ExecutorSettings
 from shared.process import die_with_parent
 
@@ -108,6 +108,11 @@ class LocalRank:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether the fork server has started it."""
+        return isinstance(self._process, ForkedRank)
 
     @property
     def returncode(self) -> int | None:

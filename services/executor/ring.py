@@ -223,6 +223,7 @@ class Ring:
             process: LocalRank | RemoteRank = await LocalRank.start(
                 thread_count(self._settings), self._settings, self._forks
             )
+            log.info("rank_started", rank=rank, pid=process.pid, forked=process.is_forked, epoch=self.epoch)
         else:
             assert self._nodes is not None, "ranks elsewhere are started by their hosts"
             process = self._nodes.begin(rank, self.epoch, self.board)

@@ -5,11 +5,13 @@ leader   plan ──▶ plan channel ──▶ followers
          logits ──▶ sampler ──▶ tokens
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 from msgspec import structs
 
@@ -51,6 +53,8 @@ from shared.messages import ModelCard
 if TYPE_CHECKING:  # they import Triton, which not every host has
     from services.executor.gpu.sampling import Pending
     from services.executor.gpu.steps import StepLimits
+
+log = structlog.get_logger(__name__)
 
 IDLE_LOOK = 0.2
 """Seconds without a plan after which a profiler that is at work is told."""
@@ -222,6 +226,20 @@ def _next_plan(receiver: PlanReceiver) -> StepPlan | None:
     return receiver.receive()
 
 
+class Laps:
+    """What the parts of a load have taken, for the log."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def over(self, part: str) -> None:
+        """`part` has been done since the one before."""
+        now = time.perf_counter()
+        self.seconds[part] = round(now - self._last, 3)
+        self._last = now
+
+
 class RingMember:
     """One rank's share of model and cache."""
 
@@ -245,6 +263,7 @@ class RingMember:
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
+        laps = Laps()
         adopt_loggers()  # of torch, which is loaded by now
         if device.type == "cuda":
             watch_device(board, device)
@@ -257,6 +276,7 @@ class RingMember:
             progress(done, total)
 
         share = load_share(settings, spec, directory, device, collectives, report)
+        laps.over("weights")
         facts, layout = share.facts, share.layout
         if settings.context_length > facts.context_length:
             raise ConfigurationError(
@@ -279,6 +299,7 @@ class RingMember:
         room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         spill = DeviceSpill(*room, device) if device.type == "cuda" else SpillStore(*room)
         store = KvStore(shape, blocks.hot, device, blocks.cold)
+        laps.over("kv_cache")
         limits = step_limits(settings, context) if device.type == "cuda" else None
         runner = share.runner(store, spill, limits)
         if runner.is_native:
@@ -289,7 +310,10 @@ class RingMember:
             place = (spec.rank, settings.ring_host, settings.handover_port)
             fields = handover.rank(spec.rank)
             runner.connect(RankEndpoint(store, shape.bytes_per_spilled_block, fields, *place))
+        laps.over("warm_up")
         collectives.barrier()
+        laps.over("others")
+        log.info("rank_loaded", cached=share.is_cached, **laps.seconds)
         engine_spec = EngineSpec(
             settings.block_size,
             blocks.hot,

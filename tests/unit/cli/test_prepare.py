@@ -24,6 +24,21 @@ async def test_name_and_directory_come_back(tmp_path: Path) -> None:
     assert found == ("model", tmp_path / "model")
 
 
+async def test_what_is_there_needs_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pulled--model", DEFAULT_MODEL):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.setattr("services.cli.prepare._process", None)
+    assert await prepare_model("pulled/model", tmp_path, ignore) == (
+        "pulled/model",
+        tmp_path / "pulled--model",
+    )
+    assert await prepare_model(DEFAULT_MODEL.lower(), tmp_path, ignore) == (
+        DEFAULT_MODEL,
+        tmp_path / DEFAULT_MODEL,
+    )
+
+
 async def test_errors_come_back_as_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="does not exist; check the path"):
         await prepare_model(str(tmp_path / "none.gguf"), tmp_path, ignore)

@@ -1,0 +1,424 @@
+"""What a start takes, and a ring's return after a kill, phase by phase: `python -m benchmarks.start --help`.
+
+    cold     up ──▶ services ──▶ imports ──▶ weights built ──▶ ready ──▶ answer      weights kept in the background
+    cached   up ──▶ services ──▶ imports ──▶ weights read  ──▶ ready ──▶ answer
+    kill     a rank ──▶ told ──▶ forked ──▶ weights read ──▶ ready ──▶ the answer that was asked for meanwhile
+
+Times are those of the log's lines, which every process writes on the same clock, and of the answer's first token.
+What is cold is the weight cache alone: models are in the page cache.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.errors import BenchError, told_in_a_sentence, write_json
+from benchmarks.random_model import LlamaShape
+from benchmarks.report import machine, versions
+from services.cli.models import DEFAULT_MODEL
+from services.cli.run_file import read_run_file
+from services.cli.settings import LocalSettings
+
+TINYLLAMA = "2048,32,4,5632,22,49152"
+"""TinyLlama 1.1B, with the vocabulary of the tokenizer that it is given here: 2.3 GB."""
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+PATIENCE = 600.0
+LOOK = 0.005
+
+Line = dict[str, Any]
+"""One of a log."""
+
+
+class Round(msgspec.Struct, frozen=True):
+    """Seconds of each phase, in order, of one start or kill; `total` from its begin to the first token."""
+
+    kind: str
+    phases: dict[str, float]
+    total: float
+    cpu: float
+    """CPU seconds of all processes until then, of a start; of a kill 0."""
+    load: float
+    """Of the machine in the minute before (1-minute average)."""
+
+
+class StartReport(msgspec.Struct, frozen=True):
+    date: str
+    command: str
+    machine: str
+    versions: dict[str, str]
+    model: str
+    model_bytes: int
+    rounds: list[Round]
+    memory: dict[str, list[int]]
+    """Proportional and unique bytes (PSS, USS) of each process of the last stack, by its name."""
+
+
+@dataclass
+class Log:
+    """Lines of one run, by event, with their times in seconds of the epoch."""
+
+    lines: list[Line] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, directory: Path) -> "Log":
+        """All logs in `directory`, oldest line first; what is no JSON is left out."""
+        found = []
+        for path in directory.glob("*.log"):
+            for text in path.read_text(errors="replace").splitlines():
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue
+                if isinstance(line, dict) and "timestamp" in line:
+                    found.append(line)
+        return cls(sorted(found, key=lambda line: str(line["timestamp"])))
+
+    def of(self, event: str, since: float = 0.0, **fields: object) -> list[Line]:
+        """The lines of `event` since then whose fields are these."""
+        return [
+            line
+            for line in self.lines
+            if line.get("event") == event
+            and at(line) >= since
+            and all(line.get(name) == value for name, value in fields.items())
+        ]
+
+
+def at(line: Line) -> float:
+    """When `line` was written, in seconds of the epoch."""
+    return datetime.fromisoformat(str(line["timestamp"])).timestamp()
+
+
+def start_phases(log: Log, began: float, answered: float) -> dict[str, float]:
+    """Seconds of each phase of a start at `began` whose first token came at `answered`."""
+    service = at(log.of("ready", service="executor")[0])
+    forked = [at(line) for line in log.of("rank_started")]
+    loaded = log.of("rank_loaded")
+    ready = at(log.of("ring_ready")[0])
+    parts = _slowest(loaded)
+    began_loading = max(at(line) - sum(_parts(line).values()) for line in loaded)
+    return {
+        "command line, NATS, executor's imports": service - began,
+        "ranks' imports, forked": max(forked) - service,
+        "ranks meet": began_loading - max(forked),
+        **parts,
+        "announced": ready - max(map(at, loaded)),
+        "seen by all, first token": answered - ready,
+    }
+
+
+def kill_phases(log: Log, killed: float, answered: float) -> dict[str, float]:
+    """Seconds of each phase of a return after a kill at `killed`."""
+    told = at(log.of("ring_lost", killed)[0])
+    forked = max(at(line) for line in log.of("rank_started", killed))
+    loaded = log.of("rank_loaded", killed)
+    ready = at(log.of("ring_ready", killed)[0])
+    began_loading = max(at(line) - sum(_parts(line).values()) for line in loaded)
+    return {
+        "told": told - killed,
+        "ended, forked": forked - told,
+        "ranks meet": began_loading - forked,
+        **_slowest(loaded),
+        "announced": ready - max(map(at, loaded)),
+        "first token": answered - ready,
+    }
+
+
+def _slowest(loaded: Sequence[Line]) -> dict[str, float]:
+    """Of the rank that was loaded last: others wait for it."""
+    names = {
+        "weights": "weights",
+        "kv_cache": "KV cache",
+        "warm_up": "kernels, first step",
+        "others": "other ranks",
+    }
+    parts = _parts(max(loaded, key=lambda line: _parts(line).get("weights", 0.0)))
+    return {name: parts.get(key, 0.0) for key, name in names.items()}
+
+
+def _parts(line: Line) -> dict[str, float]:
+    return {name: float(line.get(name, 0.0)) for name in ("weights", "kv_cache", "warm_up", "others")}
+
+
+def medians(rounds: Sequence[Round]) -> tuple[dict[str, float], dict[str, float]]:
+    """(medians, least) of each phase over `rounds` of one kind, their totals and CPU time included."""
+    columns = [{**one.phases, "total": one.total, "CPU time": one.cpu} for one in rounds]
+    names = list(columns[0])
+    found = {name: [column[name] for column in columns] for name in names}
+    return (
+        {name: statistics.median(values) for name, values in found.items()},
+        {name: min(values) for name, values in found.items()},
+    )
+
+
+class Stack:
+    """`ryzanstein up` in a directory of its own."""
+
+    def __init__(
+        self, directory: Path, model: str, variables: Mapping[str, str], options: Sequence[str]
+    ) -> None:
+        self._directory = directory
+        self._output = (directory.parent / f"{directory.name}.txt").open("wb")
+        command = [sys.executable, "-m", "services.cli", "up", "--model", model, "--no-proof", "--port", "0"]
+        command += ["--grpc-port", "0", "--data-dir", str(directory), *options]
+        self.began = time.time()
+        self._process = psutil.Popen(
+            command, env={**os.environ, **variables}, stdout=self._output, stderr=self._output
+        )
+        self._client = httpx.Client(timeout=PATIENCE, trust_env=False)
+        self._asking = ThreadPoolExecutor(1)
+        self.url = ""
+
+    @property
+    def log(self) -> Log:
+        return Log.read(self._directory / "logs")
+
+    def wait(self, what: str, condition: Any) -> None:
+        """Until `condition()`. Raises `BenchError`."""
+        give_up = time.monotonic() + PATIENCE
+        while not condition():
+            if self._process.poll() is not None:
+                said = (self._directory.parent / f"{self._directory.name}.txt").read_text(errors="replace")
+                raise BenchError(f"The stack ended before {what}: {said.strip().splitlines()[-1:]}.")
+            if time.monotonic() > give_up:
+                raise BenchError(f"There was no {what} within {PATIENCE:g} s.")
+            time.sleep(LOOK)
+
+    def wait_ready(self) -> None:
+        self.wait("readiness", lambda: read_run_file(self._directory) is not None)
+        note = read_run_file(self._directory)
+        assert note is not None, "it was there"
+        self.url = note.gateway_url
+        self.model = str(self._client.get(f"{self.url}/v1/models").json()["data"][0]["id"])
+
+    def first_token(self) -> float:
+        """Asks for an answer; when its first token came, in seconds of the epoch."""
+        body = {
+            "model": self.model,
+            "prompt": "A ring of ranks",
+            "max_tokens": 2,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with self._client.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    if "error" in line:
+                        raise BenchError(f"The stack answered {line}.")
+                    return time.time()
+        raise BenchError("The stack gave no token.")
+
+    def ask(self) -> "Future[float]":
+        """`first_token`, while others go on."""
+        return self._asking.submit(self.first_token)
+
+    def kill_a_rank(self) -> float:
+        """The last rank, by SIGKILL; when."""
+        line = max(self.log.of("rank_started"), key=lambda line: (at(line), line["rank"]))
+        killed = time.time()
+        os.kill(int(line["pid"]), signal.SIGKILL)
+        return killed
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        return [self._process, *self._process.children(recursive=True)]
+
+    def cpu_seconds(self) -> float:
+        times = [process.cpu_times() for process in self.processes]
+        return sum(one.user + one.system for one in times)
+
+    def memory(self) -> dict[str, list[int]]:
+        """(PSS, USS) of each process, in bytes."""
+        ranks = {line["pid"]: f"rank {line['rank']}" for line in self.log.of("rank_started")}
+        found = {}
+        for process in self.processes:
+            full = process.memory_full_info()
+            words = process.cmdline()
+            module = next(
+                (word for word in words if word.startswith("services.")), words[0].rpartition("/")[2]
+            )
+            found[ranks.get(process.pid, module.removeprefix("services."))] = [full.pss, full.uss]
+        return found
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(60)
+        except psutil.TimeoutExpired:
+            self._process.kill()
+        self._asking.shutdown(wait=False)
+        self._client.close()
+        self._output.close()
+
+
+@contextmanager
+def stack_of(scratch: Path, model: str, cache: Path | None, options: Sequence[str]) -> Iterator[Stack]:
+    """A stack that is ended; `cache`: of its weights, None: the user's own."""
+    variables = {"RYZANSTEIN_LOG_FORMAT": "json"}
+    if cache is not None:
+        variables["RYZANSTEIN_MODEL_CACHE"] = str(cache)
+    with TemporaryDirectory(dir=scratch) as directory:
+        stack = Stack(Path(directory) / "data", model, variables, options)
+        try:
+            yield stack
+        finally:
+            stack.close()
+
+
+def measure_start(stack: Stack, kind: str) -> Round:
+    stack.wait_ready()
+    answered = stack.first_token()
+    return Round(
+        kind,
+        start_phases(stack.log, stack.began, answered),
+        answered - stack.began,
+        stack.cpu_seconds(),
+        _load(),
+    )
+
+
+def measure_kill(stack: Stack) -> Round:
+    killed = stack.kill_a_rank()
+    stack.wait("a word of the loss", lambda: stack.log.of("ring_lost", killed))
+    asked = stack.ask()
+    stack.wait("ring again", lambda: stack.log.of("ring_ready", killed))
+    answered = asked.result()
+    return Round("kill", kill_phases(stack.log, killed, answered), answered - killed, 0.0, _load())
+
+
+def measure(
+    scratch: Path, model: Path, rounds: int, kills: int, options: Sequence[str], ranks: int
+) -> tuple[list[Round], dict[str, list[int]]]:
+    """Of `rounds` rounds, each with a cache of its own: a cold start, a cached one, and so many kills."""
+    found: list[Round] = []
+    memory: dict[str, list[int]] = {}
+    for number in range(rounds):
+        cache = scratch / f"cache-{number}"
+        with stack_of(scratch, str(model), cache, options) as stack:
+            found.append(measure_start(stack, "cold"))
+            stack.wait("cached weights", lambda stack=stack: _is_kept(stack.log, ranks))
+        with stack_of(scratch, str(model), cache, options) as stack:
+            found.append(measure_start(stack, "cached"))
+            found += [measure_kill(stack) for _ in range(kills)]
+            memory = stack.memory()
+        for file in cache.rglob("*"):
+            if file.is_file():
+                file.unlink()
+    return found, memory
+
+
+def _is_kept(log: Log, ranks: int) -> bool:
+    """Whether every rank's weights are, or will not be."""
+    return len(log.of("weights_kept") + log.of("weights_not_kept")) >= ranks or bool(
+        log.of("computing_with_pytorch")
+    )
+
+
+def _load() -> float:
+    return os.getloadavg()[0]
+
+
+def show(report: StartReport, console: Console) -> None:
+    for kind in dict.fromkeys(one.kind for one in report.rounds):
+        rounds = [one for one in report.rounds if one.kind == kind]
+        median, least = medians(rounds)
+        table = Table(f"{kind}, seconds", "median", "least", title=f"{len(rounds)} rounds")
+        for name, seconds in median.items():
+            if name != "CPU time" or kind != "kill":
+                table.add_row(name, f"{seconds:.2f}", f"{least[name]:.2f}")
+        console.print(table)
+    memory = Table("memory, MB", "PSS", "USS")
+    for name, (pss, uss) in report.memory.items():
+        memory.add_row(name, f"{pss / 1e6:.0f}", f"{uss / 1e6:.0f}")
+    console.print(memory)
+    loads = [one.load for one in report.rounds]
+    console.print(
+        f"Model: {report.model}, {report.model_bytes / 1e6:.0f} MB. Machine: {report.machine}, load average "
+        f"{min(loads, default=0):.1f} to {max(loads, default=0):.1f}. {report.date}. Command: {report.command}",
+        soft_wrap=True,
+    )
+
+
+def random_model(directory: Path, shape: LlamaShape, tokenizer: Path) -> Path:
+    """A checkpoint of random weights in `directory`, with the tokenizer of another model."""
+    from benchmarks.on_gpu.random_checkpoint import write_checkpoint
+
+    write_checkpoint(directory, shape)
+    for name in TOKENIZER:
+        if (tokenizer / name).is_file():
+            copyfile(tokenizer / name, directory / name)
+    return directory
+
+
+def _default_model() -> Path:
+    """The built-in model, fetched where it is not there yet."""
+    subprocess.run([sys.executable, "-m", "services.cli", "models", "pull", DEFAULT_MODEL], check=True)
+    return LocalSettings().model_cache.expanduser() / DEFAULT_MODEL
+
+
+def main(
+    model: Annotated[
+        Path | None, typer.Option(help="A model directory. Default: the built-in model.", file_okay=False)
+    ] = None,
+    random: Annotated[
+        str,
+        typer.Option(
+            help="Instead of a directory: a random Llama of this shape, as hidden,heads,kv_heads,inner,layers,"
+            "vocabulary, or 1.1b; with the built-in model's tokenizer."
+        ),
+    ] = "",
+    tp: Annotated[int, typer.Option(help="Ranks.", min=1)] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds of a cold start and a cached one.", min=1)] = 3,
+    kills: Annotated[int, typer.Option(help="Kills of a rank in each round.", min=0)] = 2,
+    json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
+) -> None:
+    """Start of a stack, and return of a ring whose rank was killed."""
+    if model is not None and random:
+        raise typer.BadParameter("Name a model directory, or a shape with --random, and not both.")
+    with told_in_a_sentence(), TemporaryDirectory(prefix="ryzanstein-bench-") as scratch:
+        directory = model
+        if directory is None:
+            directory = _default_model()
+        if random:
+            try:
+                shape = LlamaShape.parse(TINYLLAMA if random == "1.1b" else random)
+            except ValueError as error:
+                raise typer.BadParameter(f"--random {error}.") from None
+            directory = random_model(Path(scratch) / "random", shape, directory)
+        found, memory = measure(Path(scratch), directory.resolve(), rounds, kills, ["--tp", str(tp)], tp)
+        report = StartReport(
+            date=datetime.now(UTC).date().isoformat(),
+            command=" ".join(["python -m benchmarks.start", *sys.argv[1:]]),
+            machine=machine(),
+            versions=versions(),
+            model=directory.name,
+            model_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+            rounds=found,
+            memory=memory,
+        )
+        show(report, Console())
+        write_json(json, report)
+
+
+if __name__ == "__main__":
+    typer.run(main)
