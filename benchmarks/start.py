@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,12 +85,12 @@ class Log:
         found = []
         for path in directory.glob("*.log"):
             for text in path.read_text(errors="replace").splitlines():
-                try:
-                    line = json.loads(text)
-                except ValueError:
-                    continue
-                if isinstance(line, dict) and "timestamp" in line:
-                    found.append(line)
+                # Two processes may have written at once, and ended their lines afterwards.
+                for part in text.replace("}{", "}\n{").splitlines():
+                    with suppress(ValueError):
+                        line = json.loads(part)
+                        if isinstance(line, dict) and "timestamp" in line:
+                            found.append(line)
         return cls(sorted(found, key=lambda line: str(line["timestamp"])))
 
     def of(self, event: str, since: float = 0.0, **fields: object) -> list[Line]:

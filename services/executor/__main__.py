@@ -1,5 +1,12 @@
 """`python -m services.executor`: one executor, as a process; or a host of its ring."""
 
+import sys
+
+from services.executor.early_fork_server import start_early
+
+if __name__ == "__main__":
+    start_early(sys.argv[1:])  # before the imports below, which run beside its own
+
 from services.executor.nodes.node import RingNode
 from services.executor.orchestrator import ExecutorService
 from services.executor.settings import ExecutorSettings

@@ -36,6 +36,9 @@ _IMPORTABLE = ("services.executor.", "transformers.")
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
     """Comes with two descriptors: the rank's standard input, and where it tells events."""
 
+    variables: dict[str, str]
+    """Of the rank's environment, where ours does not have them."""
+
 
 class Import(msgspec.Struct, frozen=True, tag="import"):
     """Ranks to come will need these modules too. There is no answer."""
@@ -99,8 +102,8 @@ class ForkServer:
                 case Import(modules):
                     with contextlib.suppress(ImportError):  # ranks say what they miss
                         self._load([name for name in modules if name.startswith(_IMPORTABLE)])
-                case Fork():
-                    self._say(self._fork(*fds))
+                case Fork(variables):
+                    self._say(self._fork(variables, *fds))
                     for fd in fds:
                         os.close(fd)
 
@@ -114,7 +117,7 @@ class ForkServer:
     def _say(self, message: msgspec.Struct) -> None:
         self._line.sendall(msgspec.json.encode(message))
 
-    def _fork(self, stdin: int, events: int) -> Forked | Refused:
+    def _fork(self, variables: dict[str, str], stdin: int, events: int) -> Forked | Refused:
         if reason := why_not_to_fork():
             return Refused(reason)
         read_end, write_end = os.pipe()
@@ -125,29 +128,30 @@ class ForkServer:
             os.close(write_end)
             return Refused(f"the system has no room for another process ({error.strerror})")
         if not between:
-            self._be_between(write_end, stdin, events)
+            self._be_between(write_end, variables, stdin, events)
         os.close(write_end)
         os.waitpid(between, 0)  # from then on the rank is the executor's child
         told = os.read(read_end, 32)
         os.close(read_end)
         return Forked(int(told)) if told else Refused("the system has no room for another process")
 
-    def _be_between(self, write_end: int, stdin: int, events: int) -> None:
+    def _be_between(self, write_end: int, variables: dict[str, str], stdin: int, events: int) -> None:
         """The child, whose end makes the rank the executor's. Does not return."""
         try:
             rank = os.fork()
             if not rank:
-                self._be_rank(stdin, events)
+                self._be_rank(variables, stdin, events)
             os.write(write_end, str(rank).encode())
         finally:
             os._exit(0)
 
-    def _be_rank(self, stdin: int, events: int) -> None:
+    def _be_rank(self, variables: dict[str, str], stdin: int, events: int) -> None:
         """The rank's whole life. Does not return."""
         code = 1
         try:
             os.setsid()  # Ctrl-C goes to the executor alone, which drains the ring
             self._line.close()
+            os.environ.update({**variables, **os.environ})
             os.dup2(stdin, 0)
             os.close(stdin)
             self._become_the_executors()

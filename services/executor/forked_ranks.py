@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import structlog
 
+from services.executor import early_fork_server
+from services.executor.early_fork_server import Started
 from services.executor.fork_server import LONGEST_MESSAGE, Fork, Forked, Hello, Import, Refused
-from shared.process import die_with_parent
 from shared.version import VERSION
 
 log = structlog.get_logger(__name__)
 
-MODULE = "services.executor.fork_server"
 IMPORTED_WITHIN = 300.0
 """Seconds for the imports, from a disk that has other work."""
 FORKED_WITHIN = 30.0
@@ -73,9 +73,10 @@ def _reap(group: int) -> None:
 class ForkClient:
     """One fork server at a time. `fork` gives None where there is none that may be used."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """`environment`: of the ranks."""
-        self._environment = dict(environment)
+    def __init__(self, variables: Mapping[str, str], started: Started | None = None) -> None:
+        """`variables`: of the ranks' environment, where ours does not have them. `started`: a server that we have
+        already."""
+        self._variables = dict(variables)
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._greeted = False
@@ -83,6 +84,8 @@ class ForkClient:
         """Whether another server would be of no use either."""
         self._busy = asyncio.Lock()
         self._needed: list[str] = []
+        if started is not None:
+            self._process, self._line = started
 
     @property
     def pid(self) -> int | None:
@@ -91,25 +94,15 @@ class ForkClient:
 
     def start(self) -> None:
         """Starts a server where there is none. It imports while others go on."""
-        if self._given_up or self._alive:
+        if self._given_up:
             return
-        self.close()
         if not _is_subreaper():
             self._give_up("this system has no forked processes that become another's children")
-            return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603  # our own module
-                [sys.executable, "-m", MODULE, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=self._environment,
-                start_new_session=True,
-                preexec_fn=die_with_parent(signal.SIGKILL),
-            )
-        ours.setblocking(False)
-        self._line, self._greeted = ours, False
-        self._import(self._needed)
+        elif not self._alive:
+            self.close()
+            self._process, self._line = early_fork_server.start()
+            self._greeted = False
+            self._import(self._needed)
 
     def need(self, modules: Sequence[str]) -> None:
         """Ranks to come will need `modules` too."""
@@ -158,7 +151,7 @@ class ForkClient:
 
     async def _fork(self, stdin: int, events: int) -> ForkedRank | None:
         assert self._line is not None, "there is a server"
-        socket.send_fds(self._line, [msgspec.json.encode(Fork())], [stdin, events])
+        socket.send_fds(self._line, [msgspec.json.encode(Fork(self._variables))], [stdin, events])
         match await self._answer(FORKED_WITHIN):
             case Forked(pid):
                 return ForkedRank(pid)

@@ -8,13 +8,13 @@ import socket
 import sys
 from typing import Protocol
 
+from services.executor.early_fork_server import RUNTIME
 from services.executor.fork_server import RANK_MODULE
 from services.executor.forked_ranks import ForkClient, ForkedRank
 from services.executor.settings import ExecutorSettings
 from shared.process import die_with_parent
 
-SPIN_COUNT = "10000"
-"""Turns that an OpenMP thread waits before it sleeps: the time between two operations."""
+SPIN_COUNT = RUNTIME["GOMP_SPINCOUNT"]
 
 NCCL_IS_LOUD = {
     # An error that NCCL reports on its own (a peer's socket closed, a link down) ends the process, which the
@@ -153,17 +153,16 @@ async def _executed(commands: int, events: int, environment: dict[str, str]) -> 
     )
 
 
-def environment(threads: int, settings: ExecutorSettings) -> dict[str, str]:
-    """OpenMP reads these when torch is imported. A thread that waits spins for a moment only, which
-    bridges the gap between two operations: one that spins for long takes the core from the other
-    ranks and services of the machine, and one that sleeps at once is woken too late. OpenBLAS, which NumPy has for
-    products that nobody asks for, would start threads when it is imported, and a process of several is not forked."""
-    own = {
-        "GOMP_SPINCOUNT": SPIN_COUNT,
-        "OMP_NUM_THREADS": str(threads),
-        "OPENBLAS_NUM_THREADS": "1",
-        **NCCL_IS_LOUD,
-    }
+def variables(threads: int, settings: ExecutorSettings) -> dict[str, str]:
+    """Of a rank's environment, where the operator has not set them. OpenMP reads its own when torch is imported. A
+    thread that waits spins for a moment only, which bridges the gap between two operations: one that spins for long
+    takes the core from the other ranks and services of the machine, and one that sleeps at once is woken too late."""
+    own = {**RUNTIME, "OMP_NUM_THREADS": str(threads), **NCCL_IS_LOUD}
     if ipaddress.ip_address(socket.gethostbyname(settings.meeting_host)).is_loopback:
         own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    return {**own, **os.environ}
+    return own
+
+
+def environment(threads: int, settings: ExecutorSettings) -> dict[str, str]:
+    """Of a rank."""
+    return {**variables(threads, settings), **os.environ}

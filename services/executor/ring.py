@@ -18,12 +18,13 @@ from typing import Literal
 import msgspec
 import structlog
 
+from services.executor import early_fork_server
 from services.executor.board import RingBoard
 from services.executor.debug.recorder import FlightRecorder
 from services.executor.forked_ranks import ForkClient
 from services.executor.handover.board import HandoverBoard
 from services.executor.nodes.head import NodesHead, RemoteRank
-from services.executor.rank_process import LocalRank, environment
+from services.executor.rank_process import LocalRank, variables
 from services.executor.settings import ExecutorSettings
 
 log = structlog.get_logger(__name__)
@@ -51,10 +52,12 @@ def cores_of(settings: ExecutorSettings, rank: int) -> list[int]:
 
 
 def fork_client(settings: ExecutorSettings) -> ForkClient | None:
-    """For ranks of this host that compute; the stub's start as fast by themselves. Its server is not running yet."""
+    """For ranks of this host that compute; the stub's start as fast by themselves. Its server may not run yet."""
+    client = ForkClient(variables(thread_count(settings), settings), early_fork_server.taken())
     if settings.engine == "stub" or settings.fork_server == "off":
+        client.close()
         return None
-    return ForkClient(environment(thread_count(settings), settings))
+    return client
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -220,10 +223,9 @@ class Ring:
 
     async def _spawn(self, rank: int) -> None:
         if rank < self._settings.ranks_here:
-            process: LocalRank | RemoteRank = await LocalRank.start(
-                thread_count(self._settings), self._settings, self._forks
-            )
-            log.info("rank_started", rank=rank, pid=process.pid, forked=process.is_forked, epoch=self.epoch)
+            local = await LocalRank.start(thread_count(self._settings), self._settings, self._forks)
+            log.info("rank_started", rank=rank, pid=local.pid, forked=local.is_forked, epoch=self.epoch)
+            process: LocalRank | RemoteRank = local
         else:
             assert self._nodes is not None, "ranks elsewhere are started by their hosts"
             process = self._nodes.begin(rank, self.epoch, self.board)

@@ -62,7 +62,8 @@ class Restarted:
         return [child for child in self.executor.children() if child.pid not in ranks]
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        lines = self._house.processes[GROUP].log.read_text().splitlines()
+        # Two ranks may have written at once, and ended their lines afterwards.
+        lines = self._house.processes[GROUP].log.read_text().replace("}{", "}\n{").splitlines()
         said = [json.loads(line) for line in lines if line.startswith("{")]
         return [line for line in said if line["event"] == event]
 

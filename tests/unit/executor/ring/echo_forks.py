@@ -24,6 +24,9 @@ def main(events: int) -> int:
                 return int(code)
             case [b"who"]:
                 line = f"{os.getppid()} {os.getsid(0)} {os.getpgid(0)}\n".encode()
+            case [b"variables"]:
+                names = ("OMP_NUM_THREADS", "PATH", "GOMP_SPINCOUNT")
+                line = " ".join([os.environ[name] for name in names]).encode() + b"\n"
             case [b"child"]:
                 line = f"{subprocess.Popen(['sleep', '600']).pid}\n".encode()
         os.write(events, line)

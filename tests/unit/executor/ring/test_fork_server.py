@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from services.executor import forked_ranks, rank_process
+from services.executor import early_fork_server, rank_process
 from services.executor.forked_ranks import ForkClient
 from services.executor.rank_process import LocalRank
 from services.executor.settings import ExecutorSettings
@@ -26,11 +27,12 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fo
 @pytest.fixture
 async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[str], ForkClient]]:
     """A client whose servers have a fault."""
-    monkeypatch.setattr(forked_ranks, "MODULE", DOUBLE)
+    monkeypatch.setattr(early_fork_server, "MODULE", DOUBLE)
     made: list[ForkClient] = []
 
     def make(fault: str = "") -> ForkClient:
-        made.append(ForkClient({**os.environ, "ECHO_FORKS": fault}))
+        monkeypatch.setenv("ECHO_FORKS", fault)
+        made.append(ForkClient({"OMP_NUM_THREADS": "3", "PATH": "not ours to set"}))
         made[-1].start()
         return made[-1]
 
@@ -131,7 +133,7 @@ async def test_a_server_of_no_use_is_told_of_and_done_without(
         await start(forks, ranks)
         await start(forks, ranks)
     assert len(executed) == 2
-    [line] = [line for line in log if line["event"].startswith("fork_server")] or [{}]
+    [line] = [line for line in log if line["event"] in ("fork_server_not_used", "fork_server_lost")] or [{}]
     if line:  # one that ended before it was asked is not there to be told of
         assert (line["event"], reason in line["reason"]) == (event, True)
     assert line or fault == "mute"
@@ -154,14 +156,15 @@ async def test_what_a_rank_has_started_ends_with_it(
 
 EXECUTOR = """
 import asyncio, os, signal, sys
-from services.executor import forked_ranks
+from services.executor import early_fork_server
+from services.executor.forked_ranks import ForkClient
 from services.executor.rank_process import LocalRank
 from services.executor.settings import ExecutorSettings
 from shared.config import load_settings
 
 async def main():
-    forked_ranks.MODULE = "tests.unit.executor.ring.echo_forks"
-    forks = forked_ranks.ForkClient(dict(os.environ))
+    early_fork_server.MODULE = "tests.unit.executor.ring.echo_forks"
+    forks = ForkClient({})
     forks.start()
     rank = await LocalRank.start(1, load_settings(ExecutorSettings, model="m"), forks)
     rank.tell(b"who\\n")
@@ -176,9 +179,45 @@ asyncio.run(main())
 def test_all_end_with_the_executor(tmp_path: Path) -> None:
     said = subprocess.run([sys.executable, "-c", EXECUTOR], capture_output=True, text=True, check=False)
     assert said.returncode == -signal.SIGKILL, said.stderr
-    left = [psutil.Process(pid) for pid in map(int, said.stdout.split()) if psutil.pid_exists(pid)]
+    pids = map(int, said.stdout.splitlines()[-1].split())
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(left, timeout=20)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_a_rank_has_the_variables_that_its_executor_lacks(
+    make: Callable[..., ForkClient],
+    ranks: list[LocalRank],
+    executed: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    rank = await start(make(), ranks)
+    rank.tell(b"variables\n")
+    async with asyncio.timeout(20):
+        told = (await rank.events.readline()).decode().split()
+    assert told == ["3", os.environ["PATH"], "10000"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "starts"),
+    [
+        (["--tp", "2"], "", True),
+        (["--engine", "stub"], "", False),
+        (["--fork-server", "off"], "", False),
+        ([], "off", False),
+        (["--help"], "", False),
+    ],
+)
+def test_one_is_started_early_where_one_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], variable: str, starts: bool
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(early_fork_server, "start", lambda: made.append(object()) or made[-1])
+    monkeypatch.setenv("RYZANSTEIN_FORK_SERVER", variable)
+    early_fork_server.start_early(arguments)
+    assert early_fork_server.taken() == (made[0] if starts else None)
+    assert early_fork_server.taken() is None
 
 
 async def test_imports_are_asked_for_once_and_again_of_a_new_server(
