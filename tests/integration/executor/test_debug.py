@@ -23,9 +23,12 @@ from shared.errors import ConfigurationError
 from shared.messages import (
     GenerationRequest,
     GroupBeat,
+    GroupLoad,
+    GroupRecord,
     SamplingParams,
     TokenFrame,
 )
+from shared.stores import Bucket
 from tests.integration.executor.test_executor import Reader, dispatch, executor, request
 from tests.processes import ServiceProcess
 from tests.unit.executor.model.tiny import make_model
@@ -152,11 +155,13 @@ async def test_a_ring_that_is_well_shows_all_there_is_to_see(
         assert found.plans[-1].sequences[0].generation_id == "a"
         assert found.settings["stub_step_ms"] == 5.0
         assert found.versions["msgspec"]
-        shown = await command_line(nats_settings, tmp_path, "dump", "--output", str(tmp_path / "file"))
+        shown = await command_line(nats_settings, tmp_path, "dump", "g", "--output", str(tmp_path / "file"))
         assert shown.splitlines()[0].startswith("The ring is at work in step")
         kept = msgspec.json.decode((tmp_path / "file").read_bytes(), type=Dump)
         assert kept.epoch == found.epoch, "it does no harm"
-        plans = msgspec.json.decode(await command_line(nats_settings, tmp_path, "plans", "g", "--json"))
+        groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
+        await groups.put("g", GroupRecord("g", "m", "ready", found.epoch, [], GroupLoad()))
+        plans = msgspec.json.decode(await command_line(nats_settings, tmp_path, "plans", "--json"))
         assert plans[-1]["step"] >= kept.plans[-1].step
 
 
