@@ -163,6 +163,13 @@ def _checked_choices(choices: list[str], param: str) -> list[str]:
     if not choices:
         raise empty_array(param)
     check_size(param, choices, limits.GRAMMAR_CHOICES)
+    if (size := sum(map(len, choices))) > limits.GRAMMAR_BYTES.value:  # before a grammar is made of them
+        raise InvalidParameter(
+            f"Invalid '{param}': the texts have {size} characters together; send fewer or shorter ones "
+            f"({limits.GRAMMAR_BYTES.cited()}).",
+            param=param,
+            reason="string_above_max_length",
+        )
     if not all(choices):
         raise _empty(param)
     return choices

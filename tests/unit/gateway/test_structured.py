@@ -105,6 +105,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"guided_grammar": " \n"}, "guided_grammar", "empty_string", "empty"),
     ({"guided_choice": []}, "guided_choice", "empty_array", "empty array"),
     ({"guided_choice": ["a"] * 1025}, "guided_choice", "array_above_max_length", "limit grammar_choices"),
+    ({"guided_choice": ["." * GRAMMAR_BYTES.value, "b"]}, "guided_choice", "string_above_max_length", "262145 char"),
     ({"guided_choice": ["a", ""]}, "guided_choice", "empty_string", "empty"),
     ({"guided_regex": "a" * (GRAMMAR_BYTES.value + 1)}, "guided_regex", "string_above_max_length", "grammar_bytes"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "invalid_value", "one of the two"),
