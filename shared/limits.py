@@ -120,6 +120,7 @@ USER_CHARACTERS = Limit(
     fields=(
         *_both("user", "safety_identifier"),
         "ResponseRequest.safety_identifier",
+        "ResponseRequest.user",
         "EmbeddingRequest.user",
     ),
 )

@@ -86,8 +86,8 @@ def check_request(request: ResponseRequest) -> None:
             reason="invalid_value",
         )
     check_metadata_sizes(request.metadata)
-    if request.safety_identifier is not None:
-        check_size("safety_identifier", request.safety_identifier, limits.USER_CHARACTERS)
+    check_size("safety_identifier", request.safety_identifier, limits.USER_CHARACTERS)
+    check_size("user", request.user, limits.USER_CHARACTERS)
     _check_stream_options(request)
 
 
