@@ -59,7 +59,7 @@ WRONG_CHATS = [
     (GOOD | {"top_logprobs": 3}, "invalid_value", "top_logprobs"),
     (GOOD | {"stop": [""]}, "empty_string", "stop"),
     (GOOD | {"stop": ["x"] * 17}, "array_above_max_length", "stop"),
-    (GOOD | {"logit_bias": {"x": 1}}, "invalid_type", "logit_bias"),
+    (GOOD | {"logit_bias": {"x": 1}}, "invalid_token_id", "logit_bias"),
     (GOOD | {"logit_bias": {"256": 1}}, "invalid_token_id", "logit_bias"),
     (GOOD | {"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
     (
