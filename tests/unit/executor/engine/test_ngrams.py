@@ -94,3 +94,14 @@ def test_a_long_prompt_and_its_tokens_one_by_one_give_the_same() -> None:
         grown.append(token)
     # Tables of one size, whichever way they came by it.
     assert slowly.find() == NgramIndex(whole).find()
+
+
+def test_tables_stop_growing_and_go_on_finding_what_is_near() -> None:
+    tokens = array("i", range(1_000_000))
+    index = NgramIndex(tokens)
+    assert index.find() is None
+    tokens.extend(range(999_000, 999_010))
+    match = index.find()
+    assert match is not None
+    assert tokens[match.source] == 999_010
+    assert sum(len(table) * table.itemsize for table in index._tables) <= 3 << 20
