@@ -45,9 +45,11 @@ def python_with(package: str) -> str:
     pytest.skip(f"NOT JUDGED BY {package}: no interpreter in RYZANSTEIN_CLIENTS_PYTHON has it")
 
 
-def run(*command: str) -> dict[str, Any]:
+def run(*command: str, timeout: float = 150) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, env=environment
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seen
@@ -94,12 +96,15 @@ def test_openai_npm(stack: Stack) -> None:
     assert seen["refused"] == [True, "unsupported_parameter", "suffix"]
 
 
+@pytest.mark.timeout(600)
 def test_lm_eval(tmp_path: Path) -> None:
     """Its own judgement of the real model, by its own reading of the answers, against transformers' log-softmax."""
     python = python_with("lm_eval")
     directory = ensure_model(DEFAULT_MODEL, LocalSettings().model_cache, lambda stage, done, total: None)[1]
     with Stack(tmp_path, "--dtype", "fp32", "--no-proof") as stack:
-        seen = run(python, str(HERE / "use_lm_eval.py"), stack.url, DEFAULT_MODEL, str(directory))
+        seen = run(
+            python, str(HERE / "use_lm_eval.py"), stack.url, DEFAULT_MODEL, str(directory), timeout=500
+        )
     judge = Judge(directory)
     completions, rights = seen["completions"]["samples"], 0
     for line, judged in zip(lines_of("choices"), completions["choices"], strict=True):
