@@ -1,10 +1,8 @@
 """What compressed KV blocks cost in quality and save in memory: `python -m benchmarks.kv_quality --help`.
 
 A text is cut into windows of `context` tokens. Each is computed in chunks, by the executor's own model
-runner and store; all full blocks are compressed after each chunk, so that later tokens attend to codes:
-
-    chunk 0      chunk 1      chunk 2            tokens of chunk 2 attend to
-    compressed   compressed   as computed        codes, codes, and themselves
+runner and store, which compress each block as it is full. A token attends to its own block as it was
+computed and to those before it compressed, in whatever chunks the text is read (docs/adr/0024).
 
 Perplexity is over every token of a window but its first. Top-1: share of positions whose most likely next
 token is the same as with `bf16`. Generated: the same over greedy answers of `bf16`, one token at a time,
@@ -83,7 +81,7 @@ class Model:
 
 
 class Feed:
-    """Sequences of equal length, computed side by side; full blocks are compressed after each step."""
+    """Sequences of equal length, computed side by side; each step compresses the blocks that it fills."""
 
     def __init__(self, model: Model, codec: str, sequences: int, length: int, chunk: int) -> None:
         self._sequences = np.arange(sequences)[:, None]
@@ -100,8 +98,10 @@ class Feed:
         begin, end = self._done, self._done + tokens.shape[1]
         positions = np.arange(begin, end)
         slots = self._hot(positions // BLOCK) * BLOCK + positions % BLOCK
-        sealed = begin // BLOCK
-        table = np.hstack((self._cold[:, :sealed], self._hot(np.arange(sealed, -(-end // BLOCK)))))
+        last = (end - 1) // BLOCK
+        table = np.hstack((self._cold[:, :last], self._hot(np.array([last]))))
+        full = np.arange(begin // BLOCK, end // BLOCK)
+        pairs = np.stack((self._hot(full), self._cold[:, full]), axis=-1)
         rows, columns = tokens.shape
         plan = StepPlan(
             step=1,
@@ -113,11 +113,10 @@ class Feed:
             context_lens=to_bytes([end] * rows),
             block_tables=to_bytes(table.ravel()),
             sample_rows=to_bytes(np.arange(tokens.size)),
+            compressions=to_bytes(pairs),
         )
         logits = self._runner.forward(plan)
         assert logits is not None
-        full = np.arange(sealed, end // BLOCK)
-        self._store.compress(np.stack((self._hot(full), self._cold[:, full]), axis=-1).reshape(-1, 2))
         self._done = end
         return logits.view(rows, columns, -1)
 
@@ -192,7 +191,7 @@ def main(
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text to read instead.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to read, at least.", min=64)] = 20_480,
     context: Annotated[int, typer.Option(help="Tokens of a window.", min=64)] = 1024,
-    chunk: Annotated[int, typer.Option(help="Tokens computed between compressions.", min=2)] = 64,
+    chunk: Annotated[int, typer.Option(help="Tokens of each sequence that a step computes.", min=2)] = 64,
     batch: Annotated[int, typer.Option(help="Windows read side by side.", min=1)] = 4,
     answers: Annotated[int, typer.Option(help="Greedy answers of 128 tokens.", min=1)] = 16,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32, of weights and computation.")] = "bf16",

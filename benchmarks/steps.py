@@ -80,12 +80,9 @@ class Decode:
         kept = (num_hot if num_cold else self.sequences) + np.arange(self.sequences * full)
         kept = kept.reshape(self.sequences, full)
         before = []
-        compressions = b""
         for sequence in range(self.sequences):
-            table = np.append(staged if num_cold else kept[sequence], sequence)
-            before.append(structs.replace(_prompt(self.context - 1, table), compressions=compressions))
-            compressions = to_bytes(np.stack((staged, kept[sequence]), axis=1)) if num_cold else b""
-        before.append(structs.replace(_NOTHING, compressions=compressions))
+            written = np.append(staged if num_cold else kept[sequence], sequence)
+            before.append(_prompt(self.context - 1, written, kept[sequence]))
         plan = decode_plan(self.sequences, self.context)
         measured = structs.replace(
             plan,
@@ -103,33 +100,26 @@ class Prefill:
     tokens: int
 
     def steps(self, num_hot: int, num_cold: int) -> Steps:
-        return Steps([], structs.replace(prefill_plan(self.tokens), token_ids=_tokens(self.tokens)))
+        written = np.arange(-(-self.tokens // BLOCK))
+        plan = _prompt(self.tokens, written, written + num_hot if num_cold else written)
+        return Steps([], structs.replace(plan, sample_rows=to_bytes([self.tokens - 1])))
 
 
-def _prompt(tokens: int, table: Ints) -> StepPlan:
-    """The first `tokens` tokens of a sequence whose blocks are `table`; nothing is sampled."""
+def _prompt(tokens: int, written: Ints, kept: Ints) -> StepPlan:
+    """The first `tokens` tokens of a sequence that is `written` to these blocks, of which the full ones are `kept` in
+    those; nothing is sampled."""
     positions = np.arange(tokens)
+    full, last = tokens // BLOCK, (tokens - 1) // BLOCK
+    pairs = np.stack((written[:full], kept[:full]), axis=1)
     return structs.replace(
         prefill_plan(tokens),
         token_ids=_tokens(tokens),
-        slots=to_bytes(table[positions // BLOCK] * BLOCK + positions % BLOCK),
-        block_tables=to_bytes(table[: -(-tokens // BLOCK)]),
+        slots=to_bytes(written[positions // BLOCK] * BLOCK + positions % BLOCK),
+        block_tables=to_bytes(np.append(kept[:last], written[last])),
         sample_rows=b"",
+        compressions=to_bytes(pairs[pairs[:, 0] != pairs[:, 1]]),
     )
 
 
 def _tokens(count: int) -> bytes:
     return to_bytes(np.random.default_rng(1).integers(0, _TOKENS, count))
-
-
-_NOTHING = StepPlan(
-    step=1,
-    num_decodes=0,
-    token_ids=b"",
-    positions=b"",
-    slots=b"",
-    query_lens=b"",
-    context_lens=b"",
-    block_tables=b"",
-    sample_rows=b"",
-)

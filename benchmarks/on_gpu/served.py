@@ -29,7 +29,7 @@ from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.plan import StepPlan, to_bytes
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.sampling_state import SamplingState
-from services.executor.model import backend
+from services.executor.model import backend, loader
 from services.executor.ring import RankSpec
 from services.executor.settings import ExecutorSettings
 from shared.config import load_settings
@@ -139,7 +139,7 @@ def served(
 @contextmanager
 def random_weights(config: Any) -> Iterator[None]:
     """While it lasts, engines that load a model get one of random weights."""
-    real = ring_engine.load_model
+    real = loader.load_model
 
     def load(
         directory: Path, dtype: torch.dtype, layout: Any, collectives: Any, device: torch.device, *rest: Any
@@ -147,11 +147,11 @@ def random_weights(config: Any) -> Iterator[None]:
         """`rest`: progress, and how the weights are kept where they are quantised."""
         return served_model(config, dtype, device, codec=rest[1] if len(rest) > 1 else None)
 
-    ring_engine.load_model = load
+    loader.load_model = load
     try:
         yield
     finally:
-        ring_engine.load_model = real
+        loader.load_model = real
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
     if device.type != "cpu" or not hasattr(backend, "gpu_runner") or find_spec("triton") is None:
         yield
         return
-    real = ring_engine.make_runner
+    real = backend.make_runner
 
     def make(
         model: Any, store: Any, layout: Any, collectives: Any, device: Any, threads: int, *rest: Any
@@ -172,11 +172,11 @@ def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
             model, store, layout, collectives, spill, **_as_graphs(settings, model.config)
         )
 
-    ring_engine.make_runner = make
+    backend.make_runner = make
     try:
         yield
     finally:
-        ring_engine.make_runner = real
+        backend.make_runner = real
 
 
 def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:

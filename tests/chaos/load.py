@@ -44,6 +44,7 @@ class Record:
     """The answer's id."""
     key: str = field(default_factory=lambda: secrets.token_hex(12))
     finish_reason: str | None = None
+    logprobs: list[Any] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
     """When text came."""
     ended: float = 0.0
@@ -61,6 +62,7 @@ class Record:
 
     def begin_again(self) -> None:
         self.text, self.position, self.identity, self.finish_reason = "", "", "", None
+        self.logprobs = []
 
     def take(self, text: str, now: float) -> None:
         """Raises `Wrong` at the first character that is not the expected one."""
@@ -80,6 +82,9 @@ class Record:
             raise Wrong(f"ended after {len(self.text)} of {len(self.task.text)} characters ({reason})")
         if reason != self.task.finish:
             raise Wrong(f"ended with {reason!r} in place of {self.task.finish!r}")
+        for at, (given, expected) in enumerate(zip(self.logprobs, self.task.logprobs, strict=True)):
+            if given != expected:
+                raise Wrong(f"at token {at}: the log probabilities {given} in place of {expected}")
         self.ended = time.monotonic()
 
     def under_way(self, at: float) -> bool:
@@ -273,6 +278,7 @@ class Load:
             whole = await answer.whole()
         choice = whole["choices"][0]
         record.identity, record.finish_reason = whole["id"], choice["finish_reason"]
+        record.logprobs += logprobs_of(choice)
         record.take(choice["message"]["content"], time.monotonic())
         if whole["usage"]["completion_tokens"] != record.task.tokens:
             raise Wrong(f"counted {whole['usage']['completion_tokens']} of {record.task.tokens} tokens")
@@ -318,6 +324,7 @@ class Load:
         record.identity = record.identity or chunk["id"]
         choice = chunk["choices"][0]
         record.finish_reason = choice["finish_reason"] or record.finish_reason
+        record.logprobs += logprobs_of(choice)
         record.take(choice["delta"].get("content") or "", now)
         if len(record.arrivals) == WARM:
             self._changed.set()
@@ -334,6 +341,11 @@ class Load:
             raise AssertionError(
                 f"{what}: not within {seconds:g} s; faults {faults[:5]}, open {open_ones}"
             ) from None
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[Any]:
+    """Of the tokens in a choice, or in a chunk of it."""
+    return (choice.get("logprobs") or {}).get("content") or []
 
 
 def _over(record: Record) -> bool:

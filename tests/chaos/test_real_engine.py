@@ -1,4 +1,8 @@
-"""The same on a real model in fp32: greedy and seeded answers are those of an undisturbed run."""
+"""The same on a real model with the default settings: greedy and seeded answers are those of an undisturbed run.
+
+With their log probabilities, in bf16 with int8 KV blocks and speculation, that is, where the native kernels compute
+(ADR 0024); elsewhere in fp32.
+"""
 
 import dataclasses
 from collections.abc import AsyncIterator, Callable
@@ -8,11 +12,12 @@ import pytest_asyncio
 
 from services.cli.models import DEFAULT_MODEL, ensure_model
 from services.cli.settings import LocalSettings
+from services.executor.native.library import why_not
 from tests.chaos.exercise import Row, exercise
 from tests.chaos.expected import Task, repeated
 from tests.chaos.faults import all_faults
 from tests.chaos.house import House, Plan
-from tests.chaos.load import CHAT, Load
+from tests.chaos.load import CHAT, Load, logprobs_of
 from tests.chaos.streams import Answer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400), pytest.mark.chaos]
@@ -26,8 +31,10 @@ CLIENTS = 4
 async def real_house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
     """Two rings of two ranks, one thread each."""
     directory = ensure_model(DEFAULT_MODEL, LocalSettings().model_cache, lambda stage, done, total: None)[1]
-    arguments = ["--model", str(directory), "--served-model-name", DEFAULT_MODEL, "--dtype", "fp32"]
+    arguments = ["--model", str(directory), "--served-model-name", DEFAULT_MODEL]
     arguments += ["--threads", "1", "--replicas-on-host", "2"]
+    if why_not():
+        arguments += ["--dtype", "fp32"]
     plan = Plan(executor_arguments=arguments)
     async with House(tmp_path_factory.mktemp("real"), plan) as house:
         yield house
@@ -43,6 +50,8 @@ async def tasks(real_house: House) -> list[Task]:
                 "model": DEFAULT_MODEL,
                 "messages": [{"role": "user", "content": f"Write a long story about {topic}."}],
                 "max_tokens": TOKENS,
+                "logprobs": True,
+                "top_logprobs": 2,
                 **sampling,
             }
             found.append(await _undisturbed(real_house, body))
@@ -54,7 +63,9 @@ async def _undisturbed(house: House, body: dict) -> Task:  # type: ignore[type-a
         whole = await answer.whole()
     choice = whole["choices"][0]
     tokens = whole["usage"]["completion_tokens"]
-    return Task(body, choice["message"]["content"], tokens, choice["finish_reason"])
+    logprobs = tuple(logprobs_of(choice))
+    assert len(logprobs) == tokens
+    return Task(body, choice["message"]["content"], tokens, choice["finish_reason"], logprobs)
 
 
 @pytest.mark.parametrize("name", ["kill-rank-0", "kill-rank-1", "stop-rank-1", "kill-ring", "stop-ring"])

@@ -33,7 +33,7 @@ def _queued(sequence: Sequence, now: float) -> QueuedDump:
         prompt_tokens=sequence.prompt_tokens,
         output_tokens=sequence.output_tokens,
         computed=sequence.num_computed,
-        blocks=len(sequence.table),
+        blocks=sequence.blocks,
         session=bool(request.session),
         in_step=sequence.in_flight,
         restoring=len(sequence.restoring),
@@ -42,9 +42,7 @@ def _queued(sequence: Sequence, now: float) -> QueuedDump:
 
 def _allocator(view: BatcherView, invariants: str) -> AllocatorDump:
     blocks = view.blocks
-    holders = [
-        HolderDump("sequence", s.request.generation_id, len(s.table)) for s in view.sequences if s.table
-    ]
+    holders = [HolderDump("sequence", s.request.generation_id, s.blocks) for s in view.sequences if s.blocks]
     holders += [HolderDump("session", name, count) for name, count in blocks.pinned_for.items()]
     holders.sort(key=lambda holder: -holder.blocks)
     return AllocatorDump(

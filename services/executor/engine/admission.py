@@ -58,11 +58,6 @@ _TEXTS = (
 """Fields of a request that a ring keeps, and says again in events and logs."""
 
 
-def kv_capacity(spec: EngineSpec) -> int:
-    """Tokens that the whole KV cache holds."""
-    return spec.total_blocks * spec.block_size
-
-
 def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:
     """Why no ring of this model could compute the request; a bad token id would take a GPU down."""
     if not request.prompt:
@@ -150,10 +145,10 @@ def too_long(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | 
 
 def kv_exhausted(tokens: int, spec: EngineSpec) -> RyzansteinError | None:
     """Whether `tokens` tokens are more than the whole KV cache holds."""
-    if tokens <= kv_capacity(spec):
+    if tokens <= spec.capacity:
         return None
     return ContextLengthExceeded(
-        f"{tokens} tokens do not fit the group's KV cache of {kv_capacity(spec)} tokens; shorten the "
+        f"{tokens} tokens do not fit the group's KV cache of {spec.capacity} tokens; shorten the "
         "request or give the group more KV blocks."
     )
 

@@ -5,6 +5,11 @@ promised to it: nobody is admitted into that room.
 
     tokens   ................................ | ..............
     table    [ sealed | sealed | writable ]     missing: promised, not taken yet
+    cold                       [ kept ]         where full blocks are compressed: what the writable one will be
+
+What a token reads depends on its position alone (docs/adr/0024): the blocks before its own as they are kept, its own
+as it is written. So a step that fills a block needs both of its ids, drafts included, and where either cannot be had
+there is no room for the step's tokens.
 
 Only running sequences hold blocks.
 """
@@ -31,6 +36,7 @@ class BlockTables:
         """`root`: where the sequences' chains begin."""
         self._spec = spec
         self._size = spec.block_size
+        self._compresses = spec.num_cold > 0
         self._tiers = SpillTiers(spec.num_host, spec.num_disk)
         self._allocator = BlockAllocator(
             spec.num_blocks,
@@ -53,22 +59,30 @@ class BlockTables:
 
     # --- room ------------------------------------------------------------------------------------
 
+    def _needed(self, tokens: int) -> int:
+        """Blocks of those for full ones that so many tokens need."""
+        return tokens // self._size if self._compresses else -(-tokens // self._size)
+
     def missing(self, sequence: Sequence) -> int:
-        """Blocks that the sequence's tokens need and its table does not have yet."""
-        return max(0, -(-len(sequence.tokens) // self._size) - len(sequence.table))
+        """Blocks, of those for full ones, that the sequence's tokens need and it does not have yet."""
+        held = sequence.num_sealed + len(sequence.cold) if self._compresses else len(sequence.table)
+        return max(0, self._needed(len(sequence.tokens)) - held)
 
     def free_blocks(self, running: Iterable[Sequence]) -> int:
-        """Blocks that can be had at once and are not promised to a running sequence."""
-        size, missing = self._size, 0
-        for sequence in running:  # after every step, of every sequence: without a call for each
-            blocks = -(-len(sequence.tokens) // size) - len(sequence.table)
+        """Blocks for full ones that can be had at once and are not promised to a running sequence."""
+        size, missing = self._size, 0  # after every step, of every sequence: without a call for each
+        for sequence in running:
+            if self._compresses:
+                blocks = len(sequence.tokens) // size - sequence.num_sealed - len(sequence.cold)
+            else:
+                blocks = -(-len(sequence.tokens) // size) - len(sequence.table)
             if blocks > 0:
                 missing += blocks
-        return max(0, self._allocator.available - missing)
+        return max(0, self._allocator.available_kept - missing)
 
     def could_place(self, sequence: Sequence, running: Iterable[Sequence], lent: Iterable[Sequence]) -> bool:
         """Whether there would be room for a waiting sequence, were the sequences `lent` gone."""
-        freed = sum(len(s.table) + self.missing(s) for s in lent)
+        freed = sum(self._needed(len(s.tokens)) for s in lent)
         return self.free_blocks(running) + freed >= self.missing(sequence)
 
     def place(self, sequence: Sequence, running: Collection[Sequence]) -> list[int] | None:
@@ -89,9 +103,8 @@ class BlockTables:
         room, hot = self._allocator.room_after(found)
         missing = [self.missing(s) for s in running]
         needed = self.missing(sequence) - sum(1 for place in found if place >= 0)
-        return room >= needed + sum(missing) + self.reserve(len(missing)) and hot > sum(
-            1 for count in missing if count
-        )
+        writing = sum(1 for s in running if len(s.tokens) > len(s.table) * self._size)
+        return room >= needed + sum(missing) + self.reserve(len(missing)) and hot > writing
 
     def _shareable(self, sequence: Sequence) -> int:
         """Blocks that may be shared or restored: the last token is computed in any case, for its logits."""
@@ -123,8 +136,7 @@ class BlockTables:
             if block is None:
                 return
             # Writable blocks are there, and empty, when a step that was to fill them has failed.
-            self._allocator.release(sequence.table[sequence.num_sealed :])
-            del sequence.table[sequence.num_sealed :]
+            self._shorten(sequence, sequence.num_sealed, 0)
             self._allocator.share([block])
             sequence.table.append(block)
             self._skip(sequence, 1)
@@ -139,40 +151,31 @@ class BlockTables:
         digest = sequence.chain.digest(position)
         return any(position < len(other.chain) and other.chain.digest(position) == digest for other in others)
 
-    def cover(self, sequence: Sequence, tokens: int, running: Iterable[Sequence]) -> bool:
-        """Sees that the table covers the sequence's first `tokens` tokens; False where blocks run out."""
-        while len(sequence.table) * self._size < tokens:
-            if not self._allocator.available_hot and not self._compress_one(running):
-                if not self.exchange.make_way():
-                    return False
-                continue
-            sequence.table.extend(self._allocator.allocate(1))
+    def cover(self, sequence: Sequence, tokens: int) -> bool:
+        """Sees that the sequence's first `tokens` tokens can be computed: that there are blocks that they are written
+        to, and blocks for those that they fill. False where blocks run out."""
+        size = self._size
+        if len(sequence.table) * size >= tokens and (
+            not self._compresses or tokens // size <= sequence.num_sealed + len(sequence.cold)
+        ):
+            return True  # nearly always, and asked of every sequence in every step
+        while not self._extend([(sequence, tokens)]):
+            if not self.exchange.make_way():
+                self._extend_in_part(sequence, tokens)
+                return False
         return True
+
+    def covered(self, sequence: Sequence) -> int:
+        """How many of its first tokens can be computed with the blocks that it has."""
+        written = len(sequence.table) * self._size
+        if not self._compresses:
+            return written
+        return min(written, (sequence.num_sealed + len(sequence.cold) + 1) * self._size - 1)
 
     def cover_ahead(self, successors: Collection[tuple[Sequence, int]]) -> bool:
-        """Sees that the tables cover the tokens at these positions, each the one behind what the step under way
-        computes of its sequence, and that full blocks before them are read as they are kept. False where blocks
-        run out; then nothing has changed.
-        """
-        size = self._size
-        full = (
-            [] if not self._spec.num_cold else [(s, at) for s, at in successors if at // size > s.num_sealed]
-        )
-        moves = sum(at // size - sequence.num_sealed for sequence, at in full)
-        longer = [sequence for sequence, at in successors if at // size >= len(sequence.table)]
-        cold = self._allocator.available - self._allocator.available_hot
-        if moves > cold or len(longer) > self._allocator.available_hot + moves:
-            return False
-        for sequence, at in full:
-            for position in range(sequence.num_sealed, at // size):
-                sequence.table[position] = self._allocator.move(sequence.table[position])
-        for sequence in longer:
-            sequence.table.extend(self._allocator.allocate(1))
-        return True
-
-    def moved_ahead(self, sequence: Sequence) -> bool:
-        """Whether `cover_ahead` has moved a block that is not sealed."""
-        return any(block >= self._spec.num_blocks for block in sequence.table[sequence.num_sealed :])
+        """As `cover`, of the tokens at these positions, each the one behind what the step under way computes of its
+        sequence. False where blocks run out; then nothing has changed."""
+        return self._extend([(sequence, at + 1) for sequence, at in successors])
 
     def cover_drafts(self, sequence: Sequence, drafts: int, running: Collection[Sequence]) -> int:
         """Makes room for up to `drafts` tokens behind the sequence's own, in blocks that nobody needs.
@@ -180,37 +183,55 @@ class BlockTables:
         Returns for how many there is room. `trim` gives the blocks back.
         """
         wanted = len(sequence.tokens) + drafts
-        while len(sequence.table) * self._size < wanted:
-            if not self._allocator.available_hot or not self.free_blocks(running):
+        while (covered := self.covered(sequence)) < wanted:
+            if not self.free_blocks(running) or not self._extend([(sequence, covered + 1)]):
                 break
-            sequence.table.extend(self._allocator.allocate(1))
-        return min(drafts, len(sequence.table) * self._size - len(sequence.tokens))
+        return max(0, min(drafts, covered - len(sequence.tokens)))
 
     def trim(self, sequence: Sequence) -> None:
         """Gives back the blocks behind those of the sequence's tokens."""
-        needed = -(-len(sequence.tokens) // self._size)
-        if len(sequence.table) > needed:
-            self._allocator.release(sequence.table[needed:])
-            del sequence.table[needed:]
+        tokens = len(sequence.tokens)
+        needed = -(-tokens // self._size)
+        if sequence.cold or len(sequence.table) > needed:
+            self._shorten(sequence, needed, tokens // self._size - sequence.num_sealed)
 
-    def _compress_one(self, running: Iterable[Sequence]) -> bool:
-        """Makes a hot block free by moving a sealed one that had to stay hot when it became full."""
-        if not self._spec.num_cold:
+    def _extend(self, wanted: Collection[tuple[Sequence, int]]) -> bool:
+        """Gives each sequence what its first so many tokens need, or none of them anything: False."""
+        longer = [
+            (s, hot, cold) for s, tokens in wanted for hot, cold in [self._lacks(s, tokens)] if hot or cold
+        ]
+        allocator = self._allocator
+        if not longer:
+            return True
+        hot, cold = sum(hot for _, hot, _ in longer), sum(cold for _, _, cold in longer)
+        if hot > allocator.available_hot or cold > allocator.available_kept:
             return False
-        for sequence in running:
-            for position in range(sequence.num_sealed):
-                block = sequence.table[position]
-                cold = None if position in sequence.restoring else self._allocator.compress(block)
-                if cold is not None:
-                    self._rename(running, position, block, cold)
-                    return True
-        return False
+        for sequence, hot, cold in longer:
+            sequence.table.extend(allocator.allocate(hot))
+            sequence.cold.extend(allocator.allocate_kept(cold))
+        return True
 
-    def _rename(self, running: Iterable[Sequence], position: int, block: int, new: int) -> None:
-        """A block is at the same position of every table that has it: it holds the same whole beginning."""
-        for sequence in running:
-            if position < len(sequence.table) and sequence.table[position] == block:
-                sequence.table[position] = new
+    def _extend_in_part(self, sequence: Sequence, tokens: int) -> None:
+        """What can be had of what its first `tokens` tokens need."""
+        hot, cold = self._lacks(sequence, tokens)
+        allocator = self._allocator
+        sequence.table.extend(allocator.allocate(min(hot, allocator.available_hot)))
+        sequence.cold.extend(allocator.allocate_kept(min(cold, allocator.available_kept)))
+
+    def _lacks(self, sequence: Sequence, tokens: int) -> tuple[int, int]:
+        """(blocks to write to, blocks for what is filled) that its first `tokens` tokens need and it does not have."""
+        written = -(-tokens // self._size) - len(sequence.table)
+        full = tokens // self._size - sequence.num_sealed - len(sequence.cold) if self._compresses else 0
+        return max(0, written), max(0, full)
+
+    def _shorten(self, sequence: Sequence, blocks: int, cold: int) -> None:
+        """Leaves the sequence so many blocks, and so many for those that are not full yet."""
+        if len(sequence.table) > blocks:
+            self._allocator.release(sequence.table[blocks:])
+            del sequence.table[blocks:]
+        if len(sequence.cold) > cold:
+            self._allocator.release(sequence.cold[cold:])
+            del sequence.cold[cold:]
 
     def seal(self, sequence: Sequence) -> None:
         """Registers the blocks that a step has filled, for whoever begins with the same tokens."""
@@ -218,12 +239,13 @@ class BlockTables:
         if full > sequence.num_sealed:
             sequence.chain.grow()
             for position in range(sequence.num_sealed, full):
-                self._seal(sequence, position)
+                kept = sequence.cold.pop(0) if self._compresses else None
+                self._seal(sequence, position, kept)
             sequence.num_sealed = full
 
-    def _seal(self, sequence: Sequence, position: int) -> None:
+    def _seal(self, sequence: Sequence, position: int, kept: int | None = None) -> None:
         sequence.table[position] = self._allocator.seal(
-            sequence.table[position], sequence.chain.key(position)
+            sequence.table[position], sequence.chain.key(position), kept
         )
 
     def free(self, sequence: Sequence, wanted: bool = False) -> None:
@@ -231,6 +253,7 @@ class BlockTables:
         for slot in sequence.restoring.values():
             self._allocator.give_up(slot)
         sequence.restoring = {}
+        self._shorten(sequence, len(sequence.table), 0)
         self._allocator.release(sequence.table, sequence.request.session, self._now, wanted)
         del sequence.table[:]
         sequence.num_computed = sequence.num_sealed = 0
@@ -257,7 +280,7 @@ class BlockTables:
 
     def receivable(self, running: Collection[Sequence]) -> int:
         """Blocks that may be taken over from another ring, with room left for `running` to grow."""
-        slack = max(len(running) + 1, self._spec.total_blocks // 32)
+        slack = max(len(running) + 1, self._spec.kept_blocks // 32)
         return max(0, self.free_blocks(running) - slack)
 
     @property
@@ -297,7 +320,7 @@ class BlockTables:
 
     def reserve(self, running: int) -> int:
         """Blocks that an admission leaves free beside so many running sequences."""
-        return max(running, self._spec.total_blocks // 100)
+        return max(running, self._spec.kept_blocks // 100)
 
     def check(self, running: Collection[Sequence]) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
@@ -305,4 +328,5 @@ class BlockTables:
         for sequence in running:
             for slot in sequence.restoring.values():
                 locked[slot] = locked.get(slot, 0) + 1
-        self._allocator.check((*(s.table for s in running), *self.exchange.held), locked)
+        tables = (table for sequence in running for table in (sequence.table, sequence.cold))
+        self._allocator.check((*tables, *self.exchange.held), locked)

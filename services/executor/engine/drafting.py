@@ -13,7 +13,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from itertools import islice
 
-from services.executor.engine.admission import BatchSettings, kv_capacity
+from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.plan_builder import Chunk, Step
 from services.executor.engine.protocol import EngineSpec, SampledToken
@@ -133,15 +133,9 @@ class Drafter:
         if not sequence.speculates:
             return 0
         output = sequence.request.max_tokens - sequence.output_tokens
-        room = min(self._spec.context_length, kv_capacity(self._spec)) - len(sequence.tokens)
-        most = max(0, min(output, room, self._settings.max_drafts + 1) - 1)
-        if not self._spec.num_cold:
-            return most
-        # A full block is compressed before the token behind it is computed: a draft there would read it as it
-        # was, and the text would depend on drafts.
-        size = self._spec.block_size
-        return min(most, size - 1 - (len(sequence.tokens) - 1) % size)
+        room = min(self._spec.context_length, self._spec.capacity) - len(sequence.tokens)
+        return max(0, min(output, room, self._settings.max_drafts + 1) - 1)
 
     def _ends(self, sequence: Sequence) -> bool:
-        too_long = len(sequence.tokens) > kv_capacity(self._spec)
+        too_long = len(sequence.tokens) > self._spec.capacity
         return too_long or bool(sequence.finish_reason(self._spec.context_length))

@@ -16,9 +16,8 @@ Two things turn up too late. A sequence may end with ? (a stop token), or have b
 the later step is computed in vain and dropped, and its blocks stay its own until that step is over. A step that
 fails takes the later one with it: `StepsUnderWay.drop`.
 
-Full blocks are sealed when the step that has filled them is over. Where they are compressed then, the later step
-must read them compressed, as it would without lookahead: they move to their cold ids when it is planned
-(`BlockTables.cover_ahead`), and can be found once they are sealed.
+Full blocks are sealed when the step that has filled them is over, and can be found then. Where they are compressed
+that step does it, so the later one reads them under their cold ids, as it would without lookahead.
 """
 
 from collections.abc import Sequence as Seq
@@ -27,11 +26,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from services.executor.engine.admission import kv_capacity
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.drafting import Drafter
 from services.executor.engine.plan import StepPlan, as_int32, to_bytes
-from services.executor.engine.plan_builder import Chunk, Row, Step
+from services.executor.engine.plan_builder import Chunk, Row, Step, compressions_of, table_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.sequence import Ending, Sequence, SequenceState
 from services.executor.engine.step_planning import StepPlanner
@@ -62,7 +60,7 @@ class Lookahead:
     """Decides whether a step may be planned ahead."""
 
     def __init__(self, spec: EngineSpec, tables: BlockTables, planner: StepPlanner, drafter: Drafter) -> None:
-        self._longest = min(spec.context_length - 1, kv_capacity(spec))
+        self._longest = min(spec.context_length - 1, spec.capacity)
         self._tables = tables
         self._planner = planner
         self._drafter = drafter
@@ -111,9 +109,9 @@ def step_ahead(successors: Seq[Successor]) -> Step:
 def plan_ahead(step: int, successors: Seq[Successor], copies: Copies, block_size: int) -> StepPlan:
     """The plan of `step_ahead`: one token of each, in their order. Their tables cover it."""
     positions = np.array([one.position for one in successors], np.int32)
-    blocks = positions // block_size
-    tables = [one.sequence.table[: block + 1] for one, block in zip(successors, blocks.tolist(), strict=True)]
+    tables = [table_of(one.sequence, one.position + 1, block_size) for one in successors]
     last = np.array([table[-1] for table in tables], np.int32)
+    filled = [(one.sequence, one.position, one.position + 1) for one in successors if one.sequence.cold]
     return StepPlan(
         step=step,
         num_decodes=len(successors),
@@ -125,7 +123,7 @@ def plan_ahead(step: int, successors: Seq[Successor], copies: Copies, block_size
         block_tables=to_bytes(np.frombuffer(b"".join(table.tobytes() for table in tables), np.int32)),
         sample_rows=to_bytes(np.arange(len(successors), dtype=np.int32)),
         saves=to_bytes(copies.saves),
-        compressions=to_bytes(copies.compressions),
+        compressions=compressions_of(filled, block_size),
         restores=to_bytes(copies.restores),
     )
 

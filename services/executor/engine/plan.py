@@ -34,21 +34,25 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     positions: bytes
     """int32 [T]: absolute position of each token in its sequence."""
     slots: bytes
-    """int32 [T]: where each token's key and value go: block id * block size + offset."""
+    """int32 [T]: where each token's key and value go: hot block id * block size + offset. So it tells each token's own
+    block, too, which it reads as it is written."""
     query_lens: bytes
     """int32 [S]: tokens of each sequence in this step."""
     context_lens: bytes
     """int32 [S]: tokens of each sequence in the cache once this step has run."""
     block_tables: bytes
-    """int32 [sum of ceil(context_len / block size)]: the sequences' block tables, end to end."""
+    """int32 [sum of ceil(context_len / block size)]: the sequences' block tables, end to end. The last block of each is
+    as it is written; those before it are as they are kept, also where this step fills them (`compressions`)."""
     sample_rows: bytes
     """int32 [R]: rows of the flat batch whose logits the sampler needs, in ascending order."""
     saves: bytes = b""
     """int32 [n, 2]: (block id, spill slot), copied first."""
     compressions: bytes = b""
-    """int32 [n, 2]: (hot block id, cold block id), copied after the saves."""
+    """int32 [n, 2]: (hot block id, cold block id) of the blocks that this step fills. In each layer they are compressed
+    behind the step's writes, before it attends: a token reads its own block as it is written, and those before it as
+    they are kept."""
     restores: bytes = b""
-    """int32 [n, 2]: (spill slot, block id), copied after the compressions and before the forward pass."""
+    """int32 [n, 2]: (spill slot, block id), copied after the saves and adoptions and before the forward pass."""
     candidates: bytes = b""
     """`WANT` of `model/candidates.py` [R]: how much of each of these rows it needs; empty: all of all."""
     pools: bytes = b""
@@ -57,7 +61,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     traced: bool = False
     """Whether somebody traces a sequence of the step: each rank notes what it spends on it (`rank_times.py`)."""
     adoptions: bytes = b""
-    """int32 [n, 2]: (landing slot, block id), copied after the compressions: what another ring has given."""
+    """int32 [n, 2]: (landing slot, block id), copied after the saves: what another ring has given."""
     handover: bytes = b""
     """What the ranks' sides of a hand-over are to do (`handover/commands.py`), after these copies; empty: nothing."""
     on_device: bool = False
@@ -83,6 +87,17 @@ def encode_plan(plan: StepPlan) -> bytes:
 def decode_plan(payload: bytes | bytearray | memoryview) -> StepPlan:
     """The plan in `payload`; raises `msgspec.DecodeError` when it is not one."""
     return _decoder.decode(payload)
+
+
+def tables_as_written(plan: StepPlan) -> Int32Array:
+    """The block tables with the blocks that the step fills as they are written, for whoever reads them so."""
+    tables = as_int32(plan.block_tables)
+    if not plan.compressions:
+        return tables
+    hot, cold = as_int32(plan.compressions).reshape(-1, 2).T
+    order = np.argsort(cold)
+    at = np.minimum(np.searchsorted(cold[order], tables), len(cold) - 1)
+    return np.where(cold[order][at] == tables, hot[order][at], tables)
 
 
 def as_int32(payload: bytes) -> Int32Array:

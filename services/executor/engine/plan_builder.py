@@ -1,7 +1,7 @@
 """From the batch, `{sequence: number of tokens}`, to the step plan that the ranks execute."""
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -104,9 +104,18 @@ def build_plan(
     widths = [1] * len(singles) + [chunk.width for chunk in longer]
     ends = [chunk.sequence.num_computed + width for chunk, width in zip(ordered, widths, strict=True)]
     tables = b"".join(
-        chunk.sequence.table[: -(-end // block_size)].tobytes()
+        (
+            table_of(chunk.sequence, end, block_size)
+            if chunk.sequence.cold
+            else chunk.sequence.table[: -(-end // block_size)]
+        ).tobytes()
         for chunk, end in zip(ordered, ends, strict=True)
     )
+    filled = [
+        (chunk.sequence, chunk.sequence.num_computed, end)
+        for chunk, end in zip(ordered, ends, strict=True)
+        if chunk.sequence.cold
+    ]
     plan = StepPlan(
         step=step,
         num_decodes=len(singles),
@@ -118,10 +127,29 @@ def build_plan(
         block_tables=to_bytes(np.frombuffer(tables, np.int32)),
         sample_rows=to_bytes(_sample_rows(ordered, widths, samples)),
         saves=to_bytes(copies.saves),
-        compressions=to_bytes(copies.compressions),
+        compressions=compressions_of(filled, block_size),
         restores=to_bytes(copies.restores),
     )
     return plan, [chunk for chunk, sampled in zip(ordered, samples, strict=True) if sampled]
+
+
+def table_of(sequence: Sequence, end: int, block_size: int) -> "array[int]":
+    """The blocks that the first `end` tokens are read from, by whoever computes the last of them: its own as it is
+    written, those before it as they are kept, be it that this step fills them."""
+    last, sealed = (end - 1) // block_size, sequence.num_sealed
+    if not sequence.cold:
+        return sequence.table[: last + 1]
+    return sequence.table[:sealed] + sequence.cold[: last - sealed] + sequence.table[last : last + 1]
+
+
+def compressions_of(chunks: Iterable[tuple[Sequence, int, int]], block_size: int) -> bytes:
+    """`StepPlan.compressions` of a step that computes the positions [start, end) of each of these sequences, which have
+    cold ids."""
+    pairs: list[tuple[int, int]] = []
+    for sequence, start, end in chunks:
+        blocks = range(start // block_size, end // block_size)
+        pairs += [(sequence.table[at], sequence.cold[at - sequence.num_sealed]) for at in blocks]
+    return to_bytes(pairs)
 
 
 def in_order(batch: Seq[Chunk]) -> list[Chunk]:

@@ -54,11 +54,26 @@ class EngineSpec(msgspec.Struct, frozen=True):
     one before it is over."""
     imports: list[str] = []
     """Modules that the next start of a rank of this model will need beyond those that every rank has."""
+    numerics: str = ""
+    """What computes, as far as the bits of its results depend on it; part of the model's fingerprint."""
+    exact: bool = False
+    """Whether what a position comes to depends on the tokens up to it alone, to the bit, however its step is cut."""
 
     @property
     def total_blocks(self) -> int:
         """KV blocks in all, hot and cold."""
         return self.num_blocks + self.num_cold
+
+    @property
+    def kept_blocks(self) -> int:
+        """KV blocks for full ones: the cold ones, or all where nothing is compressed."""
+        return self.num_cold or self.num_blocks
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the whole KV cache holds of one sequence: where full blocks are compressed, one more is being
+        filled."""
+        return self.kept_blocks * self.block_size + (self.block_size - 1 if self.num_cold else 0)
 
 
 class SampledToken(msgspec.Struct, frozen=True):

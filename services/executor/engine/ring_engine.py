@@ -330,6 +330,8 @@ class RingMember:
             kv_bytes=store.nbytes,
             overlaps=runner.can_launch(1),
             imports=share.imports,
+            numerics=f"{runner.kernels} {shape.format}",
+            exact=runner.is_native,
         )
         return cls(runner, collectives, engine_spec, share)
 

@@ -5,6 +5,7 @@ computed   [ in the KV cache ............ )                         num_computed
 remaining                                  [ to be computed ........ )
 table      [ block | block | block | block ]   sealed blocks first, then writable ones; it grows as
                                                the sequence is computed
+cold                       [ block | ..... ]   what the writable ones are compressed to when they are full
 """
 
 from array import array
@@ -108,6 +109,9 @@ class Sequence:
         self.in_flight = False
         """Whether the step under way computes some of its tokens."""
         self.table: array[int] = array("i")
+        self.cold: array[int] = array("i")
+        """Where full blocks are compressed: the cold ids of the blocks at `num_sealed` and behind, as far as steps
+        may fill them."""
         self.num_computed = 0
         self.num_sealed = 0
         """Blocks of the table that are full and registered: never written again."""
@@ -144,6 +148,11 @@ class Sequence:
     def scoring(self) -> bool:
         """Whether rows of its prompt are still to be scored."""
         return self.scores is not None and not self.scores.whole
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks that it holds."""
+        return len(self.table) + len(self.cold)
 
     @property
     def remaining(self) -> int:

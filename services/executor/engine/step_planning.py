@@ -142,7 +142,7 @@ class StepPlanner:
 
         Victims come from the end of the order of urgency, so they are not in the step yet.
         """
-        while not self._tables.cover(sequence, len(sequence.tokens), self.running):
+        while not self._tables.cover(sequence, len(sequence.tokens)):
             victim = self.running[-1]
             self._preempt_for(step, victim)
             if victim is sequence:
@@ -190,8 +190,8 @@ class StepPlanner:
         if not room:
             return 0
         end = sequence.num_computed + min(sequence.remaining, room)
-        while not self._tables.cover(sequence, end, self.running):
-            covered = len(sequence.table) * self._spec.block_size
+        while not self._tables.cover(sequence, end):
+            covered = self._tables.covered(sequence)
             if covered > sequence.num_computed:
                 return covered - sequence.num_computed
             victim = self.running[-1]

@@ -62,18 +62,10 @@ class StepsUnderWay:
         return step
 
     def drop(self, failed_slots: Collection[int] = ()) -> Step:
-        """All are over, and nothing that they have computed counts: it is computed again. Returns the oldest.
-
-        A full block that has moved ahead of its step's end cannot be written again, so its sequence gives up all
-        that was not sealed.
-        """
+        """All are over, and nothing that they have computed counts: it is computed again. Returns the oldest."""
         step = self.close(failed_slots)
-        if self.oldest is NO_STEP:
-            return step
-        for chunk in self.close().batch:
-            sequence = chunk.sequence
-            if sequence.state is SequenceState.RUNNING and self._tables.moved_ahead(sequence):
-                self._planner.preempt(sequence)
+        if self.oldest is not NO_STEP:
+            self.close()
         return step
 
     @property

@@ -168,6 +168,7 @@ class StubEngine:
             settings.vocab_size,
             pooling="mean",
             embedding_size=STUB_EMBEDDING_SIZE,
+            exact=True,
         )
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:

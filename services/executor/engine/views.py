@@ -43,5 +43,5 @@ def load_of(
         waiting=len(planner.waiting) + len(held),
         waiting_tokens=unfinished + sum(s.remaining for s in (*planner.waiting, *held)),
         free_blocks=tables.free_blocks(planner.running),
-        total_blocks=spec.total_blocks,
+        total_blocks=spec.kept_blocks,
     )

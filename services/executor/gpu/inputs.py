@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.engine.plan import StepPlan, as_int32
+from services.executor.engine.plan import StepPlan, as_int32, tables_as_written
 from services.executor.gpu.staging import Ints, to_device
 from services.executor.triton_kernels.launch import Batch, rows_for
 from services.executor.triton_kernels.tiles import Tiles, splits_of, tiles_of
@@ -85,7 +85,7 @@ def arrays_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
         np.cumsum(blocks) - blocks,
         np.concatenate(([0], np.cumsum(query_lens))),
         context_lens,
-        as_int32(plan.block_tables),
+        tables_as_written(plan),
         [_part(query_lens, context_lens, first, end, group) for first, end in bounds if end > first],
     )
 

@@ -73,29 +73,18 @@ class Departures:
                 continue
             if len(batch) >= most:
                 return False
-            gift = self._share(Gift(block, key, session, last_used))
-            if gift is None:
-                return True
+            gift = Gift(block, key, session, last_used)
+            self._allocator.share([block])
+            self._shared.append(gift)
             offered.add(key.digest)
             batch.append(gift)
         return True
-
-    def _share(self, gift: Gift) -> Gift | None:
-        """None where the block cannot be brought into the format in which blocks are given."""
-        self._allocator.share([gift.block])
-        block = self._allocator.in_last_format(gift.block)
-        shared = gift._replace(block=gift.block if block is None else block)
-        if block is None:
-            self._give_back(shared)
-            return None
-        self._shared.append(shared)
-        return shared
 
     def release(self, batch: list[Gift]) -> None:
         """No rank reads the blocks any more."""
         for gift in reversed(batch):
             self._shared.remove(gift)
-            self._give_back(gift)
+            self._allocator.release([gift.block], gift.session, gift.last_used)
         self._allocator.sort_sessions()
 
     def again(self, peer: str, batch: list[Gift]) -> None:
@@ -103,9 +92,6 @@ class Departures:
         self._offered[peer] -= {gift.key.digest for gift in batch}
         for session in {gift.session for gift in batch}:
             self._done.pop((peer, session), None)
-
-    def _give_back(self, gift: Gift) -> None:
-        self._allocator.release([gift.block], gift.session, gift.last_used)
 
     @property
     def held(self) -> list[int]:

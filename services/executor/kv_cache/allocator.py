@@ -8,22 +8,24 @@ Every rank stores its own heads under the same block ids: the shards agree by co
     each block is
     ├── unused   empty, cached or pinned (`block_pool.py`)   references 0   cached and pinned: in the index
     └── used
-        ├── private   being filled by one sequence            references 1   hot, not in the index
+        ├── private   held by one sequence or transfer        references 1   not in the index
+        │             hot: being filled; cold: to be written
         └── sealed    full, never written again               references ≥ 1 in the index
 
-      empty ──allocate──▶ private ──seal──▶ sealed ──release (last)──▶ cached ──share──▶ sealed
-        ▲                    │                                           │
-        └──────release───────┴──────────────evicted──────────────────────┘
+      empty ──allocate, allocate_kept──▶ private ──seal──▶ sealed ──release (last)──▶ cached ──share──▶ sealed
+        ▲                                   │                                           │
+        └─────────────release───────────────┴──────────────evicted──────────────────────┘
 
-At its seal a hot block moves: to the block that holds the same tokens already, else to a cold id. Its own
-id is empty at once, and the next plan carries the copy (`block_copies.py`). Without a cold id to be had it
-stays where it is, and may move later.
+Full blocks are kept in one format: cold where there are cold ids, else hot. A sequence takes the cold id of a block
+before the step that fills it, and that step writes both: whoever reads the block as an earlier one reads the cold id,
+whoever is in it the hot one (docs/adr/0024). At its seal, when the step is over and its tokens are known to be right,
+the hot id is empty at once; where another block holds the same tokens already, so is the cold one.
 
 What is evicted and may be wanted again (a session's, or a preempted sequence's) is saved to a spill slot
-(`tiers.py`). All spilled blocks have one format: cold where there is one, else hot.
+(`tiers.py`).
 
 Invariant: every block is in exactly one region; one with two references or more is in the index, hence
-full: nothing that is shared is ever written.
+full: nothing that is shared is ever written. With cold ids no hot block is in the index.
 """
 
 from collections import Counter
@@ -66,7 +68,8 @@ class BlockAllocator:
         self._references = [0] * self.num_blocks
         self._hot = BlockPool(0, num_hot, int(num_hot * MOST_PINNED))
         self._cold = BlockPool(num_hot, num_cold, int(num_cold * MOST_PINNED))
-        self._final = self._cold if num_cold else self._hot
+        self._kept = self._cold if num_cold else self._hot
+        """Full blocks."""
         self._index = PrefixIndex()
         self._pins = SessionPins(session_ttl)
         self._tiers = tiers if tiers is not None else SpillTiers(0, 0)
@@ -90,6 +93,11 @@ class BlockAllocator:
         return self._hot.available
 
     @property
+    def available_kept(self) -> int:
+        """Blocks for full ones that can be had at once: cold ones; the writable ones where there are none."""
+        return self._kept.available
+
+    @property
     def used(self) -> int:
         """Blocks that some sequence holds."""
         return self.num_blocks - self.available
@@ -99,10 +107,10 @@ class BlockAllocator:
         return -(-tokens // self.block_size)
 
     def room_after(self, found: Sequence[int]) -> tuple[int, int]:
-        """(blocks, hot blocks) that can still be had once the cached ones of `found` have been taken."""
-        unused = [block for block in found if block >= 0 and self._references[block] == 0]
-        hot = sum(1 for block in unused if block < self.num_hot)
-        return self.available - len(unused), self._hot.available - hot
+        """(blocks for full ones, hot blocks) that can still be had once the cached ones of `found` have been taken."""
+        unused = sum(1 for block in found if block >= 0 and self._references[block] == 0)
+        kept = self._kept.available - unused
+        return kept, self._hot.available if self._kept is self._cold else kept
 
     # --- known beginnings ------------------------------------------------------------------------
 
@@ -114,12 +122,12 @@ class BlockAllocator:
         for its logits.
         """
         found: list[int] = []
-        room = self._final.available
+        room = self._kept.available
         for position in range(min(limit, len(chain))):
             place = self._find(chain, position)
             if place is None:
                 break
-            if place < 0 or (self._references[place] == 0 and self._pool(place) is self._final):
+            if place < 0 or self._references[place] == 0:
                 room -= 1
                 if room < 0:
                     break
@@ -154,7 +162,7 @@ class BlockAllocator:
         for place in found:
             if place < 0:
                 self._tiers.lock(~place)
-        return [place if place >= 0 else self._take(self._final) for place in found]
+        return [place if place >= 0 else self._take(self._kept) for place in found]
 
     def restore(self, slot: int, block: int) -> None:
         """The next plan brings the bytes in `slot` to `block`, both from `take`."""
@@ -180,46 +188,37 @@ class BlockAllocator:
             raise OutOfBlocks(f"{count} KV blocks were asked for and {self._hot.available} can be had")
         return [self._take(self._hot) for _ in range(count)]
 
-    def seal(self, block: int, key: BlockKey) -> int:
-        """`block` is full and computed: it is never written again, and others may find and share it.
+    def allocate_kept(self, count: int) -> list[int]:
+        """As `allocate`, of blocks for full ones."""
+        if count > self._kept.available:
+            raise OutOfBlocks(
+                f"{count} KV blocks for full ones were asked for; there are {self._kept.available}"
+            )
+        return [self._take(self._kept) for _ in range(count)]
+
+    def seal(self, block: int, key: BlockKey, kept: int | None = None) -> int:
+        """`block` is full and computed: it is never written again, and others may find and share it. `kept`: where
+        the step that has filled it has put it too, from `allocate_kept`; None: it stays where it is.
 
         Returns the block that holds its content from now on, which takes its place in the table.
         """
-        if self._references[block] != 1 or block in self._index:
-            raise ValueError(f"block {block} cannot be sealed: it has {self._references[block]} references")
+        for private in (block, block if kept is None else kept):
+            if self._references[private] != 1 or private in self._index:
+                raise ValueError(
+                    f"block {private} cannot be sealed: it has {self._references[private]} references"
+                )
+        if kept is not None:
+            self._drop(block)
+            block = kept
+        elif self._pool(block) is not self._kept:
+            raise ValueError(f"block {block} cannot be sealed: no cold block was written with it")
         known = self._index.find(key)
         if known is not None:
             self.share([known])
             self._drop(block)
             return known
         self._index.put(block, key)
-        moved = self.compress(block)
-        return block if moved is None else moved
-
-    def compress(self, block: int) -> int | None:
-        """Moves a sealed hot block to a cold id, which is returned; None when there is none to be had.
-
-        Every table that names `block`, which is in use, must name the cold id from now on.
-        """
-        if block not in self._index or block >= self.num_hot or not self._cold.available:
-            return None
-        cold = self._take(self._cold)
-        self._references[cold] = self._references[block]
-        if block in self._wanted:
-            self._wanted.remove(block)
-            self._wanted.add(cold)
-        self._index.rename(block, cold)
-        self._copies.compress(block, cold)
-        self._drop(block)
-        return cold
-
-    def move(self, block: int) -> int:
-        """As `compress`, for a private block that the plan under way fills: its cold id, under which it is sealed
-        once it is known to be good. There must be one to be had."""
-        cold = self._take(self._cold)
-        self._copies.compress(block, cold)
-        self._drop(block)
-        return cold
+        return block
 
     def release(
         self, blocks: Sequence[int], session: str = "", now: float = 0.0, wanted: bool = False
@@ -266,13 +265,6 @@ class BlockAllocator:
         """What `block`, which is in the index, holds."""
         return self._index.key(block)
 
-    def in_last_format(self, block: int) -> int | None:
-        """The id under which `block`, which the caller alone holds, is as full blocks are kept; None: it cannot
-        be brought there now. It takes `block`'s place in the table."""
-        if self._pool(block) is self._final:
-            return block
-        return self.compress(block) if self._references[block] == 1 else None
-
     def knows(self, digest: bytes) -> bool:
         """Whether the block with that digest is in the cache, or was spilled."""
         return self._index.knows(digest) or self._tiers.knows(digest)
@@ -280,15 +272,15 @@ class BlockAllocator:
     @property
     def receivable(self) -> int:
         """Blocks that may be taken over from another ring without one being lost that is kept for a session."""
-        return max(0, min(self._final.unpinned, self._final.pins_left)) if self._pins.ttl > 0 else 0
+        return max(0, min(self._kept.unpinned, self._kept.pins_left)) if self._pins.ttl > 0 else 0
 
     def reserve(self, count: int) -> list[int]:
         """`count` blocks, at most `receivable`, to be `adopt`ed or `unreserve`d."""
         blocks = []
         for _ in range(count):
-            block, evicted = self._final.take_unpinned()
+            block, evicted = self._kept.take_unpinned()
             if evicted:
-                self._evict(block, self._final)
+                self._evict(block)
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -306,7 +298,7 @@ class BlockAllocator:
         self._index.put(block, key)
         self._references[block] = 0
         self._wanted.add(block)
-        if self._final.pin_first(block):
+        if self._kept.pin_first(block):
             self._pins.add_older(block, session, last_used)
         self.room_version += 1
         return True
@@ -347,18 +339,16 @@ class BlockAllocator:
     def _take(self, pool: BlockPool) -> int:
         block, evicted = pool.take()
         if evicted:
-            self._evict(block, pool)
+            self._evict(block)
         self._references[block] = 1
         return block
 
-    def _evict(self, block: int, pool: BlockPool) -> None:
+    def _evict(self, block: int) -> None:
         key = self._index.remove(block)
         self._pins.remove(block)
         wanted = block in self._wanted
         self._wanted.discard(block)
-        # What the next plan's compression would bring is not there yet to be saved.
-        unwritten = self._copies.cancel_compression(block)
-        if wanted and not unwritten and pool is self._final:
+        if wanted:
             for slot in self._tiers.put(key):
                 self._copies.save(block, slot)
             self._drop_saves()
@@ -400,6 +390,8 @@ class BlockAllocator:
         empty, cached, pinned = (h | c for h, c in zip(self._hot.unused(), self._cold.unused(), strict=True))
         self._pins.check(pinned)
         check_regions(self._references, self._index, empty, cached, pinned)
+        hot_kept = self._kept is self._cold and any(block in self._index for block in range(self.num_hot))
+        assert not hot_kept, "a full block is kept as it was written"
         self._tiers.check(None if locked is None else dict(Counter(locked) + Counter(self._unlock)))
         if tables is not None:
             check_tables(self._references, tables)

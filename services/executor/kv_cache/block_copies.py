@@ -3,13 +3,12 @@
 Decided by the leader between two plans, executed by every rank in this order:
 
     1. saves         block ──▶ spill slot     what is evicted, before its id is written again
-    2. compressions  hot ──▶ cold             what is full, before its hot id is written again
-    3. adoptions     landing slot ──▶ block   what another ring has given (`handover/arrivals.py`)
-    4. restores      spill slot ──▶ block     what the step is going to read
-    5. the forward pass
+    2. adoptions     landing slot ──▶ block   what another ring has given (`handover/arrivals.py`)
+    3. restores      spill slot ──▶ block     what the step is going to read
+    4. the forward pass, which in each layer writes hot blocks, compresses those that it fills, and attends
 
-Source of a save or a compression is only what earlier plans have written; so the order makes it safe to
-hand an id or a slot out again in the very plan that saves what it held.
+Source of a save is only what earlier plans have written; so the order makes it safe to hand an id or a slot
+out again in the very plan that saves what it held.
 """
 
 from collections.abc import KeysView
@@ -22,7 +21,6 @@ class Copies(NamedTuple):
     """(from, to) pairs, in the order of execution."""
 
     saves: Pairs
-    compressions: Pairs
     restores: Pairs
 
 
@@ -31,7 +29,6 @@ class PendingCopies:
 
     def __init__(self) -> None:
         self._saves: dict[int, int] = {}
-        self._compressions: dict[int, int] = {}
         self._restores: Pairs = []
 
     @property
@@ -51,20 +48,12 @@ class PendingCopies:
     def cancel_save(self, slot: int) -> None:
         del self._saves[slot]
 
-    def compress(self, hot: int, cold: int) -> None:
-        self._compressions[cold] = hot
-
-    def cancel_compression(self, cold: int) -> bool:
-        """Whether `cold` was to be written by a compression, which is called off."""
-        return self._compressions.pop(cold, None) is not None
-
     def restore(self, slot: int, block: int) -> None:
         self._restores.append((slot, block))
 
     def take(self) -> Copies:
         """All of them, once."""
         saves = [(block, slot) for slot, block in self._saves.items()]
-        compressions = [(hot, cold) for cold, hot in self._compressions.items()]
-        copies = Copies(saves, compressions, self._restores)
-        self._saves, self._compressions, self._restores = {}, {}, []
+        copies = Copies(saves, self._restores)
+        self._saves, self._restores = {}, []
         return copies

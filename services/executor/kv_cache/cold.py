@@ -39,16 +39,18 @@ class ColdBlocks:
     def nbytes(self) -> int:
         return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
-    def put(self, values: Tensor, blocks: Tensor) -> None:
-        """Compresses `values` [layers, n, 2, kv_heads, block_size, head_dim] into `blocks` int64 [n] (from 0)."""
+    def put(self, values: Tensor, blocks: Tensor, first: int = 0) -> None:
+        """Compresses `values` [layers, n, 2, kv_heads, block_size, head_dim], of the layers from `layers[first]` on,
+        into `blocks` int64 [n] (from 0)."""
+        own = slice(first, first + len(values))
         if self.codec is None or self.scales is None:
-            self.codes.index_copy_(1, blocks, values)
+            self.codes[own].index_copy_(1, blocks, values)
             return
         codes, scales = self.codec.encode(values.flatten(-2))
         # index_copy_ knows no eight-bit floats; bytes are bytes.
-        as_bytes = self.codes.view(torch.int8)
+        as_bytes = self.codes[own].view(torch.int8)
         as_bytes.index_copy_(1, blocks, codes.view(torch.int8).view(*codes.shape[:-1], *as_bytes.shape[-2:]))
-        self.scales.index_copy_(1, blocks, scales)
+        self.scales[own].index_copy_(1, blocks, scales)
 
     def read(self, position: int, rows: Tensor, out: Tensor) -> None:
         """Fills `out` [n, block_size * head_dim] from layer `layers[position]`.

@@ -39,12 +39,10 @@ class BlockCopier:
         """None: this ring hands nothing over."""
 
     def run(self, plan: StepPlan) -> list[int]:
-        """Saves, compresses, adopts, restores. Returns the slots that some rank cannot restore: the same answer on
+        """Saves, adopts, restores. Returns the slots that some rank cannot restore: the same answer on
         every rank, for which they ask each other only where a plan restores what may be lost."""
         if plan.saves:
             self._spilled.save_blocks(self._store, _pairs(plan.saves).tolist())
-        if plan.compressions:
-            self._store.compress(_pairs(plan.compressions))
         self._hand_over(plan)
         if not plan.restores:
             return []

@@ -121,11 +121,6 @@ class PrefixIndex:
         del self._blocks[key.digest]
         return key
 
-    def rename(self, block: int, new: int) -> None:
-        """What `block` holds is in `new` from now on."""
-        key = self._keys[new] = self._keys.pop(block)
-        self._blocks[key.digest] = new
-
     def __contains__(self, block: int) -> bool:
         return block in self._keys
 

@@ -106,6 +106,14 @@ class KvStore:
         blocks = slots.div(size, rounding_mode="floor")
         self._hot[layer].flatten(1, 2)[blocks, :, slots - blocks * size] = torch.cat((key, value), dim=1)
 
+    def compress_layer(self, layer: int, hot: Tensor, cold: Tensor) -> None:
+        """Copies the blocks `hot` to the blocks `cold`, int64 [C] each, in one layer, after its codec.
+
+        Raises IndexError (on a GPU: fails an assertion there) for an id that is none.
+        """
+        compressed, position = self._places[layer]
+        compressed.put(self._hot[layer].index_select(0, hot).unsqueeze(0), cold - self.num_hot, position)
+
     def gather(self, layer: int, blocks: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `blocks`, hot or cold: an int64 [sequences * B] of block tables padded to B blocks.
 
@@ -122,7 +130,7 @@ class KvStore:
         return both[0], both[1]
 
     def compress(self, pairs: ArrayLike) -> None:
-        """Copies hot blocks to cold ones in all layers, after each layer's codec. The hot ones stay as they are.
+        """As `compress_layer`, in all layers. The hot ones stay as they are.
 
         `pairs`: integers [C, 2], (hot id, cold id) each. Raises ValueError for ids that are not.
         """

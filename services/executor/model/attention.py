@@ -79,10 +79,12 @@ def paged_attention(
 
 
 def _write(step: StepContext, layer: int, key: Tensor, value: Tensor) -> None:
-    if step.kernels is None:
-        step.store.write(layer, step.slots, key, value)
-    else:
+    if step.kernels is not None:
         step.kernels.write(layer, step.slots, key, value)
+        return
+    step.store.write(layer, step.slots, key, value)
+    if step.compressions is not None:
+        step.store.compress_layer(layer, *step.compressions)
 
 
 def _attend_decodes(

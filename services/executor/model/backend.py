@@ -57,8 +57,6 @@ def make_runner(
 
         pack_linears(model)
         use_products(model)
-    else:
-        store.compressor = decoder.compress
     return ModelRunner(model, widths_of(model), store, collectives, device, spill, decoder)
 
 
@@ -76,7 +74,6 @@ def packed_runner(
     library, ring = native_kernels(collectives, store.device, threads)
     log.info("computing_with_native_kernels", threads=threads, cores=list(cpus) or "any", weights="cached")
     decoder = NativeDecoder(library, packed, store, layout, threads, ring, cpus)
-    store.compressor = decoder.compress
     return ModelRunner(None, widths, store, collectives, store.device, spill, decoder)
 
 

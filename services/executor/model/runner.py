@@ -137,6 +137,13 @@ class ModelRunner:
         """The weights that the native kernels multiply with; None where they do not compute."""
         return self._decoder.packed if isinstance(self._decoder, NativeDecoder) else None
 
+    @property
+    def kernels(self) -> str:
+        """What computes, by a name that stands for one order of sums and one way of rounding."""
+        if self.is_native:
+            return "native avx512-bf16"
+        return f"{'PyTorch' if self._decoder is None else 'Triton'} {self._device.type}"
+
     def spent(self) -> dict[str, float]:
         """Seconds that the native kernels have spent on each part of the steps so far."""
         assert isinstance(self._decoder, NativeDecoder), "the native kernels do not compute"
@@ -157,6 +164,11 @@ class ModelRunner:
             return None
         if not self._copy(plan) or not plan.token_ids:
             return self._no_logits() if self._is_leader else None
+        logits = self._logits(plan, progress)
+        self._compress(plan)
+        return logits
+
+    def _logits(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
         wants = np.frombuffer(plan.candidates, WANT)
         fused = self._decoder is not None and not plan.pools and not plan.score_rows
         if fused and len(wants) and only_largest(wants):
@@ -188,7 +200,14 @@ class ModelRunner:
         assert self._steps is not None, "steps are waited for here"
         if not self._copy(plan):
             return None
-        return self._steps.launch(plan, states, progress)
+        pending = self._steps.launch(plan, states, progress)
+        self._compress(plan)
+        return pending
+
+    def _compress(self, plan: StepPlan) -> None:
+        """The blocks that a step of Triton's kernels has filled; others compress them layer by layer."""
+        if plan.compressions and self._store.compressor is not None:
+            self._store.compress(as_int32(plan.compressions).reshape(-1, 2))
 
     def _copy(self, plan: StepPlan) -> bool:
         """Copies what the plan copies; False where some rank cannot restore a block, on rank 0 `RestoreFailed`."""

@@ -60,7 +60,8 @@ class PrefillChunk:
     start: int
     stop: int
     blocks: Tensor | None
-    """int64 [B]: its block table from the first block in the window; None when the chunk is all it needs."""
+    """int64 [B]: its block table from the first block in the window, then those blocks of its own that it fills, as
+    they are written; None when the chunk is all it needs."""
     mask: Tensor | None
     """model dtype [rows, keys]: 0 where a token attends, -inf elsewhere; None for plain causal attention."""
 
@@ -84,6 +85,12 @@ class StepContext:
         self.num_decodes = plan.num_decodes
         self.slots = self._to_device(as_int32(plan.slots))
         """int64 [T]"""
+        self._slots = as_int32(plan.slots)
+        pairs = as_int32(plan.compressions).reshape(-1, 2)
+        self.compressions = (
+            (self._to_device(pairs[:, 0]), self._to_device(pairs[:, 1])) if len(pairs) else None
+        )
+        """(hot, cold) int64 [C] each: the blocks that the step fills."""
         self._query_lens: Int64Array = as_int32(plan.query_lens).astype(np.int64)
         self._context_lens: Int64Array = as_int32(plan.context_lens).astype(np.int64)
         self._tables = as_int32(plan.block_tables)
@@ -134,21 +141,30 @@ class StepContext:
         return limit * self.store.shape.num_layers // self.store.shape.bytes_per_block
 
     def _prefill_chunk(self, sequence: int, stop: int, window: int | None) -> PrefillChunk:
+        """Where the chunk fills a block that its later rows read compressed, both of its forms are among the keys."""
         size = self.store.block_size
         query, context = int(self._query_lens[sequence]), int(self._context_lens[sequence])
-        begin = context - query
-        fresh = begin == 0
+        begin, last = context - query, (context - 1) // size
+        own = np.arange(begin // size, last) if self.compressions is not None else np.arange(0)
+        fresh = begin == 0 and not len(own)
         if fresh and (window is None or window >= context):
             return PrefillChunk(stop - query, stop, None, None)
         first = 0 if window is None else max(begin - window + 1, 0) // size
-        last = -(-context // size)
-        keys = np.arange(context) if fresh else np.arange(first * size, last * size)
+        keys = np.arange(context) if fresh else np.arange(first * size, (last + 1) * size)
         queries = np.arange(begin, context)[:, None]
         seen = keys <= queries
+        blocks = None
+        if not fresh:
+            table = self._tables[self._table_starts[sequence] + np.arange(first, last + 1)]
+            written = self._slots[stop - query + np.maximum(own * size - begin, 0)] // size
+            blocks = self._to_device(np.concatenate((table, written)))
+        if len(own):
+            own_keys = (own[:, None] * size + np.arange(size)).ravel()
+            at_home = own_keys // size == queries // size
+            seen &= (keys // size < queries // size) | (keys // size == last)
+            keys, seen = np.concatenate((keys, own_keys)), np.hstack((seen, at_home & (own_keys <= queries)))
         if window is not None:
             seen &= keys > queries - window
-        table = self._table_starts[sequence]
-        blocks = None if fresh else self._to_device(self._tables[table + first : table + last])
         return PrefillChunk(stop - query, stop, blocks, self._mask(seen))
 
     def _mask(self, seen: NDArray[np.bool_]) -> Tensor:

@@ -62,14 +62,32 @@ RZ_INLINE void decode_fp8(const uint8_t *codes, int d, bf16 *row)
     }
 }
 
+/* Rows of a part that read the keys of a round alike. */
+typedef struct {
+    int first, end;
+    int home;  /* place in the block table of the block that they are in; -1: read as all others */
+    long own;  /* that block, as it is written */
+} row_run;
+
+/* The rows from `row` on: all, while the round lies before the blocks that they are in; else those of one block. */
+static row_run run_of(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, int row,
+                      int first)
+{
+    const int size = shape->block_size, home = (part->position + row) / size;
+    if (cache->codec == RZ_CODEC_NONE || first + KEYS <= home * size)
+        return (row_run){ row, part->rows, -1, 0 };
+    const int border = (home + 1) * size - part->position;
+    return (row_run){ row, border < part->rows ? border : part->rows, home, part->slots[row] / size };
+}
+
 /* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their scales. */
 static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
-                      int first, int count, int which, scratch_memory *scratch, const bf16 **rows)
+                      const row_run *run, int first, int count, int which, scratch_memory *scratch, const bf16 **rows)
 {
     const int size = shape->block_size, d = shape->head_dim;
     for (int key = 0; key < count;) {
         int block_index = (first + key) / size, offset = (first + key) % size;
-        long block = part->table[block_index];
+        long block = block_index == run->home ? run->own : part->table[block_index];
         int here = size - offset < count - key ? size - offset : count - key;
         long head = which * shape->kv_heads + part->kv_head;
         float scale = 1.0f;
@@ -275,12 +293,33 @@ static void finish(const rz_attention_shape *shape, const rz_attention_part *par
     }
 }
 
+/* Keys [first, last) of one round, for the rows of `run`. */
+static void attend_round(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+                         const row_run *run, int first, int last, scratch_memory *scratch, upcoming *ahead)
+{
+    const int d = shape->head_dim, begin = run->first * shape->group, queries = (run->end - run->first) * shape->group;
+    const int count = last - first < KEYS ? last - first : KEYS;
+    const int panels = (count + PANEL - 1) / PANEL, used = panels * PANEL;
+    const bf16 *rows[KEYS];
+    find_rows(shape, cache, part, run, first, count, 0, scratch, rows);
+    pack_keys(d, panels, rows, scratch, ahead);
+    for (int panel = 0; panel < panels; panel++)
+        multiply(queries, &scratch->queries[begin][0], MAX_HEAD_DIM, &scratch->keys[panel][0][0][0], d / 2,
+                 &scratch->scores[begin][panel * PANEL], KEYS, 0);
+    find_rows(shape, cache, part, run, first, count, 1, scratch, rows);
+    pack_values(d, used, rows, scratch, ahead);
+    for (int query = begin; query < begin + queries; query++)
+        soften(shape, scratch, query, part->position + query / shape->group, first, used);
+    for (int column = 0; column < d; column += PANEL)
+        multiply(queries, &scratch->weights[begin][0], KEYS, &scratch->values[column / PANEL][0][0][0], used / 2,
+                 &scratch->sums[begin][column], MAX_HEAD_DIM, 1);
+}
+
 void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
                const rz_attention_part *next, void *memory)
 {
     scratch_memory *scratch = memory;
     const int d = shape->head_dim, queries = part->rows * shape->group;
-    const bf16 *rows[KEYS];
     for (int query = 0; query < queries; query++) {
         const bf16 *from = part->queries + query / shape->group * part->q_stride + query % shape->group * d;
         memcpy(scratch->queries[query], from, (size_t)d * sizeof(bf16));
@@ -300,20 +339,13 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
             look_ahead(shape, cache, part, first + KEYS, last, &ahead);
         else if (next)
             look_ahead(shape, cache, next, first_of(shape, next), last_of(next), &ahead);
-        int count = last - first < KEYS ? last - first : KEYS;
-        int panels = (count + PANEL - 1) / PANEL, used = panels * PANEL;
-        find_rows(shape, cache, part, first, count, 0, scratch, rows);
-        pack_keys(d, panels, rows, scratch, &ahead);
-        for (int panel = 0; panel < panels; panel++)
-            multiply(queries, &scratch->queries[0][0], MAX_HEAD_DIM, &scratch->keys[panel][0][0][0], d / 2,
-                     &scratch->scores[0][panel * PANEL], KEYS, 0);
-        find_rows(shape, cache, part, first, count, 1, scratch, rows);
-        pack_values(d, used, rows, scratch, &ahead);
-        for (int query = 0; query < queries; query++)
-            soften(shape, scratch, query, part->position + query / shape->group, first, used);
-        for (int column = 0; column < d; column += PANEL)
-            multiply(queries, &scratch->weights[0][0], KEYS, &scratch->values[column / PANEL][0][0][0], used / 2,
-                     &scratch->sums[0][column], MAX_HEAD_DIM, 1);
+        row_run run = { 0, 0, -1, 0 };
+        while (run.end < part->rows) {
+            run = run_of(shape, cache, part, run.end, first);
+            const int seen = part->position + run.end; /* the end of the keys that any of the rows sees */
+            if (first < seen)
+                attend_round(shape, cache, part, &run, first, seen < last ? seen : last, scratch, &ahead);
+        }
     }
     finish(shape, part, scratch);
 }

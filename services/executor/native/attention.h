@@ -8,9 +8,10 @@
  * Rounds begin at multiples of 64 keys and parts at multiples of SPLIT_KEYS, whatever else is computed: what a row
  * comes to does not depend on its neighbours, nor on whether it is decoded or part of a prompt.
  *
- * Keys and values are read block by block through the block table, hot (bf16) or cold (compressed: codes and
- * one scale per block and head), and packed into the shape that rz_tile reads. Codes of both codecs are
- * exact in bf16, so a scale is applied once, to scores and to weights.
+ * Keys and values are read block by block, a row's own block as it was written (hot: bf16), earlier ones through
+ * the block table as they are kept (cold: compressed, codes and one scale per block and head), and packed into the
+ * shape that rz_tile reads. Codes of both codecs are exact in bf16, so a scale is applied once, to scores and to
+ * weights. In the rounds in which some rows are at home, those of one block are computed after those of another.
  *
  * Sources: Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135; Kwon et al., "PagedAttention",
  * https://arxiv.org/abs/2309.06180.
@@ -48,6 +49,7 @@ typedef struct {
 /* Part of the work: `rows` rows of a sequence, one KV head, keys [first_key, last_key). */
 typedef struct {
     const int32_t *table; /* the sequence's block table */
+    const int32_t *slots; /* [rows]: where each row's own key and value are, block * block size + offset */
     const bf16 *queries;  /* first row, first query head of the KV head; rows are q_stride apart */
     bf16 *out;            /* the same shape; NULL where the part is merged later */
     float *partial;       /* [rows * group][head_dim + 2]: sums, largest score (base 2), sum of weights; or NULL */

@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "codec.h"
+
 typedef struct {
     rz_decoder *decoder;
     const rz_layer *layer;
@@ -72,6 +74,18 @@ static void place_task(void *argument, long token, long next, int thread)
         else /* keys, then values: the order of a block's planes */
             to_bf16((bf16 *)layer->hot + ((block * 2 * model->kv_heads + head - model->q_heads) * size + offset) * d, x, d);
     }
+}
+
+/* One head's keys or values of a block that this step has filled. */
+static void compress_task(void *argument, long task, long next, int thread)
+{
+    (void)next, (void)thread;
+    const attention *job = argument;
+    const rz_model *model = &job->decoder->model;
+    const long planes = 2L * model->kv_heads;
+    const int32_t *pair = job->decoder->step->compressions + task / planes * 2;
+    rz_compress_plane(&job->cache, (long)model->block_size * model->head_dim, pair[0] * planes + task % planes,
+                      (pair[1] - job->cache.num_hot) * planes + task % planes);
 }
 
 static void attend_task(void *argument, long task, long next, int thread)
@@ -167,6 +181,9 @@ int rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
         .cache = rz_cache_of(layer),
     };
     rz_run_stage(decoder, thread, RZ_PLACE, decoder->step->tokens, place_task, &job);
+    if (decoder->step->num_compressions)
+        rz_run_stage(decoder, thread, RZ_PLACE, decoder->step->num_compressions * 2L * model->kv_heads, compress_task,
+                     &job);
     rz_run_stage(decoder, thread, RZ_ATTEND, decoder->parts, attend_task, &job);
     if (decoder->merges)
         rz_run_stage(decoder, thread, RZ_ATTEND, decoder->merges, merge_task, decoder);
@@ -223,6 +240,7 @@ static long plan_tile(rz_decoder *decoder, const int32_t *table, int rows, long 
         for (int part = 0; part < parts; part++) {
             decoder->space.parts[decoder->parts++] = (rz_attention_part){
                 .table = table,
+                .slots = decoder->step->slots + row,
                 .queries = decoder->space.queries + row * width + column,
                 .out = decoder->space.attended + row * width + column,
                 .partial = parts > 1 ? decoder->space.partial + partial + used : NULL,
@@ -241,6 +259,13 @@ static long plan_tile(rz_decoder *decoder, const int32_t *table, int rows, long 
     return used;
 }
 
+/* Rows that a sequence's first tile is short of: of several, each ends at a multiple of `tile`, so that few of them
+ * have rows of two blocks. */
+static int lead_of(int tile, int length, int begin)
+{
+    return length > tile ? begin % tile : 0;
+}
+
 /* Room for the parts of this step's attention. 0 when there is no memory. */
 static int reserve_parts(rz_decoder *decoder, int tile)
 {
@@ -248,7 +273,8 @@ static int reserve_parts(rz_decoder *decoder, int tile)
     const rz_step *step = decoder->step;
     long parts = 0, floats = 0;
     for (int i = 0; i < step->sequences; i++) {
-        const long tiles = (step->query_lens[i] + tile - 1) / tile, each = parts_of(step->context_lens[i]);
+        const int length = step->query_lens[i], lead = lead_of(tile, length, step->context_lens[i] - length);
+        const long tiles = (length + lead + tile - 1) / tile, each = parts_of(step->context_lens[i]);
         parts += model->kv_heads * tiles * each;
         if (each > 1)
             floats += (long)model->q_heads * step->query_lens[i] * each * (model->head_dim + 2);
@@ -272,8 +298,11 @@ int rz_plan_attention(rz_decoder *decoder)
     long row = 0, partial = 0;
     for (int i = 0; i < step->sequences; i++) {
         int length = step->query_lens[i], context = step->context_lens[i], begin = context - length;
-        for (int first = (length - 1) / tile * tile; first >= 0; first -= tile)
-            partial += plan_tile(decoder, table, (int)least(tile, length - first), row + first, begin + first, partial);
+        const int lead = lead_of(tile, length, begin);
+        for (int start = (length + lead - 1) / tile * tile - lead; start > -tile; start -= tile) {
+            const int first = start > 0 ? start : 0, rows = (int)least(start + tile, length) - first;
+            partial += plan_tile(decoder, table, rows, row + first, begin + first, partial);
+        }
         row += length;
         table += (context + model->block_size - 1) / model->block_size;
     }

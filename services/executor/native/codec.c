@@ -43,17 +43,11 @@ void rz_encode(int codec, const bf16 *values, long count, void *codes, float *sc
     }
 }
 
-void rz_compress_block(const rz_cache *cache, int kv_heads, int block_size, int head_dim, long hot, long cold)
+void rz_compress_plane(const rz_cache *cache, long count, long hot, long cold)
 {
-    const long planes = 2L * kv_heads, count = (long)block_size * head_dim;
-    const bf16 *from = cache->hot + hot * planes * count;
-    cold -= cache->num_hot;
-    if (cache->codec == RZ_CODEC_NONE) {
-        memcpy((bf16 *)cache->codes + cold * planes * count, from, (size_t)(planes * count) * sizeof(bf16));
-        return;
-    }
-    for (long plane = 0; plane < planes; plane++) {
-        uint8_t *codes = (uint8_t *)cache->codes + (cold * planes + plane) * count;
-        rz_encode(cache->codec, from + plane * count, count, codes, (float *)cache->scales + cold * planes + plane);
-    }
+    const bf16 *from = cache->hot + hot * count;
+    if (cache->codec == RZ_CODEC_NONE)
+        memcpy((bf16 *)cache->codes + cold * count, from, (size_t)count * sizeof(bf16));
+    else
+        rz_encode(cache->codec, from, count, (uint8_t *)cache->codes + cold * count, (float *)cache->scales + cold);
 }

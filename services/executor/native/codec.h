@@ -8,7 +8,8 @@
  * The same codes and scales as the Python codec gives. */
 void rz_encode(int codec, const bf16 *values, long count, void *codes, float *scale);
 
-/* A block of a layer: all heads' keys and values, hot id to cold id. */
-void rz_compress_block(const rz_cache *cache, int kv_heads, int block_size, int head_dim, long hot, long cold);
+/* The same from a hot plane of a layer's cache to a cold one, both counted in planes of `count` values from the first
+ * hot block on, and from the first cold one. */
+void rz_compress_plane(const rz_cache *cache, long count, long hot, long cold);
 
 #endif

@@ -7,7 +7,6 @@
 #include <time.h>
 
 #include "attention_stages.h"
-#include "codec.h"
 #include "gemm.h"
 #include "largest.h"
 #include "products.h"
@@ -235,6 +234,18 @@ static int pools_exist(const rz_step *step)
     return good;
 }
 
+/* Whether every compression is from a hot block to a cold one. */
+static int pairs_exist(const rz_model *model, const rz_step *step)
+{
+    int good = 1;
+    for (long i = 0; i < step->num_compressions; i++) {
+        const int32_t *pair = step->compressions + i * 2;
+        good &= (uint32_t)pair[0] < (uint32_t)model->num_hot;
+        good &= pair[1] >= model->num_hot && pair[1] < model->num_hot + model->num_cold;
+    }
+    return good;
+}
+
 /* A plan that names blocks or rows that do not exist would write over other memory. */
 static int is_sound(const rz_model *model, const rz_step *step)
 {
@@ -247,7 +258,7 @@ static int is_sound(const rz_model *model, const rz_step *step)
     }
     return rows == step->tokens && blocks == step->table_blocks
         && within(step->slots, step->tokens, (long)model->num_hot * model->block_size)
-        && within(step->block_tables, blocks, (long)model->num_hot + model->num_cold)
+        && within(step->block_tables, blocks, (long)model->num_hot + model->num_cold) && pairs_exist(model, step)
         && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step);
 }
 
@@ -264,34 +275,6 @@ int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)
         return RZ_NO_MEMORY;
     rz_threads_run(decoder->threads, forward, decoder);
     return atomic_load(&decoder->failed) ? RZ_RING_LOST : RZ_OK;
-}
-
-typedef struct {
-    rz_decoder *decoder;
-    const int32_t *pairs;
-    int count;
-} compression;
-
-static void compress_task(void *argument, long task, long next, int thread)
-{
-    (void)next, (void)thread;
-    const compression *job = argument;
-    const rz_model *model = &job->decoder->model;
-    const rz_cache cache = rz_cache_of(&model->layer[task / job->count]);
-    const int32_t *pair = job->pairs + task % job->count * 2;
-    rz_compress_block(&cache, model->kv_heads, model->block_size, model->head_dim, pair[0], pair[1]);
-}
-
-static void compress(void *argument, int thread)
-{
-    compression *job = argument;
-    rz_stage(job->decoder->threads, thread, (long)job->count * job->decoder->model.layers, compress_task, job);
-}
-
-void rz_decoder_compress(rz_decoder *decoder, const int32_t *pairs, int count)
-{
-    compression job = { decoder, pairs, count };
-    rz_threads_run(decoder->threads, compress, &job);
 }
 
 void rz_decoder_spent(const rz_decoder *decoder, int64_t *spent)

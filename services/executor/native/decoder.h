@@ -91,6 +91,9 @@ typedef struct {
                                 * is in two pools, and none is sampled */
     float *pooled;             /* [num_pools][hidden] */
     int64_t num_pools;
+    const int32_t *compressions; /* [num_compressions][2], (hot id, cold id): the blocks that this step fills, compressed
+                                  * in each layer behind its writes and before it attends */
+    int64_t num_compressions;
 } rz_step;
 
 /* Bytes of the four structures above: linear, layer, model, step. Whoever fills them asks whether theirs are these. */
@@ -118,9 +121,5 @@ void rz_decoder_spent(const rz_decoder *decoder, int64_t *spent);
 
 /* The largest logit of each of `rows` rows, `width` apart, and its index: NaN is larger than all. */
 void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int width, float *values, int64_t *indices);
-
-/* Copies full hot blocks to cold ones in all layers. `pairs`: [count][2], (hot id, cold id). Before the step that
- * may write to the hot ones again. */
-void rz_decoder_compress(rz_decoder *decoder, const int32_t *pairs, int count);
 
 #endif

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.engine.plan import Int32Array, StepPlan
@@ -91,6 +90,7 @@ class NativeDecoder:
             sequences=len(plan.query_lens) // _INT,
             sampled=len(plan.sample_rows) // _INT,
             table_blocks=len(plan.block_tables) // _INT,
+            num_compressions=len(plan.compressions) // (2 * _INT),
             progress=progress.address,
             **results,
             **{name: _address(getattr(plan, name)) for name in _ARRAYS},
@@ -120,10 +120,6 @@ class NativeDecoder:
         nanoseconds = (ctypes.c_int64 * len(PARTS))()
         self._library.rz_decoder_spent(self._handle, nanoseconds)
         return {part: spent / 1e9 for part, spent in zip(PARTS, nanoseconds, strict=True)}
-
-    def compress(self, pairs: NDArray[np.int32]) -> None:
-        """What `KvStore.compress` does. `pairs`: [C, 2], (hot id, cold id) each, of ids that are; contiguous."""
-        self._library.rz_decoder_compress(self._handle, pairs.ctypes.data, len(pairs))
 
     def close(self) -> None:
         """Ends the threads. Safe to call twice."""
@@ -185,7 +181,10 @@ class NativeDecoder:
         return model
 
 
-_ARRAYS = ("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables", "sample_rows")
+_ARRAYS = (
+    *("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables", "sample_rows"),
+    "compressions",
+)
 
 
 @dataclass(frozen=True)

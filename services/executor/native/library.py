@@ -115,6 +115,8 @@ class Step(ctypes.Structure):
         ("pools", c_void_p),
         ("pooled", c_void_p),
         ("num_pools", c_int64),
+        ("compressions", c_void_p),
+        ("num_compressions", c_int64),
     ]
 
 
@@ -162,8 +164,6 @@ def compiled() -> Any | None:
     library.rz_decoder_spent.argtypes, library.rz_decoder_spent.restype = [c_void_p, c_void_p], None
     library.rz_decoder_largest.argtypes = [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]
     library.rz_decoder_largest.restype = None
-    library.rz_decoder_compress.argtypes = [c_void_p, c_void_p, c_int]
-    library.rz_decoder_compress.restype = None
     for name, (result, arguments) in _RING_FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

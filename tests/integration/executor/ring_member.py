@@ -119,8 +119,6 @@ def known_blocks(batcher: ContinuousBatcher) -> dict[int, list[int]]:
     by_digest = {key.digest: key for key in keys.values()}
     blocks = {}
     for block, key in keys.items():
-        if block in allocator._copies._compressions:
-            continue  # the plan that would have brought its content was not needed any more
         chain = [key]
         while chain[-1].parent in by_digest:
             chain.append(by_digest[chain[-1].parent])

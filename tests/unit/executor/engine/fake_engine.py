@@ -5,9 +5,11 @@ whole beginning that was read when the token was computed, as a real key does. E
 marks of the whole context. The next token of a sequence is a function of its seed, its output position
 and everything that its block table leads to. So a wrong slot, a shared block that was overwritten, a
 stale cache hit, or a copy that was made too late or to a wrong place changes the text or fails at once.
+So does a block that is read in another form than its reader's position tells (docs/adr/0024).
 """
 
 from hashlib import blake2b
+from typing import NamedTuple
 
 from services.executor.engine.plan import StepPlan, as_int32
 from services.executor.engine.protocol import BadLogits, EngineSpec, RestoreFailed, SampledToken
@@ -77,32 +79,33 @@ class FakeEngine:
     # --- copies ----------------------------------------------------------------------------------
 
     def _copy(self, plan: StepPlan) -> None:
-        saves, compressions, restores = pairs(plan.saves), pairs(plan.compressions), pairs(plan.restores)
-        adoptions = pairs(plan.adoptions)
-        self._check_targets(saves, compressions + adoptions, restores)
+        saves, adoptions, restores = pairs(plan.saves), pairs(plan.adoptions), pairs(plan.restores)
+        self._check_targets(saves, pairs(plan.compressions) + adoptions, restores)
         for block, slot in saves:
             assert None not in self.blocks[block], "a block is saved that is not full"
             self.spilled[slot] = list(self.blocks[block])
             self.unreadable.discard(slot)
         for block in {block for block, _ in saves}:
             self._wipe(block)
-        for hot, cold in compressions:
-            assert hot < self.spec.num_blocks <= cold
-            assert None not in self.blocks[hot], "a block is compressed that is not full"
-            self.blocks[cold] = list(self.blocks[hot])
-            self._wipe(hot)
         for slot, block in adoptions:
             self.blocks[block] = list(self.landing.pop(slot))
         for slot, block in restores:
             self.blocks[block] = list(self.spilled[slot])
-        self.saves, self.compressions = self.saves + len(saves), self.compressions + len(compressions)
-        self.restores += len(restores)
+        self.saves, self.restores = self.saves + len(saves), self.restores + len(restores)
         failed = [slot for slot, _ in restores if slot in self.unreadable]
         if failed:
             for slot, block in restores:
                 if slot in failed:
                     self._wipe(block)
             raise RestoreFailed(failed)
+
+    def _compress(self, plan: StepPlan) -> None:
+        """In the step, behind its writes."""
+        for hot, cold in pairs(plan.compressions):
+            assert hot < self.spec.num_blocks <= cold
+            assert None not in self.blocks[hot], "a block is compressed that is not full"
+            self.blocks[cold] = list(self.blocks[hot])
+            self.compressions += 1
 
     def _check_targets(self, *copies: list[tuple[int, int]]) -> None:
         saves, compressions, restores = copies
@@ -122,17 +125,18 @@ class FakeEngine:
     def _compute(self, plan: StepPlan, lengths: list[int], states: list[SamplingState]) -> list[SampledToken]:
         contexts, rows = as_int32(plan.context_lens).tolist(), as_int32(plan.sample_rows).tolist()
         flat, results, row, waiting = as_int32(plan.block_tables).tolist(), [], 0, list(states)
-        tables = []
+        chunks = []
         for length, context in zip(lengths, contexts, strict=True):
-            tables.append([flat.pop(0) for _ in range(-(-context // self.block_size))])
-            self._write(plan, tables[-1], range(row, row + length), context)
+            table = [flat.pop(0) for _ in range(-(-context // self.block_size))]
+            chunks.append(self._write(plan, table, range(row, row + length), context))
             row += length
         assert not flat
-        self._check_writers(tables, lengths, contexts)
+        self._check_writers(chunks)
+        self._compress(plan)
         row = 0
-        for table, length, context in zip(tables, lengths, contexts, strict=True):
-            content = self._read(table, context)
-            for seen in range(context - length + 1, context + 1):
+        for chunk in chunks:
+            content = chunk.read(self)
+            for seen in range(chunk.begin + 1, chunk.context + 1):
                 if row in rows:
                     results.append(self.sample(content[:seen], waiting.pop(0)))
                 row += 1
@@ -144,36 +148,67 @@ class FakeEngine:
         """The token after `content`."""
         return SampledToken(next_token(content, state.params.seed, state.position))
 
-    def _write(self, plan: StepPlan, table: list[int], rows: range, context: int) -> None:
+    def _write(self, plan: StepPlan, table: list[int], rows: range, context: int) -> "Chunk":
         tokens, positions, slots = (
             as_int32(payload)[rows.start : rows.stop].tolist()
             for payload in (plan.token_ids, plan.positions, plan.slots)
         )
         assert positions == list(range(context - len(rows), context)), "not the context's last tokens"
+        kept = dict(pairs(plan.compressions))
+        chunk = Chunk(table, {}, positions[0], context)
         for token, position, slot in zip(tokens, positions, slots, strict=True):
+            at = position // self.block_size
             block, offset = divmod(slot, self.block_size)
-            assert (block, offset) == (table[position // self.block_size], position % self.block_size)
-            before = self._at(table, position - 1)[2] if position else 0
+            assert offset == position % self.block_size
+            # The last block is read as it is written, the others that the step fills as it compresses them.
+            read_from = block if at == len(table) - 1 else kept.get(block, block)
+            assert read_from == table[at], "what is written is not what later positions read"
+            chunk.own[at] = block
+            before = chunk.written(self, position - 1)[2] if position else 0
             self.blocks[block][offset] = (token, position, hash((before, token)))
+        return chunk
 
-    def _check_writers(self, tables: list[list[int]], lengths: list[int], contexts: list[int]) -> None:
-        for index, (table, length, context) in enumerate(zip(tables, lengths, contexts, strict=True)):
-            written = set(table[(context - length) // self.block_size :])
-            for other, blocks in enumerate(tables):
-                assert other == index or not written & set(blocks), "a block is written that another reads"
+    def _check_writers(self, chunks: "list[Chunk]") -> None:
+        for chunk in chunks:
+            for other in chunks:
+                assert other is chunk or not set(chunk.own.values()) & {*other.table, *other.own.values()}, (
+                    "a block is written that another reads"
+                )
 
-    def _read(self, table: list[int], context: int) -> list[int]:
-        content, mark = [], 0
-        for position in range(context):
-            token, written_at, stored = self._at(table, position)
-            mark = hash((mark, token))
-            assert written_at == position, "a slot holds another position's token"
-            assert stored == mark, "a slot holds what was computed after another beginning"
-            content.append(token)
-        return content
-
-    def _at(self, table: list[int], position: int) -> Slot:
-        block, offset = divmod(position, self.block_size)
-        stored = self.blocks[table[block]][offset]
+    def at(self, block: int, offset: int) -> Slot:
+        stored = self.blocks[block][offset]
         assert stored is not None, "a slot is read that was not written, or whose content has moved"
         return stored
+
+
+class Chunk(NamedTuple):
+    """What a step computes of one sequence: the positions [begin, context)."""
+
+    table: list[int]
+    own: dict[int, int]
+    """The blocks that are written to, by their places in the table."""
+    begin: int
+    context: int
+
+    def written(self, engine: FakeEngine, position: int) -> Slot:
+        """What is at `position`, before the step has compressed anything."""
+        at, offset = divmod(position, engine.block_size)
+        return engine.at(self.own.get(at, self.table[at]), offset)
+
+    def read(self, engine: FakeEngine) -> list[int]:
+        """The tokens of the whole context, as each position that is computed reads it."""
+        content: list[int] = []
+        for reader in range(self.begin, self.context):
+            home = reader // engine.block_size
+            content, mark = [], 0
+            for position in range(reader + 1):
+                at, offset = divmod(position, engine.block_size)
+                block = self.own[at] if at == home else self.table[at]
+                cold = block >= engine.spec.num_blocks
+                assert cold == (at < home and engine.spec.num_cold > 0), "a block is read in the wrong form"
+                token, written_at, stored = engine.at(block, offset)
+                mark = hash((mark, token))
+                assert written_at == position, "a slot holds another position's token"
+                assert stored == mark, "a slot holds what was computed after another beginning"
+                content.append(token)
+        return content

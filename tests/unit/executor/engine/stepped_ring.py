@@ -135,3 +135,7 @@ class Ring:
 
 def lens(plan: StepPlan) -> list[int]:
     return as_int32(plan.query_lens).tolist()
+
+
+def arrays(plan: StepPlan, *names: str) -> list[list[int]]:
+    return [as_int32(getattr(plan, name)).tolist() for name in names]

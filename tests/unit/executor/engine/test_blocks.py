@@ -6,12 +6,14 @@ import pytest
 
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.block_tables import BlockTables
+from services.executor.engine.plan_builder import Chunk, build_plan
 from services.executor.engine.protocol import EngineSpec
 from services.executor.engine.sequence import Sequence
+from services.executor.kv_cache.prefix_index import BlockChain
 from shared.errors import InternalError
 from shared.messages import SamplingParams
 from tests.unit.executor.engine.fake_engine import VOCAB, undisturbed
-from tests.unit.executor.engine.stepped_ring import BLOCK, Ring, ask, lens
+from tests.unit.executor.engine.stepped_ring import BLOCK, Ring, arrays, ask, lens
 
 # --- blocks ----------------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ def test_a_sequence_gets_only_room_that_is_promised_to_nobody() -> None:
 # --- compressed blocks ---------------------------------------------------------------------------
 
 
-def test_full_blocks_move_to_cold_ids_and_hot_ones_are_used_again() -> None:
+def test_full_blocks_are_compressed_and_hot_ones_are_used_again() -> None:
     ring = Ring(blocks=3, num_cold=20, tokens=8)
     request = ask("a", 40, max_tokens=12)
     ring.add(request)
@@ -194,52 +196,87 @@ def test_full_blocks_move_to_cold_ids_and_hot_ones_are_used_again() -> None:
     assert ring.engine.compressions == 51 // BLOCK
     assert all(lens(plan)[0] <= 8 for plan, _ in ring.plans)
     load = ring.batcher.load()
-    assert (load.free_blocks, load.total_blocks) == (23, 23)
+    assert (load.free_blocks, load.total_blocks) == (20, 20)
 
 
-def test_a_block_stays_hot_where_no_cold_one_can_be_had_and_moves_later() -> None:
-    ring = Ring(blocks=8, num_cold=4, tokens=32)
-    first, second = ask("first", 16, max_tokens=6), ask("second", 15, max_tokens=25)
+def test_without_a_cold_block_nobody_goes_on_over_hot_ones() -> None:
+    ring = Ring(blocks=8, num_cold=10, tokens=32)
+    first, second = ask("first", 16, max_tokens=16), ask("second", 15, max_tokens=25)
     ring.add(first, second)
     ring.run()
     assert ring.tokens("second") == undisturbed(second, 25)
-    assert ring.tokens("first") == undisturbed(first, 6)
+    assert ring.tokens("first") == undisturbed(first, 16)
+    assert ring.batcher.preemptions
 
 
-def test_a_shared_block_that_moves_late_moves_for_all_who_have_it() -> None:
-    tables = BlockTables(EngineSpec(BLOCK, 3, 100, VOCAB, num_cold=2), BatchSettings())
-    other, first, second = (
-        Sequence(ask(name, prompt), 0, BLOCK, b"")
-        for name, prompt in (("o", list(range(8))), ("a", [9] * 5), ("b", [*[9] * 4, 1]))
-    )
-    for sequence, computed in ((other, 8), (first, 4)):
+def _tables(num_cold: int, *tokens: int) -> tuple[BlockTables, list[Sequence]]:
+    """Of sequences of so many tokens, of which nothing is computed."""
+    tables = BlockTables(EngineSpec(BLOCK, 4, 100, VOCAB, num_cold=num_cold), BatchSettings())
+    sequences = [Sequence(ask(str(n), [n] * count), n, BLOCK, b"") for n, count in enumerate(tokens)]
+    for sequence in sequences:
         tables.admit(sequence, [])
-        assert tables.cover(sequence, len(sequence.tokens), [sequence])
-        sequence.num_computed = computed
-        tables.seal(sequence)
-    assert list(other.table) == [3, 4]
-    hot = first.table[0]
-    assert hot < 3, "no cold block is left for it"
-    found = tables.place(second, [])
-    assert found == [hot]
-    tables.admit(second, found)
-    assert tables.cover(second, 5, [first, second])
+    return tables, sequences
+
+
+def test_a_block_is_not_filled_before_there_is_a_cold_id_for_it() -> None:
+    tables, [other, sequence] = _tables(2, 5, 9)
+    assert tables.cover(other, 5)
+    assert not tables.cover(sequence, 9), "it fills two blocks, and one cold id is left"
+    assert tables.covered(sequence) == 7
     tables.free(other)
-    running = [first, second]
-    assert tables.cover(first, 9, running), "a hot block is free once the shared one has moved"
-    assert first.table[0] == second.table[0] >= 3
-    assert list(tables.take_copies().compressions)[-1] == (hot, first.table[0])
-    tables.check(running)
+    assert tables.cover(sequence, 9)
+    assert (len(sequence.table), len(sequence.cold)) == (3, 2)
+    tables.check([sequence])
 
 
-def test_one_sequence_may_fill_hot_and_cold_blocks() -> None:
+def test_a_block_that_drafts_fill_stays_hot_until_they_are_right() -> None:
+    tables, [sequence] = _tables(3, 6)
+    assert tables.cover(sequence, 6)
+    sequence.num_computed = 5
+    tables.seal(sequence)
+    chunk = Chunk(sequence, 1, (7, 8, 9))
+    assert tables.cover_drafts(sequence, 3, [sequence]) == 3
+    hot, cold = sequence.table[1], sequence.cold[0]
+    plan, _ = build_plan(1, [chunk], tables.take_copies(), BLOCK)
+    assert arrays(plan, "block_tables") == [[sequence.table[0], cold, sequence.table[2]]]
+    assert arrays(plan, "compressions") == [[hot, cold]]
+    assert [slot // BLOCK for slot in arrays(plan, "slots")[0]] == [hot] * 3 + [sequence.table[2]]
+    sequence.append(1)  # the first draft is wrong
+    sequence.num_computed += 1
+    tables.trim(sequence)
+    tables.seal(sequence)
+    assert (list(sequence.table[1:]), list(sequence.cold)) == ([hot], []), "it is written again"
+    sequence.append(2)
+    assert tables.cover(sequence, 8)
+    [cold] = sequence.cold
+    sequence.num_computed += 2
+    tables.seal(sequence)
+    assert (sequence.table[1], list(sequence.cold)) == (cold, [])
+    tables.check([sequence])
+
+
+def test_a_block_that_is_known_already_is_taken_over_and_both_of_its_ids_are_free() -> None:
+    tables, [first, second] = _tables(4, 5, 5)
+    second.tokens[:] = first.tokens
+    second.chain = BlockChain(second.tokens, BLOCK, b"")
+    for sequence in (first, second):
+        assert tables.cover(sequence, 5)
+    for sequence in (first, second):
+        sequence.num_computed = 4
+        tables.seal(sequence)
+    assert first.table[0] == second.table[0] >= 4
+    assert tables.census().cold.empty == 3
+    tables.check([first, second])
+
+
+def test_one_sequence_may_fill_all_cold_blocks() -> None:
     ring = Ring(blocks=2, num_cold=3)
     request = ask("a", 3, max_tokens=100)
     ring.add(request)
     ring.run()
     assert ring.last("a").error_code == "context_length_exceeded"
-    assert "KV cache of 20 tokens" in ring.last("a").error
-    assert ring.tokens("a") == undisturbed(request, 18)
+    assert "KV cache of 15 tokens" in ring.last("a").error
+    assert ring.tokens("a") == undisturbed(request, 13)
 
 
 # --- sessions and spilling -----------------------------------------------------------------------
@@ -283,7 +320,7 @@ def test_a_session_that_returns_finds_what_was_spilled(spec: dict[str, int]) -> 
     ring = Ring(blocks=12, copies_per_step=3, **spec)
     said = list(range(30))
     _turn(ring, "one", said)
-    _others(ring, "x", 46 + 4 * spec.get("num_cold", 0))
+    _others(ring, "x", 33 if "num_cold" in spec else 46)
     assert ring.engine.saves
     assert _turn(ring, "two", [*said, 1, 2, 3]) >= 3 * BLOCK
     assert ring.engine.restores >= 3

@@ -5,7 +5,7 @@ from array import array
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.executor.kv_cache.allocator import BlockAllocator, OutOfBlocks
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
@@ -24,8 +24,13 @@ def fill(allocator: BlockAllocator, tokens: list[int]) -> list[int]:
     chain = chain_of(tokens)
     blocks = allocator.allocate(allocator.blocks_for(len(tokens)))
     for position in range(len(chain)):
-        blocks[position] = allocator.seal(blocks[position], chain.key(position))
+        seal(allocator, blocks, chain, position)
     return blocks
+
+
+def seal(allocator: BlockAllocator, blocks: list[int], chain: BlockChain, position: int) -> None:
+    kept = allocator.allocate_kept(1)[0] if allocator.num_blocks > allocator.num_hot else None
+    blocks[position] = allocator.seal(blocks[position], chain.key(position), kept)
 
 
 def test_freed_full_blocks_are_found_again_and_the_partial_one_is_not() -> None:
@@ -96,27 +101,29 @@ def test_a_duplicate_of_a_known_block_gives_way_to_it() -> None:
     allocator.check([[first], [first]])
 
 
-def test_a_full_block_moves_to_a_cold_id_while_there_is_one() -> None:
+def test_full_blocks_are_kept_under_cold_ids_and_their_hot_ones_are_free() -> None:
     allocator = BlockAllocator(3, BLOCK, num_cold=2)
-    tables = [fill(allocator, [n] * BLOCK) for n in range(3)]
-    assert tables == [[3], [4], [0]], "a hot id is free as soon as its block has moved"
-    copies = allocator.take_copies()
-    assert (copies.saves, copies.compressions, copies.restores) == ([], [(0, 3), (0, 4)], [])
-    assert (allocator.available, allocator.available_hot) == (2, 2)
+    tables = [fill(allocator, [n] * BLOCK) for n in range(2)]
+    assert tables == [[3], [4]]
+    assert (allocator.available_kept, allocator.available_hot) == (0, 3)
+    with pytest.raises(OutOfBlocks):
+        allocator.allocate_kept(1)
+    [hot] = allocator.allocate(1)
+    with pytest.raises(ValueError, match="no cold block"):
+        allocator.seal(hot, chain_of([9] * BLOCK).key(0))
     allocator.release(tables[0])
-    assert allocator.compress(tables[2][0]) == 3
-    assert allocator.take_copies().compressions == [(0, 3)]
+    [cold] = allocator.allocate_kept(1)
+    assert cold == 3
+    allocator.check([tables[1], [hot], [cold]])
+    assert allocator.seal(hot, chain_of([9] * BLOCK).key(0), cold) == 3
     allocator.check([tables[1], [3]])
 
 
-def test_a_compression_whose_block_is_evicted_is_called_off() -> None:
-    allocator = BlockAllocator(3, BLOCK, num_cold=1, tiers=SpillTiers(8, 0))
-    old = fill(allocator, [1] * BLOCK)
-    allocator.release(old, session="s")
-    new = fill(allocator, [2] * BLOCK)
-    copies = allocator.take_copies()
-    assert (copies.saves, len(copies.compressions)) == ([], 1), "what was not written cannot be saved"
-    allocator.check([new])
+def test_a_duplicate_of_a_known_block_frees_both_of_its_ids() -> None:
+    allocator = BlockAllocator(3, BLOCK, num_cold=3)
+    assert fill(allocator, [1] * BLOCK) == fill(allocator, [1] * BLOCK) == [3]
+    assert (allocator.available_kept, allocator.available_hot) == (2, 3)
+    allocator.check([[3], [3]])
 
 
 def test_what_is_evicted_is_saved_if_it_may_be_wanted() -> None:
@@ -239,9 +246,21 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = BlockAllocator(7, BLOCK)
         self.tables: list[tuple[list[int], list[int], int]] = []  # tokens, blocks, sealed
         self.content: dict[int, tuple[int, ...]] = {}
+
+    @initialize(cold=st.sampled_from([0, 6]))
+    def build(self, cold: int) -> None:
+        """With cold blocks: hot ones are the last of each sequence, and what one that starts fills."""
+        self.allocator = BlockAllocator(7, BLOCK, num_cold=cold)
+        self.compresses = cold > 0
+
+    def seal(self, blocks: list[int], tokens: list[int], position: int) -> None:
+        """In a step that has filled the block: where it is compressed, to an id that nobody holds."""
+        kept = self.allocator.allocate_kept(1)[0] if self.compresses else None
+        if kept is not None:
+            self.write(kept, list(self.content[blocks[position]]))
+        blocks[position] = self.allocator.seal(blocks[position], chain_of(tokens).key(position), kept)
 
     def write(self, block: int, tokens: list[int]) -> None:
         holders = sum(block in blocks for _, blocks, _ in self.tables)
@@ -256,14 +275,16 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.content[block] == tuple(tokens[position * BLOCK : (position + 1) * BLOCK])
         missing = self.allocator.blocks_for(len(tokens)) - len(shared)
         assert missing >= 1, "nothing is left to compute"
-        if self.allocator.room_after(shared)[0] < missing:
+        room, hot = self.allocator.room_after(shared)
+        full = len(chain) - len(shared)
+        if hot < missing or room < (full if self.compresses else missing):
             return
         self.allocator.share(shared)
         blocks = shared + self.allocator.allocate(missing)
         for position in range(len(shared), len(blocks)):
             self.write(blocks[position], tokens[position * BLOCK : (position + 1) * BLOCK])
         for position in range(len(shared), len(chain)):
-            blocks[position] = self.allocator.seal(blocks[position], chain.key(position))
+            self.seal(blocks, tokens, position)
         self.tables.append((tokens, blocks, len(chain)))
 
     @precondition(lambda self: self.tables)
@@ -272,15 +293,19 @@ class AllocatorMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.tables) - 1))
         tokens, blocks, sealed = self.tables.pop(index)
         tokens = [*tokens, token]
-        if len(tokens) > len(blocks) * BLOCK:
-            if not self.allocator.available:
-                self.tables.append((tokens[:-1], blocks, sealed))
-                return
-            blocks = blocks + self.allocator.allocate(1)
+        longer = len(tokens) > len(blocks) * BLOCK
+        filled = len(tokens) % BLOCK == 0
+        lacking = (longer and not self.allocator.available_hot) or (
+            filled and self.compresses and not self.allocator.available_kept
+        )
+        if lacking:
+            self.tables.append((tokens[:-1], blocks, sealed))
+            return
+        blocks = blocks + self.allocator.allocate(longer)
         last = len(blocks) - 1
         self.write(blocks[last], tokens[last * BLOCK :])
-        if len(tokens) % BLOCK == 0:
-            blocks = [*blocks[:-1], self.allocator.seal(blocks[last], chain_of(tokens).key(last))]
+        if filled:
+            self.seal(blocks, tokens, last)
             sealed += 1
         self.tables.append((tokens, blocks, sealed))
 
@@ -292,6 +317,8 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
+        if not hasattr(self, "allocator"):
+            return
         self.allocator.check(blocks for _, blocks, _ in self.tables)
         assert self.allocator.used == len({b for _, blocks, _ in self.tables for b in blocks})
 

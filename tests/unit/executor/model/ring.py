@@ -96,7 +96,14 @@ def make_runner(directory: Path, collectives: Collectives, dtype: torch.dtype = 
 class Script:
     """Steps over sequences of known tokens, each with a block table of blocks scattered over the store."""
 
-    def __init__(self, lengths: Sequence[int], vocab_size: int = 131, num_blocks: int = NUM_BLOCKS):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        vocab_size: int = 131,
+        num_blocks: int = NUM_BLOCKS,
+        compresses: bool = False,
+    ):
+        """`compresses`: full blocks are read as the steps that fill them compress them, block b as `num_blocks` + b."""
         random = np.random.default_rng(7)
         self.sequences = [random.integers(0, vocab_size, length).tolist() for length in lengths]
         blocks = random.permutation(num_blocks).tolist()
@@ -104,6 +111,7 @@ class Script:
         starts = np.cumsum(needed) - needed
         self._tables = [blocks[start : start + count] for start, count in zip(starts, needed, strict=True)]
         self._done = [0] * len(lengths)
+        self._first_cold = num_blocks if compresses else 0
 
     def step(
         self, tokens: dict[int, int], sample: bool = True, every_token: bool = False
@@ -114,6 +122,7 @@ class Script:
         """
         order = sorted(tokens, key=lambda sequence: tokens[sequence] > 1)
         ids, positions, slots, contexts, tables, rows, sampled = [], [], [], [], [], [], []
+        pairs: list[tuple[int, int]] = []
         for sequence in order:
             begin = self._done[sequence]
             end = self._done[sequence] = begin + tokens[sequence]
@@ -122,7 +131,11 @@ class Script:
             positions += range(begin, end)
             slots += [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(begin, end)]
             contexts.append(end)
-            tables += table[: -(-end // BLOCK_SIZE)]
+            last = (end - 1) // BLOCK_SIZE
+            tables += [self._first_cold + block for block in table[:last]] + [table[last]]
+            if self._first_cold:
+                filled = table[begin // BLOCK_SIZE : end // BLOCK_SIZE]
+                pairs += [(block, self._first_cold + block) for block in filled]
             if sample:
                 first = begin if every_token else end - 1
                 rows += range(len(ids) - (end - first), len(ids))
@@ -137,6 +150,7 @@ class Script:
             context_lens=to_bytes(contexts),
             block_tables=to_bytes(tables),
             sample_rows=to_bytes(rows),
+            compressions=to_bytes(pairs),
         )
         return plan, sampled
 

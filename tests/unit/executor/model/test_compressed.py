@@ -1,5 +1,6 @@
 """Attention and whole models over compressed blocks, on one rank and on two."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,6 +111,38 @@ def test_attention_over_compressed_blocks(codec: Codec, window: int | None, worl
         key, value = (rounded(codec, known[sequence][part], cold) for part in (0, 1))
         expected = reference(queries[sequence][position], key, value, position, window)
         assert (row - expected).abs().max() < 1e-5
+
+
+@codecs
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_token_reads_its_own_block_as_written_and_those_before_it_compressed(
+    codec: Codec, window: int | None
+) -> None:
+    """In whatever step it is computed: here in chunks that begin and end within blocks, and alone."""
+    torch.manual_seed(4)
+    known = [torch.randn(2, length, HEADS, WIDTH) for length in LENGTHS]
+    queries = [torch.randn(length, HEADS * GROUP, WIDTH) for length in LENGTHS]
+    store = KvStore(
+        StoreShape(2, BLOCK_SIZE, HEADS, WIDTH, torch.float32, (None, codec)), NUM_BLOCKS, CPU, NUM_BLOCKS
+    )
+    script = Script(LENGTHS, compresses=True)
+    for step in ({0: 14, 2: 9}, {0: 1, 1: 11}, {0: 13, 1: 4}, {0: 1, 1: 1}, {0: 8, 1: 2}):
+        plan, at = script.step(step, every_token=True)
+        key, value = (torch.stack([known[s][part, position] for s, position in at]) for part in (0, 1))
+        query = torch.stack([queries[s][position] for s, position in at])
+        for layer, rounds in enumerate((lambda values, count: values, partial(rounded, codec))):
+            out, _ = paged_attention(
+                SimpleNamespace(layer_idx=layer),  # type: ignore[arg-type]
+                *(part.transpose(0, 1).unsqueeze(0) for part in (query, key, value)),
+                None,
+                step=StepContext(plan, store, lambda: None),
+                sliding_window=window,
+            )
+            for row, (sequence, position) in zip(out[0], at, strict=True):
+                own = position // BLOCK_SIZE * BLOCK_SIZE
+                keys, values = (rounds(known[sequence][part], own) for part in (0, 1))
+                expected = reference(queries[sequence][position], keys, values, position, window)
+                assert (row - expected).abs().max() < 1e-5
 
 
 def worst_error(directory: Path, collectives: Collectives, codec: Codec | None, whole: list[Tensor]) -> float:

@@ -268,6 +268,9 @@ def test_on_a_ring_a_row_does_not_depend_on_who_attends_for_it(tmp_path: Path) -
         {"block_tables": [2 * NUM_BLOCKS]},
         {"block_tables": [0, 1]},
         {"sample_rows": [2]},
+        {"compressions": [NUM_BLOCKS, NUM_BLOCKS]},
+        {"compressions": [0, 0]},
+        {"compressions": [0, 2 * NUM_BLOCKS]},
         {"query_lens": [1]},
         {"context_lens": [1]},
     ],
@@ -323,27 +326,25 @@ codecs = pytest.mark.parametrize("codec", [INT8, FP8], ids=lambda codec: codec.n
 
 @codecs
 def test_compresses_to_the_codes_of_the_codec(tmp_path: Path, codec: Codec) -> None:
-    directory = make_model(tmp_path, "llama", head_dim=32)
+    runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True, codec=codec)
+    store, layers = runner._store, range(3)
+    for layer in layers:
+        values = torch.randn(store.hot(layer).shape)
+        # One head of zeros.
+        sizes = 50 * torch.rand(values.shape[:-2]) * (torch.arange(values.shape[2]) > 0)
+        store.hot(layer).copy_(values * sizes[..., None, None])
+    plan, _ = Script([2]).step({0: 2})
     pairs = [[3, NUM_BLOCKS + 5], [0, NUM_BLOCKS], [7, NUM_BLOCKS + 1]]
-    ours, theirs = (runner_of(directory, native=native, codec=codec)._store for native in (True, False))
-    assert ours.compressor is not None
-    assert theirs.compressor is None
-    layers = range(ours.shape.num_layers)
+    runner.forward(structs.replace(plan, compressions=to_bytes(np.array(pairs))))
     for layer in layers:
-        values = torch.randn(ours.hot(layer).shape)
-        sizes = 50 * torch.rand(values.shape[:-2]) * (torch.arange(values.shape[2]) > 0)  # one head of zeros
-        for store in (ours, theirs):
-            store.hot(layer).copy_(values * sizes[..., None, None])
-    for store in (ours, theirs):
-        store.compress(pairs)
-    for layer in layers:
-        scales, expected = ours.scales(layer), theirs.scales(layer)
+        scales = store.scales(layer)
         assert scales is not None
-        assert expected is not None
-        assert torch.equal(scales, expected)
-        codes = ours.codes(layer).view(torch.uint8)
-        assert codes[5].any()
-        assert torch.equal(codes, theirs.codes(layer).view(torch.uint8))
+        for hot, cold in pairs:
+            codes, expected = codec.encode(store.hot(layer)[hot].flatten(-2))
+            ours = store.codes(layer)[cold - NUM_BLOCKS].flatten(-2)
+            assert ours.view(torch.uint8).any()
+            assert torch.equal(ours.view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(scales[cold - NUM_BLOCKS], expected)
 
 
 @codecs
