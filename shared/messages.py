@@ -401,6 +401,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the model and all of the engine's settings that a seed's text depends on; empty: not known."""
     embedding_size: int = 0
     """Numbers in the vector of a request to embed; 0: the model gives none."""
+    exact: bool = False
+    """Whether a text depends on nothing but what `fingerprint` is of and the request: not on what else is computed,
+    on what was found in a cache, or on a ring's death in its middle."""
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True):

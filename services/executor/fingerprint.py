@@ -22,9 +22,10 @@ _SETTINGS = (
 )
 
 
-def fingerprint(settings: ExecutorSettings, card: ModelCard) -> str:
-    """`fp_` and ten hexadecimal digits; the same for rings that draw the same tokens of the same seed."""
-    parts = [card.tokenizer, card.fingerprint, str(card.vocab_size)]
+def fingerprint_of(settings: ExecutorSettings, card: ModelCard, numerics: str) -> str:
+    """`fp_` and ten hexadecimal digits; the same for rings that draw the same tokens of the same seed, which
+    compute with the same `numerics` (`EngineSpec`)."""
+    parts = [card.tokenizer, card.fingerprint, str(card.vocab_size), numerics]
     parts += [f"{name}={getattr(settings, name)}" for name in _SETTINGS]
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:10]}"
 

@@ -22,7 +22,7 @@ from services.executor.debug.leader_side import LeaderDebug
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.protocol import Engine, EngineSpec
-from services.executor.fingerprint import fingerprint
+from services.executor.fingerprint import fingerprint_of
 from services.executor.gathering import Gathering, acknowledgements, in_frames
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
@@ -149,7 +149,14 @@ class Leader:
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
-        card = msgspec.structs.replace(card, fingerprint=fingerprint(self._settings, card))
+        fingerprint = fingerprint_of(self._settings, card, engine_spec.numerics)
+        card = msgspec.structs.replace(card, fingerprint=fingerprint, exact=engine_spec.exact)
+        if not card.exact:
+            log.info(
+                "texts_not_exact",
+                reason="sums may be rounded in another order beside other requests, after a prefix hit or a failover",
+                numerics=engine_spec.numerics,
+            )
         card, group = with_parsers(card, self._settings), self._spec.group
         await check_name(self._bus, card, group)
         await asyncio.to_thread(self._grammars.load, card, bundle)

@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import structlog
+
 from services.executor.settings import ExecutorSettings
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import ConfigurationError
 from shared.messages import GroupRecord, ModelCard
 from shared.stores import Bucket
+
+log = structlog.get_logger(__name__)
 
 STUB_MODEL = "stub"
 
@@ -25,11 +29,20 @@ def served_name(settings: ExecutorSettings) -> str:
 
 
 async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
-    """Two models under one name would be decoded with one tokenizer: the second is refused.
+    """Two models under one name would be decoded with one tokenizer: the second is refused. Rings that compute
+    one model differently may go on with each other's answers: that is told.
 
     Raises `ConfigurationError` where another group than `group` serves something else as `card.model`.
     """
     known = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get(card.model)
+    if known is not None and known.value.fingerprint not in ("", card.fingerprint):
+        log.warning(
+            "computes_otherwise",
+            model=card.model,
+            before=known.value.fingerprint,
+            now=card.fingerprint,
+            reason="answers that a ring of the one fingerprint began and one of the other ends may have other texts",
+        )
     if known is None or (known.value.tokenizer, known.value.vocab_size) == (card.tokenizer, card.vocab_size):
         return
     records = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()

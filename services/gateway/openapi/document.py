@@ -9,6 +9,7 @@ from services.gateway.errors import ErrorBody
 from services.gateway.openapi import parameters
 from services.gateway.openapi.constraints import constrain
 from services.gateway.openapi.operation import EVENTS, JSON, ApiRoute, Operation, Parameter
+from services.gateway.requests.validation import EXACT_HEADER
 from services.gateway.settings import GatewaySettings
 from shared.version import VERSION
 
@@ -126,7 +127,7 @@ def _responses(operation: Operation, shown: dict[int, Any]) -> dict[str, Any]:
             "content": {JSON: {"schema": ERROR}},
         }
     for code, answer in answers.items():
-        answer["headers"] = _headers(int(code))
+        answer["headers"] = _headers(int(code), generates=parameters.BACKGROUND in operation.parameters)
     return answers
 
 
@@ -147,10 +148,16 @@ def _event(data: list[Any]) -> dict[str, Any]:
     }
 
 
-def _headers(status: int) -> dict[str, Any]:
+def _headers(status: int, generates: bool) -> dict[str, Any]:
     headers: dict[str, Any] = {
         "x-request-id": {"description": "Names the request.", "required": True, "schema": {"type": "string"}}
     }
+    if generates and status == 200:
+        headers[EXACT_HEADER] = {
+            "description": "Whether the text depends on the model, its settings (`system_fingerprint`) and the request "
+            "alone, to the bit: not on other requests, on what is cached, or on failures.",
+            "schema": {"type": "string", "enum": ["true", "false"]},
+        }
     if status in (429, 503, 504):
         headers["retry-after"] = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
     if status == 405:

@@ -138,6 +138,7 @@ class Build:
         validation.check_prompt_logprobs(record.requests, count)
         self._check_wire(record.requests, count)
         record = extra_fields.noted(record, request, self._card)
+        self._context.answer_headers[validation.EXACT_HEADER] = "true" if self._card.exact else "false"
         record, trace = traced(record, PREFIXES[record.endpoint] + record.identity, len(prompts) * count)
         if record.user:
             log.info("generation_for", generation_id=self._identity, user=record.user[:SHOWN_OF_USER])

@@ -30,6 +30,8 @@ SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+EXACT_HEADER = "x-ryzanstein-exact"
+"""Of an answer: whether its text is a function of the model, its settings and the request (`ModelCard.exact`)."""
 
 _TYPE_ERROR = re.compile(r"Expected `(.+?)`, got `(.+?)`(?: - at (?P<where>.+))?$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(?P<path>.*)`)?$")

@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from services.executor.fingerprint import fingerprint
+from services.executor.fingerprint import fingerprint_of
 from services.executor.gpu.weight_dtype import weight_codec
 from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.settings import ExecutorSettings, WeightDType
@@ -48,7 +48,7 @@ def test_settings_know_four_kinds_and_rings_of_another_continue_nothing() -> Non
     with pytest.raises(ConfigurationError, match=r"RYZANSTEIN_WEIGHT_DTYPE \(or --weight-dtype\) is wrong"):
         load_settings(ExecutorSettings, weight_dtype="int4")
     prints = {
-        fingerprint(load_settings(ExecutorSettings, weight_dtype=kind), CARD)
+        fingerprint_of(load_settings(ExecutorSettings, weight_dtype=kind), CARD, "")
         for kind in ("auto", "bf16", "fp8", "int8")
     }
     assert len(prints) == 4
