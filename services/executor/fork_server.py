@@ -10,6 +10,7 @@ at before every fork, and said where it does not hold. Nothing of a model is eve
 
 import array
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -24,6 +25,7 @@ import msgspec
 from shared.process import die_with_parent
 from shared.version import VERSION
 
+MODULE = "services.executor.fork_server"
 RANK_MODULE = "services.executor.rank"
 MODULES = (RANK_MODULE, "services.executor.leader", "services.executor.engine.ring_engine")
 """What every rank of the torch engine needs. Neither starts threads nor touches GPUs."""
@@ -151,6 +153,7 @@ class ForkServer:
         try:
             os.setsid()  # Ctrl-C goes to the executor alone, which drains the ring
             self._line.close()
+            _show_as(RANK_MODULE)
             os.environ.update({**variables, **os.environ})
             os.dup2(stdin, 0)
             os.close(stdin)
@@ -170,6 +173,18 @@ class ForkServer:
             self._die_with_executor()
         if os.getppid() != self._executor:
             raise RuntimeError("the executor is gone")
+
+
+def _show_as(module: str) -> None:
+    """Has `ps` and others name this process by `module`, in the place that the kernel shows for our own name."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, the 48th and 49th of proc(5)
+        words = ctypes.string_at(begin, end - begin) if 0 < begin < end else b""
+        if (place := words.find(MODULE.encode())) >= 0:
+            ctypes.memmove(
+                begin + place, module.encode().ljust(len(MODULE), b"\0")[: len(MODULE)], len(MODULE)
+            )
 
 
 def leave(code: int) -> None:

@@ -91,9 +91,10 @@ def _live(house: Observed, seconds: float) -> list[float]:
 
 def _kill_a_ring(house: Observed) -> None:
     """Another goes on with what it had, and it comes back."""
-    modules = {"services.executor.rank", "services.executor.fork_server"}
-    ranks = [process for process in house.stack.descendants() if modules & {*process.cmdline()}]
-    ranks[-1].kill()  # the fork server comes before those that it has forked
+    ranks = [
+        process for process in house.stack.descendants() if "services.executor.rank" in process.cmdline()
+    ]
+    ranks[0].kill()
 
 
 def _known(house: Observed, expr: str) -> bool:

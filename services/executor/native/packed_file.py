@@ -3,8 +3,8 @@
     the tensors' bytes, each from a multiple of 64 │ header: MessagePack │ 24 bytes: magic, header's length, its CRC-32
 
 The header has a CRC-32 for each piece of the bytes before it, so a damaged file is never computed with. The bytes
-are read into huge pages and not mapped: decoding, which streams through all of them, takes up to half as long again
-from the page cache's small pages.
+are read into huge pages and not mapped: decoding, which streams through all of them, takes about a fifth longer from
+the page cache's small pages.
 """
 
 import os
