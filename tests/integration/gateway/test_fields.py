@@ -204,6 +204,18 @@ async def test_chunks_are_padded_where_that_is_asked_for(http: httpx.AsyncClient
     assert {len(data) % 64 for data in chunks} == {0}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_say_whether_they_are_exact(
+    http: httpx.AsyncClient, ring: FakeRing, stream: bool
+) -> None:
+    for name, exact in (("to-the-bit", True), ("nearly", False)):
+        await ring.add_model(stub_card(name, exact=exact))
+        await until_listed(http, name)
+        body = {"model": name, "prompt": "a", "max_tokens": 3, "stream": stream}
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.headers["x-ryzanstein-exact"] == str(exact).lower()
+
+
 async def test_seeds_can_be_compared_by_the_fingerprint(http: httpx.AsyncClient, ring: FakeRing) -> None:
     await ring.add_model(stub_card("known", fingerprint="fp_0123456789"))
     await until_listed(http, "known")
