@@ -8,7 +8,8 @@ What is refused here never becomes a request: it is answered in OpenAI's shape, 
 
 A client may end its half of the connection behind its request (a half-close) and still read the answer. From one that
 has gone altogether it cannot be told apart but by writing to it: an interim answer (100 Continue), which every client
-of HTTP/1.1 takes and drops (RFC 9110, 15.2), is refused by the system of one that has gone.
+of HTTP/1.1 takes and drops (RFC 9110, 15.2), is refused by the system of one that has gone. Once the answer has begun
+there is nothing left to ask with, and a client that ends its half is taken for gone: its place is others'.
 """
 
 import asyncio
@@ -102,9 +103,10 @@ class GuardedHttp(HttpToolsProtocol):
             return None
         if self.scheme != "http" or self.scope["http_version"] == "1.0":
             return None  # TLS cannot end one way alone; of HTTP/1.0, who has gone could not be told
+        if self._running is None or self._running.response_started:
+            return None
         cycle.keep_alive = False
-        if self._running is not None and not self._running.response_started:
-            self.transport.write(_CONTINUE)
+        self.transport.write(_CONTINUE)
         self._looking = self.loop.call_later(FIRST_LOOK, self._look)
         return True
 
