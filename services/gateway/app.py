@@ -9,6 +9,7 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Router, WebSocketRoute
 
+from services.gateway.auth.browsers import Browsers, listed
 from services.gateway.auth.headers import PUBLIC_PATHS, token_of
 from services.gateway.auth.principal import ANONYMOUS, Principal
 from services.gateway.backend import Backend
@@ -59,6 +60,9 @@ class GatewayApp:
         self._metrics_need_key = settings.metrics_need_key
         self._backend = backend
         self._ops = ops
+        self._browsers = Browsers(
+            settings.host, listed(settings.allowed_hosts), listed(settings.allowed_origins)
+        )
         self._socket = StreamSocket(backend, settings, metrics)
         chat = CompletionsRoute("chat.completions", backend, settings)
         completions = CompletionsRoute("completions", backend, settings)
@@ -119,6 +123,7 @@ class GatewayApp:
     async def _exchange(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
         try:
             exchange.take_request_id()
+            self._browsers.check(scope, everybody=self._backend.authenticator.open)
             scope["state"]["principal"] = self._principal(scope)
             app = self._direct.get((scope.get("method", ""), scope["path"]), self._router)
             await app(scope, receive, exchange.send)

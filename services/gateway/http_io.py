@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from services.gateway.errors import InvalidParameter, RequestTimeout
+from services.gateway.errors import InvalidParameter, RequestTimeout, RouteError
 from services.gateway.readers.mailbox import ClientGone, Mailbox
 from shared.errors import PayloadTooLarge
 from shared.telemetry import Receive, Scope, Send
@@ -25,6 +25,7 @@ def header(scope: Scope, name: bytes) -> str | None:
 async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float) -> bytes:
     """The whole body. Raises `PayloadTooLarge`, before it is read where its length is told;
     `RequestTimeout` when it is not there within `timeout` seconds; `ClientGone`."""
+    _check_content_type(scope)
     length = header(scope, b"content-length")
     if length is not None and length.isdigit() and int(length) > limit:
         raise _too_large(limit)
@@ -59,6 +60,22 @@ async def _read_all(receive: Receive, limit: int) -> bytes:
         if not message.get("more_body", False):
             break
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _check_content_type(scope: Scope) -> None:
+    """A page may send other types than JSON to anywhere without asking first (Fetch, CORS-safelisted headers). None at
+    all is taken for JSON: pages are known by their Origin, and old scripts send none. Raises `RouteError`."""
+    given = header(scope, b"content-type")
+    if given is None:
+        return
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise RouteError(
+            f"The body is JSON; send it with Content-Type: application/json instead of '{given[:64]}'.",
+            status=415,
+            reason="unsupported_media_type",
+            param="content-type",
+        )
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

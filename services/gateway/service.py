@@ -5,9 +5,11 @@ import ssl
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
+from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.app import GatewayApp
 from services.gateway.auth.authenticator import Authenticator
+from services.gateway.auth.browsers import is_loopback, listed
 from services.gateway.backend import Backend
 from services.gateway.connections.http import guarded_http
 from services.gateway.connections.limits import Limits, allowed_by_files
@@ -26,6 +28,18 @@ if TYPE_CHECKING:
     from services.gateway.grpc.server import GrpcServer
 
 log = structlog.get_logger(__name__)
+
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    "retry-after-ms",
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for of in ("requests", "tokens")
+        for what in ("limit", "remaining", "reset")
+    ),
+)
+"""Headers of answers that pages of allowed origins may read."""
 
 
 class GatewayService(Service):
@@ -62,7 +76,17 @@ class GatewayService(Service):
 
     def make_app(self) -> Any:
         ops = OpsApp(self.health, self.registry)
-        return GatewayApp(self._backend, ops, self.settings, self._metrics)
+        app = GatewayApp(self._backend, ops, self.settings, self._metrics)
+        origins = listed(self.settings.allowed_origins)
+        if not origins:
+            return app
+        return CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
 
     def server_options(self) -> dict[str, Any]:
         settings = self.settings
@@ -111,6 +135,17 @@ class GatewayService(Service):
             self.spawn,
         )
         await self._work.start()
+        self._warn_if_open()
+
+    def _warn_if_open(self) -> None:
+        settings = self.settings
+        if self._backend.authenticator.open and not is_loopback(settings.host) and not settings.tls_client_ca:
+            log.warning(
+                "open_to_the_network",
+                host=settings.host,
+                advice="Whoever reaches this address may use it: create an API key (`ryzanstein keys create`), set "
+                "RYZANSTEIN_REQUIRE_KEY=true, or listen on 127.0.0.1.",
+            )
 
     async def _serve_grpc(self) -> None:
         """Calls are refused until the backend is open. Raises `PortInUse`, `ConfigurationError`."""

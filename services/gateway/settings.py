@@ -89,6 +89,11 @@ class GatewaySettings(CommonSettings):
     """As `requests_per_minute`, for all keys of a tenant together."""
     tenant_tokens_per_minute: int = Field(default=0, ge=0)
     tenant_concurrent_generations: int = Field(default=0, ge=0)
+    allowed_hosts: str = ""
+    """Names by which clients may ask for the gateway beside its own address, with commas; `*`: any. While no API key
+    exists the Host header must be one of them, or the address; with keys only where this is set."""
+    allowed_origins: str = ""
+    """Origins (https://chat.example) whose web pages may use the gateway, with commas; `*`: any page."""
     require_key: bool = False
     """Ask for an API key also before the first one exists; once there is one, it is always asked for."""
     metrics_need_key: bool = False

@@ -15,17 +15,18 @@ from shared.version import VERSION
 
 REF = "#/components/schemas/{name}"
 ERROR = {"$ref": REF.format(name="ErrorBody")}
-COMMON_ERRORS = (400, 401, 405, 429, 500, 503)
+COMMON_ERRORS = (400, 401, 403, 405, 429, 500, 503)
 """Statuses that any operation may answer with."""
 STATUSES = {
     400: "The request must change; `param` names the field, `code` says how.",
     401: "The API key is missing or not known.",
-    403: "The API key does not allow this.",
+    403: "The Host, or the page that asks (Origin), is not allowed.",
     404: "No such thing, or no longer.",
     405: "Another method is needed; `Allow` has those that are possible.",
     408: "The body was not complete in time.",
     409: "It is in another state than the request needs.",
     413: "The body is over the limit.",
+    415: "The body is not JSON by its Content-Type.",
     422: "The Idempotency-Key came with another body before.",
     429: "Too much at once; try again after `Retry-After` seconds.",
     500: "A fault of ours; report it with the request id.",
@@ -121,7 +122,8 @@ def _responses(operation: Operation, shown: dict[int, Any]) -> dict[str, Any]:
         for status in operation.errors:
             answers[str(status)] = {"description": STATUSES[status], "content": content}
         return answers
-    for status in sorted({*COMMON_ERRORS, *operation.errors}):
+    by_body = (415,) if operation.request is not None else ()
+    for status in sorted({*COMMON_ERRORS, *by_body, *operation.errors}):
         answers[str(status)] = {
             "description": STATUSES[status],
             "content": {JSON: {"schema": ERROR}},

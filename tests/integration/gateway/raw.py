@@ -59,7 +59,7 @@ class Raw:
         """Asks for a WebSocket."""
         key = base64.b64encode(os.urandom(16))
         await self.send(
-            b"GET %b HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+            b"GET %b HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
             b"sec-websocket-version: 13\r\nsec-websocket-key: %b\r\n%b\r\n" % (path.encode(), key, extra)
         )
 

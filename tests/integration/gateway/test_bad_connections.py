@@ -24,7 +24,7 @@ from tests.unit.gateway.grpc.test_server import GREETING, calls, head
 
 pytestmark = pytest.mark.usefixtures("no_trace")
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
-GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.fixture
@@ -93,7 +93,9 @@ async def test_a_slow_next_head_ends_no_answer_that_is_being_written(
     ring.behave = behave
     body = json.dumps(CHAT).encode()
     async with connect(hasty) as client:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(
+            body
+        )
         await client.send(head + body + b"GET /v1/mod")
         await asked.wait()
         async with connect(hasty) as other:  # for as long as a slow head gets
@@ -105,7 +107,9 @@ async def test_a_slow_next_head_ends_no_answer_that_is_being_written(
 
 async def test_a_body_that_goes_on_after_its_answer(hasty: RunningGateway) -> None:
     async with connect(hasty) as client:
-        await client.send(b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        await client.send(
+            b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         assert (await client.answer())[0] == 404
 
         async def drip() -> None:
@@ -121,7 +125,7 @@ async def test_a_body_that_goes_on_after_its_answer(hasty: RunningGateway) -> No
 
 def posted(version: bytes = b"1.1", **more: object) -> bytes:
     body = json.dumps(CHAT | more).encode()
-    head = b"POST /v1/chat/completions HTTP/%b\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (
+    head = b"POST /v1/chat/completions HTTP/%b\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (
         version,
         len(body),
     )
@@ -166,16 +170,18 @@ async def test_half_a_request_and_its_end_are_no_request(gateway: RunningGateway
 
 
 HUGE = [
-    b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
     GET + b"x: " + b"y" * 5000 + b"\r\n\r\n",
     GET + b"x" * 5000 + b": y\r\n\r\n",
     GET + b"a: b\r\n" * (HEADERS.value + 1) + b"\r\n",
     GET + b"x: " + b"y" * 200_000,
     b"x" * 200_000,
     b"GET /" + b"x" * 200_000,
-    b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 1000,
-    b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\na: " + b"y" * 200_000,
-    b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1;" + b"y" * 200_000,
+    b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+    + b"a: b\r\n" * 1000,
+    b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\na: "
+    + b"y" * 200_000,
+    b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1;" + b"y" * 200_000,
 ]
 
 
@@ -218,27 +224,27 @@ NO_HTTP = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"GET /v1/models HTTP/9.9\r\n\r\n",
-    b"GET \xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"GET ?a HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"GET http://[ HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"GET / HTTP/1.1\r\nhost: x\r\na b: c\r\n\r\n",
-    b"GET / HTTP/1.1\r\nhost: x\r\na: \x00\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n{}\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n{}",
+    b"GET \xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET ?a HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET http://[ HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"CONNECT x:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: localhost\r\na b: c\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: localhost\r\na: \x00\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999999999999999\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n{}\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n{}",
 ]
 BAD_HEADS = [
     (b"GET /v1/models HTTP/1.1\r\n\r\n", 400, "exactly one"),
     (GET + b"host: y\r\n\r\n", 400, "exactly one"),
-    (b"GET /v1/models HTTP/1.0\r\nhost: x\r\nhost: x\r\n\r\n", 400, "exactly one"),
-    (b"GET /v1/models HTTP/2.0\r\nhost: x\r\n\r\n", 505, "HTTP/1.1"),
-    (b"GET /v1/models HTTP/0.9\r\nhost: x\r\n\r\n", 505, "HTTP/1.1"),
+    (b"GET /v1/models HTTP/1.0\r\nhost: localhost\r\nhost: localhost\r\n\r\n", 400, "exactly one"),
+    (b"GET /v1/models HTTP/2.0\r\nhost: localhost\r\n\r\n", 505, "HTTP/1.1"),
+    (b"GET /v1/models HTTP/0.9\r\nhost: localhost\r\n\r\n", 505, "HTTP/1.1"),
     (GET + b"expect: 200-ok\r\n\r\n", 417, "100-continue"),
 ]
 
@@ -263,7 +269,9 @@ async def test_an_old_client_needs_no_host_and_a_new_one_may_expect_to_go_on(
         await client.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
         assert (await client.answer())[0] == 200
     async with connect(gateway) as client:
-        await client.send(posted().replace(b"host: x\r\n", b"host: x\r\nexpect: 100-continue\r\n"))
+        await client.send(
+            posted().replace(b"host: localhost\r\n", b"host: localhost\r\nexpect: 100-continue\r\n")
+        )
         assert (await client.answer())[0] == 100
         assert (await client.answer())[0] == 200
 
@@ -291,7 +299,7 @@ async def test_another_protocol_that_is_offered_is_not_taken(gateway: RunningGat
     body = json.dumps(CHAT).encode()
     async with connect(gateway) as client:
         await client.send(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
             b"content-length: %d\r\n\r\n" % len(body) + body[:20]
         )
         await asyncio.sleep(0)
@@ -307,7 +315,7 @@ async def test_a_pipelined_request_is_given_up_with_its_client(
     body = json.dumps(CHAT).encode()
     async with connect(gateway) as client:
         await client.send(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
             + body
             + GET
             + b"\r\n"
@@ -320,7 +328,7 @@ async def test_a_trailer_changes_nothing_of_its_request(gateway: RunningGateway)
     body = json.dumps(CHAT).encode()
     async with connect(gateway) as client:
         await client.send(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
             b"%x\r\n%b\r\n0\r\ncontent-encoding: gzip\r\n\r\n" % (len(body), body)
         )
         assert (await client.answer())[0] == 200
@@ -353,13 +361,13 @@ async def test_more_connections_than_there_is_room_for(small: RunningGateway) ->
         assert (status, json.loads(body)["error"]["code"]) == (503, "unavailable")
         assert headers["retry-after"] == "1"
         probe = await stack.enter_async_context(connect(small))
-        await probe.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        await probe.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await probe.answer())[0] == 200, "a full gateway is no dead one"
         late = await stack.enter_async_context(connect(small))
         await late.upgrade()
         assert await late.error() == (503, "unavailable")
         for client in kept:
-            await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            await client.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             await client.rest()
     await works(small)
 
@@ -384,7 +392,7 @@ async def test_grpc_connections_take_the_same_places(nats_settings: CommonSettin
         await late.send(http2_frame(frames.DATA, 1, 3, framed(b"")))
         await late.reader.readuntil(framed(b"\x08\x01"))
         probe = await stack.enter_async_context(connect(gateway))
-        await probe.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+        await probe.send(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
         status, _, body = await probe.answer()
         assert status == 200
         for line in (
@@ -426,7 +434,7 @@ async def test_a_handshake_that_is_none(gateway: RunningGateway) -> None:
                 await client.rest()
     async with connect(gateway) as client:
         await client.send(
-            b"POST /v1/stream HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+            b"POST /v1/stream HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
         )
         assert (await client.answer())[0] >= 400
     async with connect(gateway) as client:

@@ -25,7 +25,10 @@ async def test_crowds_that_do_nothing(
 ) -> None:
     await ring.stop()  # all wait in the queue, from which nobody takes them
     body = json.dumps(IDLE).encode()
-    ask = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    ask = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (
+        len(body),
+        body,
+    )
     async with gateway_process(bus, nats_settings, tmp_path, instance="crowded") as gateway:
         process = psutil.Process(gateway.process.process.pid)
         address = str(gateway.http.base_url).removeprefix("http://").rstrip("/")

@@ -71,7 +71,7 @@ async def test_what_came_before_the_port_was_closed_is_answered(
 ) -> None:
     """It lies in the system's queue when the gateway is told to stop: no client can know better by then."""
     body = json.dumps(BODY).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     host, _, port = gateway.service.address.rpartition(":")
     address = (host, int(port))
     connections = []

@@ -230,7 +230,7 @@ async def test_a_full_store_says_so(nats_settings: CommonSettings, bus: Bus) -> 
 async def test_a_client_that_goes_leaves_nothing(gateway: RunningGateway, bus: Bus) -> None:
     reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
     writer.write(
-        b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n"
+        b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900000\r\n"
         b"content-type: multipart/form-data; boundary=b\r\n\r\n"
         b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * 300_000
     )
