@@ -33,6 +33,7 @@ class Drafter:
 
     def __init__(self, spec: EngineSpec, settings: BatchSettings) -> None:
         self._spec = spec
+        self._capacity = spec.capacity
         self._settings = settings
         self._speculation = Speculation(settings.max_drafts)
         self.drafted = 0
@@ -133,9 +134,9 @@ class Drafter:
         if not sequence.speculates:
             return 0
         output = sequence.request.max_tokens - sequence.output_tokens
-        room = min(self._spec.context_length, self._spec.capacity) - len(sequence.tokens)
+        room = min(self._spec.context_length, self._capacity) - len(sequence.tokens)
         return max(0, min(output, room, self._settings.max_drafts + 1) - 1)
 
     def _ends(self, sequence: Sequence) -> bool:
-        too_long = len(sequence.tokens) > self._spec.capacity
+        too_long = len(sequence.tokens) > self._capacity
         return too_long or bool(sequence.finish_reason(self._spec.context_length))

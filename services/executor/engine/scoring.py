@@ -34,7 +34,7 @@ class ScoredRows(NamedTuple):
 
 def scored_in(batch: Seq[Chunk]) -> list[ScoredRows]:
     """What a step scores."""
-    if all(chunk.sequence.scores is None for chunk in batch):  # nearly always
+    if not [chunk for chunk in batch if chunk.sequence.scores is not None]:  # nearly always
         return []
     found, row = [], 0
     for chunk in in_order(batch):

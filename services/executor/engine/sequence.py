@@ -84,6 +84,8 @@ class Sequence:
         that are wanted as vectors."""
         self.vector = Vector(pooling, len(request.prompt)) if request.embed else None
         """What such a prompt has given so far; None: it is to be continued."""
+        self.continues = self.vector is None and request.max_tokens > 0
+        """Whether there is output to come behind the prompt."""
         wanted = request.prompt_logprobs >= 0 and not request.generated
         self.scores = PromptScores(request.prompt_logprobs, len(request.prompt)) if wanted else None
         """What its prompt's tokens have come to so far; None: that is not wanted, or was told with earlier tokens."""
@@ -138,11 +140,6 @@ class Sequence:
     def output_tokens(self) -> int:
         """Output tokens over all attempts; the position of the next one."""
         return len(self.tokens) - self.prompt_tokens
-
-    @property
-    def continues(self) -> bool:
-        """Whether there is output to come behind the prompt."""
-        return self.vector is None and self.request.max_tokens > 0
 
     @property
     def scoring(self) -> bool:

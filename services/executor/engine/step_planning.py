@@ -45,7 +45,7 @@ class _Step:
     def add(self, sequence: Sequence, length: int) -> None:
         self.chunks.append(Chunk(sequence, length))
         self.budget -= length
-        if sequence.scoring:
+        if sequence.scores is not None and sequence.scoring:
             self.scorable -= length
 
     def has(self, sequence: Sequence) -> bool:
