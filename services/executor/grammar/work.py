@@ -20,6 +20,7 @@ from services.executor.grammar.state import GrammarState, compute_masks
 from services.executor.grammar.vocabulary import Vocabulary
 from shared.errors import InternalError, InvalidGrammar, RyzansteinError
 from shared.messages import GenerationRequest, ModelCard
+from shared.turns import Turns
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +38,9 @@ class GrammarWork:
         self._unusable: InvalidGrammar | None = None
         """Why the model's tokenizer is of no use for grammars."""
         self._compiling = _deep_thread()
+        self._turns: Turns[Callable[[], None]] = Turns()
+        """What waits to be compiled: of one tenant's many, each goes behind other tenants' next."""
+        self._turn = threading.Lock()
         self._masking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         # On CPUs the ring has all cores, and its threads wait for each other.
         self._parallel = LLExecutor(num_threads=max(1, min(8, (os.cpu_count() or 1) // 4)))
@@ -52,8 +56,14 @@ class GrammarWork:
     def compile(self, request: GenerationRequest, released: Released) -> None:
         """Calls `released` in the event loop with the state of the request's grammar, or what is wrong with it."""
         loop = asyncio.get_running_loop()
-        done = self._compiling.submit(self._start, request)
-        done.add_done_callback(lambda _: _call(loop, lambda: released(request, done.result())))
+
+        def compile_one() -> None:
+            outcome = self._start(request)
+            _call(loop, lambda: released(request, outcome))
+
+        with self._turn:
+            self._turns.add(request.tenant, compile_one)
+        self._compiling.submit(self._compile_next)
 
     def begin_masks(self, samples: Sequence[SamplingState]) -> None:
         """Computes the masks of a step that is about to begin."""
@@ -68,6 +78,12 @@ class GrammarWork:
         self._masking.shutdown(wait=False, cancel_futures=True)
         if self._compiler is not None:
             self._compiler.close()
+
+    def _compile_next(self) -> None:
+        with self._turn:
+            job = self._turns.next()
+        if job is not None:
+            job()
 
     def _start(self, request: GenerationRequest) -> GrammarState | RyzansteinError:
         if self._unusable is not None:

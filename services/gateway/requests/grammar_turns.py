@@ -1,16 +1,13 @@
-"""Whose grammar is compiled next, where all tenants share one compiler: in turn, each with a share of its time. Pure.
+"""Whose grammar is compiled next, where all tenants share one compiler: in turn (`shared/turns.py`), at most so many
+waiting, of a tenant and of all, each tenant with a share of the compiler's time. Pure."""
 
-tenant a   g1 g2 g3 ┐
-tenant b   g4       ├─▶ g1 g4 g5 g2 g6 g3      at most so many wait, of a tenant and of all
-tenant c   g5 g6    ┘
-"""
-
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Generic, TypeVar
 
 from services.gateway.errors import RateLimited
 from shared.errors import QueueFull
 from shared.limits import GRAMMAR_SECONDS, GRAMMARS_WAITING, TENANT_GRAMMARS
+from shared.turns import Turns
 
 MINUTE = 60.0
 
@@ -21,16 +18,17 @@ class GrammarTurns(Generic[Job]):
     """Jobs of tenants that wait, and the seconds that each tenant's have taken within the last minute."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
-        """By tenant; the first one's turn is next. None is empty."""
+        self._turns: Turns[Job] = Turns()
         self._spent: dict[str, deque[tuple[float, float]]] = {}
         """By tenant: when a job ended, and the seconds that it took."""
 
     def add(self, tenant: str, job: Job, now: float) -> None:
         """`now`: seconds of any steady clock. Raises `QueueFull` where too many wait, `RateLimited` where the
         tenant's have taken too long."""
-        jobs = self._waiting.get(tenant, ())
-        for limit, count in ((GRAMMARS_WAITING, self.waiting), (TENANT_GRAMMARS, len(jobs))):
+        for limit, count in (
+            (GRAMMARS_WAITING, self.waiting),
+            (TENANT_GRAMMARS, self._turns.of(tenant)),
+        ):
             if count >= limit.value:
                 raise QueueFull(
                     f"{count} new schemas and grammars wait to be compiled; try again in a moment ({limit.cited()}).",
@@ -43,21 +41,15 @@ class GrammarTurns(Generic[Job]):
                 kind="requests",
                 wait=wait,
             )
-        self._waiting.setdefault(tenant, deque()).append(job)
+        self._turns.add(tenant, job)
 
     def next(self) -> Job | None:
         """The job whose turn it is; None: none waits."""
-        if not self._waiting:
-            return None
-        tenant, jobs = self._waiting.popitem(last=False)
-        job = jobs.popleft()
-        if jobs:
-            self._waiting[tenant] = jobs
-        return job
+        return self._turns.next()
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return len(self._turns)
 
     def spent(self, tenant: str, seconds: float, now: float) -> None:
         """A job of `tenant` took `seconds` and has ended `now`."""

@@ -1,8 +1,10 @@
 """What is compiled is kept, within bounds; what cannot be compiled is refused, and the ring lives."""
 
 import asyncio
+import threading
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.executor.grammar import compiler as compiler_module
@@ -113,3 +115,32 @@ async def test_without_a_usable_tokenizer_every_grammar_is_refused() -> None:
         assert "tokenizer cannot be used" in error.message
     finally:
         work.close()
+
+
+async def test_one_tenants_grammars_wait_for_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = GrammarWork()
+    work.load(CARD, b"")
+    may_go, order = threading.Event(), []
+
+    def start(_: GrammarCompiler, request: GenerationRequest) -> InvalidGrammar:
+        may_go.wait(30)
+        order.append(request.tenant)
+        return InvalidGrammar("no")
+
+    monkeypatch.setattr(GrammarCompiler, "start", start)
+    tenants = ["many"] * 6 + ["one", "two"]
+    try:
+        asked = [
+            outcome(work, msgspec.structs.replace(ask(Grammar("regex", "a")), tenant=tenant))
+            for tenant in tenants
+        ]
+        waiting = [asyncio.create_task(one) for one in asked]
+        await asyncio.sleep(0)  # all are handed in
+        may_go.set()
+        await asyncio.gather(*waiting)
+    finally:
+        may_go.set()
+        work.close()
+    assert sorted(order) == sorted(tenants)
+    assert order.index("one") <= 3
+    assert order.index("two") <= 4
