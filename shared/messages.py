@@ -98,6 +98,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     these. With them, and without any, `max_tokens` may be 0: then nothing is generated."""
     claim: int = 0
     """The claim under which the gateway that handed it in owns the generation; see `Claimed`."""
+    cache_salt: str = ""
+    """Requests share KV blocks only with those of the same salt; empty: with all that have none."""
 
 
 # --- dispatch and control (scheduler or gateway → leader) ----------------------------------------

@@ -98,6 +98,9 @@ class GatewaySettings(CommonSettings):
     """Ask for an API key also before the first one exists; once there is one, it is always asked for."""
     metrics_need_key: bool = False
     """Whether /metrics needs an API key as well, once one exists."""
+    isolate_tenant_cache: bool = False
+    """Whether each tenant has KV blocks of its own: others' prompts can then not be told by what is cached, and a
+    beginning that tenants have in common is computed, and kept, once for each."""
     file_limit: int = Field(default=512 << 20, gt=0)
     """Largest file that may be uploaded, in bytes."""
     files_max_bytes: int = Field(default=4 << 30, ge=0)

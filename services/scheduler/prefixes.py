@@ -21,10 +21,11 @@ class Prefix(NamedTuple):
     tokens: int
 
 
-def prefixes(model: str, prompt: Sequence[int]) -> tuple[Prefix, ...]:
-    """The named beginnings of `prompt`, longest first; none for a short one, or one that no model could take."""
+def prefixes(model: str, prompt: Sequence[int], salt: str = "") -> tuple[Prefix, ...]:
+    """The named beginnings of `prompt`, longest first; none for a short one, or one that no model could take.
+    Prompts of different `salt` share no cache, hence no name."""
     found: list[Prefix] = []
-    digest, start = model.encode(), 0
+    digest, start = (f"{model}\0{salt}" if salt else model).encode(), 0
     for length in LENGTHS:
         if len(prompt) < length:
             break

@@ -107,6 +107,6 @@ class WaitingRequest:
             cost=cost(tokens, request.max_tokens - len(request.generated)),
             due=request.deadline or published + PATIENCE,
             claim=request.claim,
-            prefixes=() if request.session else prefixes(request.model, request.prompt),
+            prefixes=() if request.session else prefixes(request.model, request.prompt, request.cache_salt),
             arrived=arrived,
         )

@@ -51,6 +51,7 @@ _TEXTS = (
     "model",
     "consumer",
     "session",
+    "cache_salt",
     "tenant",
     "traceparent",
     "tracestate",

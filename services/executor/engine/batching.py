@@ -42,7 +42,7 @@ from services.executor.engine.vectors import Floats
 from services.executor.engine.views import BatcherView, load_of, view_of
 from services.executor.grammar.state import GrammarState
 from services.executor.handover.exchange import Exchange
-from services.executor.kv_cache.prefix_index import root_digest
+from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
 
@@ -113,7 +113,8 @@ class ContinuousBatcher:
         if error is not None:
             return admission.refusal(request, error)
         self._arrivals += 1
-        sequence = Sequence(request, self._arrivals, self._spec.block_size, self._root, self._spec.pooling)
+        root = salted_root(self._root, request.cache_salt)
+        sequence = Sequence(request, self._arrivals, self._spec.block_size, root, self._spec.pooling)
         sequence.times = StageTimes(now)
         self._live[request.generation_id] = sequence
         if sequence.state is SequenceState.HELD:

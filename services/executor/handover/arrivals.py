@@ -11,17 +11,18 @@ the plan that brings its bytes: ranks execute plans in order, hence before any s
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from services.executor.kv_cache.allocator import BlockAllocator
-from services.executor.kv_cache.prefix_index import BlockKey, block_digest
+from services.executor.kv_cache.prefix_index import BlockKey, block_digest, is_root
 
 
 class Offered(NamedTuple):
     """A block that another ring has."""
 
     parent: bytes
-    """Digest of the block before it, or the root of chains."""
+    """Digest of the block before it, or the root of its chain."""
     tokens: bytes
     session: str
     last_used: float
@@ -64,13 +65,13 @@ class Arrivals:
         self._offered = []
         room = min(room, self.most, self._allocator.receivable)
         wanted: list[tuple[int, BlockKey]] = []
-        coming = {self._root}
+        coming: set[bytes] = set()
         for index, one in enumerate(offered):
             digest = block_digest(one.parent, one.tokens)
             self._offered.append(digest)
             if self._allocator.knows(digest) or digest in coming:
                 continue
-            if len(wanted) < room and (one.parent in coming or self._allocator.knows(one.parent)):
+            if len(wanted) < room and self._is_whole(one.parent, coming):
                 wanted.append((index, BlockKey(digest, one.parent, one.tokens)))
                 coming.add(digest)
         blocks = self._allocator.reserve(len(wanted))
@@ -79,6 +80,10 @@ class Arrivals:
             for block, (index, key) in zip(blocks, wanted, strict=True)
         ]
         return [index for index, _ in wanted]
+
+    def _is_whole(self, parent: bytes, coming: AbstractSet[bytes]) -> bool:
+        """Whether the beginning that ends with `parent` is here, or among what is `coming`."""
+        return parent in coming or self._allocator.knows(parent) or is_root(parent, self._root)
 
     def landed(self, count: int) -> None:
         """Every rank has received the first `count` of what is wanted."""

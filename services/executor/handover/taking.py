@@ -18,6 +18,7 @@ from services.executor.handover.board import Field, HandoverBoard
 from services.executor.handover.commands import Receive, StopReceiving, encode_command
 from services.executor.handover.exchange import Exchange
 from services.executor.handover.polling import POLL, until
+from services.executor.kv_cache.prefix_index import PARENT_SIZES
 from shared.handover import BlockOffer, BlocksSent, HandoverMessage, HandoverReply
 
 log = structlog.get_logger(__name__)
@@ -26,7 +27,6 @@ LISTEN_TIMEOUT = 5.0
 ADOPT_TIMEOUT = 5.0
 QUIET_TIMEOUT = 6.0
 """Seconds without a block, or a word, after which a leaving ring is taken for lost."""
-_DIGEST_BYTES = 16
 
 
 class Taker:
@@ -84,7 +84,7 @@ class Taker:
         if offer.format != self._format:
             return "Its KV blocks are of another format, or of another model."
         sizes_are_right = all(
-            len(block.parent) == _DIGEST_BYTES
+            len(block.parent) in PARENT_SIZES
             and len(block.tokens) == self._token_bytes
             and 0 <= block.session < len(offer.sessions)
             for block in offer.blocks

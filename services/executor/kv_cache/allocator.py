@@ -35,7 +35,7 @@ from itertools import islice
 from services.executor.kv_cache.block_copies import Copies, PendingCopies
 from services.executor.kv_cache.block_pool import BlockPool
 from services.executor.kv_cache.census import Census, check_regions, check_tables
-from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex
+from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex, is_root
 from services.executor.kv_cache.sessions import SessionPins
 from services.executor.kv_cache.tiers import SpillTiers
 
@@ -292,7 +292,7 @@ class BlockAllocator:
     def adopt(self, block: int, key: BlockKey, root: bytes, session: str, last_used: float) -> bool:
         """A reserved block holds `key` by now. It is kept for `session` as the longest unused; False, and given
         back, where somebody else has computed it meanwhile or its beginning is not there any more."""
-        if self._index.knows(key.digest) or not (key.parent == root or self.knows(key.parent)):
+        if self._index.knows(key.digest) or not (is_root(key.parent, root) or self.knows(key.parent)):
             self._drop(block)
             return False
         self._index.put(block, key)

@@ -14,11 +14,28 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 _DIGEST_SIZE = 16
+_SALT_SIZE = 32
+PARENT_SIZES = (_DIGEST_SIZE, _DIGEST_SIZE + _SALT_SIZE)
+"""Bytes of what a block follows: a digest, or a root without a salt; a root with one."""
 
 
 def root_digest(namespace: str) -> bytes:
     """Where a chain begins. Different namespaces (models, say) never share a block."""
     return blake2b(namespace.encode(), digest_size=_DIGEST_SIZE).digest()
+
+
+def salted_root(root: bytes, salt: str) -> bytes:
+    """Where chains with `salt` begin, which share no block with those of any other salt; `root` itself without one.
+
+    It is longer than any digest, and begins with `root`: every ring can tell whether a chain is whole (`is_root`)
+    without knowing the salts.
+    """
+    return root + blake2b(salt.encode(), digest_size=_SALT_SIZE).digest() if salt else root
+
+
+def is_root(parent: bytes, root: bytes) -> bool:
+    """Whether `parent` is where chains begin: `root`, or a root with a salt made of it."""
+    return parent == root or (len(parent) == len(root) + _SALT_SIZE and parent.startswith(root))
 
 
 def block_digest(parent: bytes, tokens: bytes) -> bytes:
@@ -90,7 +107,7 @@ class PrefixIndex:
 
     def chains(self, blocks: Iterable[int], root: bytes) -> list[int]:
         """`blocks`, which are in the index, and all that their beginnings consist of, beginnings first; without
-        those whose beginning is not there as far as `root`."""
+        those whose beginning is not there as far as `root`, or one with a salt made of it."""
         placed: dict[int, None] = {}
         for block in blocks:
             path: list[int] = []
@@ -98,7 +115,7 @@ class PrefixIndex:
             while at is not None and at not in placed:
                 path.append(at)
                 parent = self._keys[at].parent
-                if parent == root:
+                if is_root(parent, root):
                     break
                 at = self._blocks.get(parent)
             if at is not None:

@@ -20,6 +20,7 @@ from services.gateway.readers.run import Run
 from services.gateway.readers.runs import View, new_run
 from services.gateway.requests import extra_fields, sampling, validation
 from services.gateway.requests.schemas import ChatCompletionRequest, GenerationFields
+from services.gateway.requests.sessions import cache_salt, session_of
 from services.gateway.responses.making import MakeResponse
 from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.text.tokenization import Tokenizer
@@ -101,7 +102,7 @@ class Build:
         self._card = card
         self._tokenizer = tokenizer
         self._context = context
-        self._session = session
+        self._session = session_of(context.tenant, session)
         self._grammar = grammar
         self._parsing = parsing
         self._chat = isinstance(request, ChatCompletionRequest)
@@ -215,6 +216,7 @@ class Build:
             deadline=self._deadline(),
             grammar=self._grammar,
             prompt_logprobs=sampling.prompt_logprobs(self._request),
+            cache_salt=cache_salt(None, self._context.tenant if settings.isolate_tenant_cache else ""),
         )
         return extra_fields.applied(wire, self._request, self._card, self._extras)
 

@@ -21,6 +21,7 @@ from services.gateway.readers.run import Run
 from services.gateway.readers.runs import new_run
 from services.gateway.requests.build import Context, Parts
 from services.gateway.requests.refusals import check_size
+from services.gateway.requests.sessions import cache_salt, session_of
 from services.gateway.requests.validation import check_range, check_token_ids
 from services.gateway.settings import limits_of
 from services.gateway.text.tokenization import Tokenizer
@@ -154,11 +155,12 @@ def embedding_run(
             consumer=parts.answers.consumer,
             prompt=prompt,
             max_tokens=1,
-            session=context.session,
+            session=session_of(context.tenant, context.session),
             lane=context.lane,
             tenant=context.tenant,
             deadline=started_at + settings.token_timeout,
             embed=True,
+            cache_salt=cache_salt(None, context.tenant if settings.isolate_tenant_cache else ""),
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -1,4 +1,4 @@
-"""Which conversation a request belongs to, for sticky routing. Pure.
+"""Which conversation a request belongs to, for sticky routing, and with whom it shares KV cache. Pure.
 
 A plain prompt has none: schedulers place it by its beginning (`scheduler/prefixes.py`).
 """
@@ -19,8 +19,26 @@ def conversation_key(messages: Sequence[Mapping[str, str]]) -> str:
     return f"auto-{digest.hexdigest()}"
 
 
+def session_of(tenant: str, name: str) -> str:
+    """The session that a tenant calls `name`, and nobody else's, whatever they call theirs; "" without a name."""
+    return f"{_digest(tenant)}-{name}" if name else ""
+
+
 def cache_key(given: str | None) -> str:
     """The session that `prompt_cache_key` names: its hash, however long it is; "" when there is none."""
     if not given:
         return ""
-    return f"key-{hashlib.blake2b(given.encode(), digest_size=16).hexdigest()}"
+    return f"key-{_digest(given)}"
+
+
+def cache_salt(given: str | None, tenant: str) -> str:
+    """What begins the names of a prompt's cached blocks: the hash of what the client gives, and of the tenant where
+    tenants share none; "" where there is neither."""
+    if not given and not tenant:
+        return ""
+    text = f"{len(tenant)}:{tenant}:{given or ''}"
+    return f"salt-{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

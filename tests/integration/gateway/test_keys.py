@@ -249,3 +249,26 @@ async def test_no_log_and_no_error_shows_a_key(
     logged = gateway.log.read_text()
     assert f"rz-{key.identity}-***" in logged
     assert secret not in logged
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+async def test_sessions_are_each_tenants_own_and_kv_cache_where_it_is_set(
+    nats_settings: CommonSettings, ring: FakeRing, keys: Keys, isolated: bool
+) -> None:
+    async with run_gateway(nats_settings, isolate_tenant_cache=isolated) as gateway, gateway.http() as http:
+        tenants = [bearer(await keys.make(name)) for name in ("acme", "other")]
+        for headers in tenants:
+            await changes_to(gateway, headers, 200)
+        await changes_to(gateway, {}, 401)
+        for headers in tenants:
+            await http.post(CHAT, json=BODY, headers=headers)
+            await http.post(CHAT, json=BODY | {"prompt_cache_key": "mine"}, headers=headers)
+            await http.post(CHAT, json=BODY, headers=headers | {"X-Session-ID": "mine"})
+            await http.post(CHAT, json=BODY, headers=headers | {"X-Session-ID": "mine"})
+    acme, other = ring.requests[:4], ring.requests[4:]
+    assert [request.prompt for request in acme] == [request.prompt for request in other]
+    for requests in (acme, other):
+        assert len({request.session for request in requests}) == 3
+        assert len({request.cache_salt for request in requests}) == 1
+    assert not {request.session for request in acme} & {request.session for request in other}
+    assert (acme[0].cache_salt != other[0].cache_salt) == isolated == bool(acme[0].cache_salt)

@@ -9,6 +9,7 @@ import pydantic
 import pytest
 from openai.types.responses import ResponseStreamEvent
 
+from services.gateway.requests.sessions import session_of
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying
@@ -38,7 +39,7 @@ async def test_a_response(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     assert made.usage.input_tokens_details.cached_tokens == 4
     assert prompts(ring) == ["Be kind.\nHi\n"]
     assert ring.requests[0].sampling.temperature == 0.5
-    assert ring.requests[0].session.startswith("key-")
+    assert ring.requests[0].session.startswith(session_of("", "key-"))
     assert await client.responses.retrieve(made.id) == made
 
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from services.gateway.requests.sampling import seed_of_choice
-from services.gateway.requests.sessions import cache_key
+from services.gateway.requests.sessions import cache_key, session_of
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, stub_card, until
@@ -52,7 +52,7 @@ async def test_a_chat_is_answered_whole(client: openai.AsyncOpenAI, ring: FakeRi
     assert request.max_tokens == 20
     assert request.stop_token_ids == [0]
     assert request.sampling.seed == 2**64 - 1
-    assert request.session.startswith("auto-")
+    assert request.session.startswith(session_of("", "auto-"))
 
 
 async def test_a_chat_is_streamed(client: openai.AsyncOpenAI) -> None:
@@ -215,10 +215,10 @@ async def test_ids_of_requests_and_sessions_reach_the_ring(http: httpx.AsyncClie
     answer = await http.post(CHAT, json=body(prompt_cache_key="other"), headers=headers)
     assert answer.headers["x-request-id"] == "trace-1"
     assert ring.requests[0].request_id == "trace-1"
-    assert ring.requests[0].session == "a session"
+    assert ring.requests[0].session == session_of("", "a session")
     answer = await http.post(CHAT, json=body(prompt_cache_key="other"))
     assert answer.headers["x-request-id"].startswith("req-")
-    assert ring.requests[1].session == cache_key("other")
+    assert ring.requests[1].session == session_of("", cache_key("other"))
     turns = [*HELLO, {"role": "assistant", "content": "x"}, {"role": "user", "content": "more"}]
     for messages in (HELLO, turns):
         await http.post(CHAT, json=body(messages=messages))

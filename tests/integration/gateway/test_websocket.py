@@ -9,6 +9,7 @@ import pytest
 import websockets
 from websockets.asyncio.client import ClientConnection, connect
 
+from services.gateway.requests.sessions import session_of
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
@@ -74,7 +75,7 @@ async def test_several_generations_at_once(socket: Socket, ring: FakeRing) -> No
     assert found["c"][-2]["position"] == [15, 15]
     assert found["a"][-2]["chunk"]["choices"][0]["finish_reason"] == "stop"
     assert {request.request_id for request in ring.requests} == {"socket-1"}
-    assert {request.session for request in ring.requests} == {"s"}
+    assert {request.session for request in ring.requests} == {session_of("", "s")}
 
 
 async def test_everything_is_streamed_whether_it_says_so_or_not(socket: Socket, ring: FakeRing) -> None:

@@ -24,7 +24,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.readers.mailbox import ClientGone, Event, Mailbox
 from services.gateway.requests.sampling import max_tokens, sampling_params, seed_of_choice
 from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest, Message
-from services.gateway.requests.sessions import cache_key, conversation_key
+from services.gateway.requests.sessions import cache_key, cache_salt, conversation_key, session_of
 from services.gateway.text.formats import CompletionFormat, Usage
 from services.gateway.text.text_output import Piece, ScoredToken
 from services.gateway.text.tokenization import ModelTokenizer
@@ -91,6 +91,17 @@ def test_a_conversation_keeps_its_key_from_turn_to_turn() -> None:
     assert conversation_key([{"role": "system", "content": "su"}, {"role": "user", "content": ""}]) != (
         conversation_key([system, user])
     )
+
+
+@given(st.text(max_size=64), st.text(max_size=64), st.text(min_size=1), st.text(min_size=1))
+def test_no_two_tenants_share_a_session_or_a_salt(tenant: str, other: str, name: str, its: str) -> None:
+    assert session_of(tenant, "") == ""
+    assert (session_of(tenant, name) == session_of(other, its)) == ((tenant, name) == (other, its))
+    assert session_of(tenant, session_of(other, its)) != session_of(other, its)
+    assert (cache_salt(name, tenant) == cache_salt(its, other)) == ((tenant, name) == (other, its))
+    assert (cache_salt(None, tenant) == "") == (tenant == "")
+    assert cache_salt(None, tenant) != cache_salt(name, tenant)
+    assert len(session_of("t" * 64, "n" * 256)) < 1024
 
 
 def test_a_cache_key_of_any_length_is_a_session() -> None:

@@ -58,6 +58,8 @@ def test_prompts_that_begin_alike_share_the_names_of_that_beginning(
     longer = prefixes("m", prompt + more)
     assert longer[len(longer) - len(found) :] == found
     assert not set(found) & set(prefixes("other", prompt))
+    assert not set(found) & set(prefixes("m", prompt, "salt"))
+    assert not set(prefixes("m", prompt, "other")) & set(prefixes("m", prompt, "salt"))
     for length in LENGTHS:
         if len(prompt) >= length:
             changed = [*prompt[: length - 1], prompt[length - 1] + 1, *prompt[length:]]

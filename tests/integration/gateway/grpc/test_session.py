@@ -9,6 +9,7 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 
 from services.gateway.grpc.generated import inference_pb2 as pb
+from services.gateway.requests.sessions import session_of
 from tests.integration.gateway.fake_ring import FakeRing, silence, until
 from tests.integration.gateway.grpc.conftest import MODEL, PROMPT, QUESTION, Client
 from tests.integration.gateway.resuming import Paced
@@ -142,7 +143,7 @@ async def test_each_generation_has_its_own_key_session_and_delivery(session: Ses
         await session.until(lambda identity=identity: identity in session.ends)
     assert session.generations["a"] == session.generations["b"]
     assert session.text["a"] == session.text["b"] == "Hello, world!"
-    assert [request.session for request in ring.requests] == ["mine"]
+    assert [request.session for request in ring.requests] == [session_of("", "mine")]
 
 
 async def test_nonsense_ends_the_stream_with_a_status(client: Client) -> None:

@@ -42,6 +42,7 @@ requests = st.builds(
     stop_token_ids=st.sampled_from([[], [3, 7, 11]]),
     session=st.sampled_from(["", "", "x", "y", "z"]),
     lane=st.sampled_from(LANES),
+    cache_salt=st.sampled_from(["", "", "s", "t"]),
     attempt=st.integers(0, 2),
 )
 

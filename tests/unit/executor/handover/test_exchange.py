@@ -23,8 +23,9 @@ ANSWER = 3
 class Conversation:
     """A session; its turns may be answered by any ring."""
 
-    def __init__(self, number: int, generator: random.Random) -> None:
+    def __init__(self, number: int, generator: random.Random, salt: str = "") -> None:
         self.name = f"session-{number}"
+        self.salt = salt
         self.tokens: list[int] = []
         self.turns = 0
         self._random = generator
@@ -38,7 +39,12 @@ class Conversation:
         name = f"{self.name}.{self.turns}"
         self.tokens += [self._random.randrange(VOCAB) for _ in range(self._random.randrange(1, 12))]
         request = ask(
-            name, list(self.tokens), ANSWER, session=self.name, sampling=SamplingParams(seed=self.turns)
+            name,
+            list(self.tokens),
+            ANSWER,
+            session=self.name,
+            sampling=SamplingParams(seed=self.turns),
+            cache_salt=self.salt,
         )
         ring.add(request)
         ring.run()
@@ -122,6 +128,23 @@ def test_every_session_finds_its_cache_where_it_was_given() -> None:
         reusable = conversation.reusable
         assert reusable
         assert conversation.turn(target) == reusable
+
+
+def test_sessions_of_each_salt_find_their_own_cache_where_it_was_given() -> None:
+    """All say the same."""
+    source, target = (Ring(blocks=24, ttl=TTL, num_cold=200) for _ in range(2))
+    talked = [Conversation(n, random.Random(1), salt) for n, salt in enumerate(("", "a", "b"))]
+    for conversation in talked:
+        assert conversation.turn(source) == 0, "another salt's blocks are found"
+        reusable = conversation.reusable
+        assert conversation.turn(source) == reusable
+    Way(source, target).give_all()
+    for conversation in talked:
+        reusable = conversation.reusable
+        assert conversation.turn(target) == reusable
+    stranger = Conversation(9, random.Random(1), "c")
+    assert stranger.turn(target) == 0
+    assert stranger.tokens == talked[0].tokens[: len(stranger.tokens)]
 
 
 def test_what_the_peer_has_is_not_wanted_again() -> None:

@@ -11,7 +11,7 @@ from services.executor.handover.board import Field, HandoverBoard
 from services.executor.handover.commands import Receive, StopReceiving, decode_command
 from services.executor.handover.metrics import HandoverCollector
 from services.executor.handover.taking import Taker
-from services.executor.kv_cache.prefix_index import root_digest
+from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.metrics import Labels
 from shared.handover import (
     BlockOffer,
@@ -151,3 +151,11 @@ async def test_what_has_landed_is_adopted_before_the_answer(peer: Peer) -> None:
     assert peer.board.totals.received == 1
     again = await peer.taker.answer(offer())
     assert (again.ok, again.wanted) == (True, []), "it is here"
+
+
+async def test_blocks_behind_a_root_of_any_salt_are_wanted(peer: Peer) -> None:
+    roots = [salted_root(ROOT, "a"), salted_root(ROOT, "b"), salted_root(root_digest("other"), "a")]
+    reply = await peer.taker.answer(offer(blocks=[OfferedBlock(root, TOKENS, 0) for root in roots]))
+    assert reply.wanted == [0, 1]
+    reply = await peer.taker.answer(offer(blocks=[OfferedBlock(ROOT + b"x", TOKENS, 0)]))
+    assert (reply.ok, reply.reason) == (False, "The offer names blocks that are none.")

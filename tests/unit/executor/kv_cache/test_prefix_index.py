@@ -5,13 +5,17 @@ import sys
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.executor.kv_cache.prefix_index import (
     BlockChain,
     BlockKey,
     PrefixIndex,
     block_digest,
+    is_root,
     root_digest,
+    salted_root,
 )
 
 
@@ -34,6 +38,37 @@ def test_a_digest_covers_the_namespace_and_everything_before() -> None:
 
     digests = {last([1, 2, 3, 4]), last([0, 2, 3, 4]), last([1, 2, 3, 5]), last([1, 2, 3, 4], "other")}
     assert len(digests) == 4
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=12), st.lists(st.text(), unique=True, min_size=2))
+def test_chains_of_different_salts_have_no_digest_in_common(tokens: list[int], salts: list[str]) -> None:
+    def digests(salt: str) -> set[bytes]:
+        chain = BlockChain(array("i", tokens), 2, salted_root(root_digest("m"), salt))
+        return {chain.digest(block) for block in range(len(chain))}
+
+    found = [digests(salt) for salt in salts]
+    assert found == [digests(salt) for salt in salts]
+    assert len(set().union(*found)) == sum(len(each) for each in found)
+
+
+@given(st.text(), st.text(min_size=1))
+def test_where_a_chain_begins_can_be_told_without_its_salt(salt: str, other: str) -> None:
+    root = root_digest("m")
+    assert is_root(salted_root(root, salt), root)
+    assert not is_root(salted_root(root, salt), root_digest(f"m{other}"))
+    chain = BlockChain(array("i", range(8)), 2, salted_root(root, salt))
+    assert not any(is_root(chain.digest(block), root) for block in range(4))
+    index = PrefixIndex()
+    for block in range(4):
+        index.put(block, chain.key(block))
+    assert index.chains([3], root) == [0, 1, 2, 3]
+    assert index.chains([3], root_digest(f"m{other}")) == []
+    index.remove(1)
+    assert index.chains([3, 0], root) == [0]
+
+
+def test_without_a_salt_the_root_is_the_namespaces() -> None:
+    assert salted_root(root_digest("m"), "") == root_digest("m")
 
 
 def test_digests_are_the_same_in_another_process() -> None:
