@@ -124,6 +124,7 @@ USER_CHARACTERS = Limit(
         "EmbeddingRequest.user",
     ),
 )
+CACHE_SALT = Limit("cache_salt", 256, "characters", "`cache_salt`", "request", fields=_both("cache_salt"))
 METADATA_ENTRIES = Limit(
     "metadata_entries",
     16,

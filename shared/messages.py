@@ -100,6 +100,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The claim under which the gateway that handed it in owns the generation; see `Claimed`."""
     cache_salt: str = ""
     """Requests share KV blocks only with those of the same salt; empty: with all that have none."""
+    priority: int = 0
+    """Among a tenant's own requests of a lane that wait the one with the least goes first."""
 
 
 # --- dispatch and control (scheduler or gateway → leader) ----------------------------------------

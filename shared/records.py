@@ -115,6 +115,8 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of a record that lies there: its first request without prompt, sampling and grammar."""
     prompt_tokens: int = 0
     """Of a record that lies there: tokens of all its prompts."""
+    tokens_as_ids: bool = False
+    """Whether log probabilities name tokens by their ids (`token_id:17`) and not by their text."""
 
     @property
     def outlives(self) -> bool:

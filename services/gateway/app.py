@@ -182,10 +182,10 @@ class _Exchange:
     async def send(self, message: Any) -> None:
         if message["type"] in ("http.response.start", "websocket.accept"):
             self.status = message.get("status", 101)
+            more = {"x-request-id": self.request_id, **self._more_headers}
             message["headers"] = [
                 *message.get("headers", ()),
-                *((name.encode(), value.encode()) for name, value in self._more_headers.items()),
-                (b"x-request-id", self.request_id.encode()),
+                *((name.encode(), value.encode()) for name, value in more.items()),
             ]
         await self._send(message)
 

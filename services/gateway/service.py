@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 
 EXPOSED_HEADERS = (
     "x-request-id",
+    "x-ryzanstein-exact",
+    "x-ryzanstein-ignored-fields",
     "retry-after",
     "retry-after-ms",
     *(

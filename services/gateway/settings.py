@@ -94,6 +94,8 @@ class GatewaySettings(CommonSettings):
     exists the Host header must be one of them, or the address; with keys only where this is set."""
     allowed_origins: str = ""
     """Origins (https://chat.example) whose web pages may use the gateway, with commas; `*`: any page."""
+    strict_fields: bool = False
+    """Refuse fields of requests that change nothing here, instead of naming them in `x-ryzanstein-ignored-fields`."""
     require_key: bool = False
     """Ask for an API key also before the first one exists; once there is one, it is always asked for."""
     metrics_need_key: bool = False

@@ -6,8 +6,8 @@
 
 Invariants: a tenant's balance stays below QUANTUM plus the cost of its first request, so tenants that wait all
 the time are served within one QUANTUM and one request of each other, whatever they ask; a tenant without
-requests keeps no balance. Within a tenant the request that is due first goes first (its deadline; without
-one, PATIENCE after it was published), then the one that came first.
+requests keeps no balance. Within a tenant the least `priority` goes first, of these the request that is due first (its
+deadline; without one, PATIENCE after it was published), then the one that came first.
 
 Each operation costs O(log n) in the tenant's own requests; a request of more than QUANTUM tokens waits for
 as many rounds as it costs quanta.
@@ -22,6 +22,8 @@ from services.scheduler.waiting import WaitingRequest
 
 QUANTUM = 4096
 """Tokens."""
+Urgency = tuple[int, float]
+"""Priority, and unix seconds at which it is due; the least first."""
 
 
 class RequestHeap:
@@ -31,11 +33,11 @@ class RequestHeap:
 
     def __init__(self, alive: Callable[[WaitingRequest], bool]) -> None:
         self._alive = alive
-        self._entries: list[tuple[float, int, int, WaitingRequest]] = []
+        self._entries: list[tuple[Urgency, int, int, WaitingRequest]] = []
         self._pushed = 0
         self._sweep_at = 64
 
-    def push(self, key: float, order: int, item: WaitingRequest) -> None:
+    def push(self, key: Urgency, order: int, item: WaitingRequest) -> None:
         self._pushed += 1
         heapq.heappush(self._entries, (key, order, self._pushed, item))
         if len(self._entries) > self._sweep_at:
@@ -75,7 +77,7 @@ class FairQueue:
         if tenant is None:
             tenant = self._tenants[item.tenant] = _Tenant(item.tenant, RequestHeap(self._alive))
             self._turns.append(tenant)
-        tenant.waiting.push(item.due, item.order, item)
+        tenant.waiting.push((item.priority, item.due), item.order, item)
 
     def peek(self) -> WaitingRequest | None:
         """The request whose turn it is. Asking again gives the same one while nothing changes."""

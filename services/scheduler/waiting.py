@@ -72,6 +72,8 @@ class WaitingRequest:
     """Why the group that it was last sent to."""
     claim: int = 0
     """Of the gateway that handed it in."""
+    priority: int = 0
+    """Of a tenant's requests the one with the least goes first."""
     asked: str = ""
     """Group that was sent the request and has not answered: it may have it all the same."""
 
@@ -107,6 +109,7 @@ class WaitingRequest:
             cost=cost(tokens, request.max_tokens - len(request.generated)),
             due=request.deadline or published + PATIENCE,
             claim=request.claim,
+            priority=request.priority,
             prefixes=() if request.session else prefixes(request.model, request.prompt, request.cache_salt),
             arrived=arrived,
         )

@@ -101,6 +101,7 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
             service_tier=tier,
             logprobs=logprobs,
             prompts=prompts,
+            tokens_as_ids=record.tokens_as_ids,
         )
     shape = CompletionFormat(
         identity,
@@ -112,6 +113,7 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
         service_tier=tier,
         logprobs=logprobs,
         prompts=prompts,
+        tokens_as_ids=record.tokens_as_ids,
     )
     return shown_as_asked(shape, record, tokenizer)
 

@@ -216,7 +216,10 @@ class Build:
             deadline=self._deadline(),
             grammar=self._grammar,
             prompt_logprobs=sampling.prompt_logprobs(self._request),
-            cache_salt=cache_salt(None, self._context.tenant if settings.isolate_tenant_cache else ""),
+            cache_salt=cache_salt(
+                self._request.cache_salt, self._context.tenant if settings.isolate_tenant_cache else ""
+            ),
+            priority=self._request.priority or 0,
         )
         return extra_fields.applied(wire, self._request, self._card, self._extras)
 

@@ -6,6 +6,7 @@
 | echo, include_stop_str_in_output, stream_options | what the record says of how the text is shown |
 | service_tier | the lane |
 | prediction | drafts in the ring |
+| priority, cache_salt | the scheduler's queue, the ring's prefix cache |
 | min_tokens, allowed_token_ids, bad_words | what the ring's sampler may draw |
 | verbosity, add_generation_prompt, continue_final_message | the chat template |
 | store, metadata, user, safety_identifier | the record |
@@ -242,7 +243,7 @@ def truncated(request: GenerationFields, card: ModelCard, prompt: list[int]) -> 
     if count < 0:
         chat_limit = getattr(request, "max_completion_tokens", None)
         count = max(1, card.context_length - (chat_limit or request.max_tokens or 1))
-    return prompt[-count:]
+    return prompt[:count] if request.truncation_side == "right" else prompt[-count:]
 
 
 # --- what becomes of them ------------------------------------------------------------------------
@@ -275,6 +276,7 @@ def noted(record: GenerationRecord, request: GenerationFields, card: ModelCard) 
         "store": bool(request.store),
         "metadata": request.metadata or {},
         "user": request.safety_identifier or request.user or "",
+        "tokens_as_ids": bool(request.return_tokens_as_token_ids),
         "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
     }
     if request.store and isinstance(request, ChatCompletionRequest):

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ from services.gateway.life.idempotency import ABANDONED, POLL, IdempotencyKeys, 
 from services.gateway.limits.limiter import Limiter
 from services.gateway.readers.reading import Reading
 from services.gateway.readers.run import Run
-from services.gateway.requests import embeddings, extra_fields, sampling, validation
+from services.gateway.requests import embeddings, extra_fields, ignored, sampling, validation
 from services.gateway.requests.build import Build, Context, Parts
 from services.gateway.requests.conversation import check_conversation, rendered
 from services.gateway.requests.messages import text_of
@@ -60,6 +60,7 @@ class Intake:
         self._grammars = grammars
         self._reading = reading
         self._parts = parts
+        self._strict = parts.settings.strict_fields
         self._catalog = catalog
         self._tokenizers = tokenizers
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
@@ -127,10 +128,12 @@ class Intake:
             embeddings.inputs_of(wanted)
             return wanted
         if endpoint == "chat.completions":
-            chat = validation.decode(body, self._chat)
+            chat = validation.decode(body, self._chat, None if self._strict else [])
+            self._tell_ignored(ignored.given(chat), {})
             validation.check_chat(chat)
             return chat
         completion = validation.decode(body, self._completion)
+        self._tell_ignored(ignored.given(completion), {})
         validation.check_completion(completion)
         return completion
 
@@ -208,7 +211,9 @@ class Intake:
         if endpoint == "embeddings":
             return await self._prepare_embedding(body, context, always_streamed)
         if endpoint == "chat.completions":
-            chat = validation.decode(body, self._chat)
+            dropped: list[str] | None = None if self._strict else []
+            chat = validation.decode(body, self._chat, dropped)
+            self._tell_ignored(dropped or (), context.answer_headers)
             return await self.chat_run(_streamed(chat) if always_streamed else chat, context)
         completion = validation.decode(body, self._completion)
         return await self._prepare_completion(
@@ -235,10 +240,12 @@ class Intake:
     ) -> Run:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
         check_conversation(request)
+        context = self._named(request, context)
         card = self._catalog.card(request.model)
         answer = wanted_by(request)
         tokenizer = await self._tokenizers.get(card)
         plan, rendering = await rendered(request, card, tokenizer)
+        self._tell_ignored(plan.ignored, context.answer_headers)
         text = rendering.text
         sampling.check_size(request, card, text, tokenizer, self._parts.settings.prompt_limit)
         parsing = plan.parsing(text)
@@ -282,6 +289,18 @@ class Intake:
                 await self._grammars.checked(schema, tenant)
             raise
 
+    def _named(self, request: GenerationFields, context: Context) -> Context:
+        """`context` under the request's own id. Tells of fields that change nothing. Raises `InvalidParameter`."""
+        self._tell_ignored(ignored.given(request), context.answer_headers)
+        name = validation.check_request_id_field(request.request_id)
+        if not name:
+            return context
+        context.answer_headers["x-request-id"] = name
+        return msgspec.structs.replace(context, request_id=name)
+
+    def _tell_ignored(self, names: Iterable[str], headers: dict[str, str]) -> None:
+        ignored.tell(names, headers, strict=self._strict)
+
     async def _prepare_embedding(
         self, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
     ) -> Run:
@@ -305,6 +324,7 @@ class Intake:
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
         extra_fields.check(request)
+        context = self._named(request, context)
         card = self._catalog.card(request.model)
         given = validation.prompts_of(request)
         grammar = await self._grammars.of(request, context.tenant)

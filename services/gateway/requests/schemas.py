@@ -110,6 +110,18 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     prompt_logprobs: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    # vLLM's, ignored or refused
+    length_penalty: Any = None
+    early_stopping: Any = None
+    spaces_between_special_tokens: Any = None
+    use_beam_search: Any = None
+    return_token_ids: Any = None
 
     # OpenAI's, here for completions too
     response_format: ResponseFormat | None = None
@@ -142,8 +154,13 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's extension: variables for the chat template."""
 
+    include_reasoning: Any = None
+    mm_processor_kwargs: Any = None
+
     # refused unless neutral
     audio: Any = None
+    chat_template: Any = None
+    documents: Any = None
     modalities: Any = None
     moderation: Any = None
     prompt_cache_options: Any = None
@@ -165,13 +182,26 @@ class CompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=Tru
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "include_reasoning": (True,),
     "modalities": (["text"],),
     "moderation": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "return_token_ids": (False,),
     "suffix": ("",),
+    "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Fields of OpenAI's API that are not supported, with the values that ask for nothing (null always)."""
+"""Fields of OpenAI's API and vLLM's that are not supported, with the values that ask for nothing (null always)."""
+
+IGNORED: dict[str, tuple[Any, ...]] = {
+    "early_stopping": (False,),
+    "length_penalty": (1, 1.0),
+    "mm_processor_kwargs": ({},),
+    "spaces_between_special_tokens": (True,),
+}
+"""Fields of vLLM's that change nothing here, beam search and images being what they are about; see `ignored.py`."""
 
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "audio": (),

@@ -12,6 +12,7 @@ import msgspec
 from services.gateway.errors import InvalidParameter
 from services.gateway.requests.messages import check_message
 from services.gateway.requests.refusals import asks_for_nothing, check_size, empty_array, unsupported
+from services.gateway.requests.repairs import repaired
 from services.gateway.requests.schemas import (
     NEUTRAL,
     ChatCompletionRequest,
@@ -50,8 +51,21 @@ _WORDS = {
 }
 
 
-def decode(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:
-    """`body` as a request. Raises `InvalidParameter`."""
+def decode(
+    body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], dropped: list[str] | None = None
+) -> T:
+    """`body` as a request. `dropped`: gets the unknown fields of messages; None: they are refused. Raises
+    `InvalidParameter`."""
+    try:
+        return _decoded(body, decoder)
+    except InvalidParameter:
+        other = repaired(body, dropped)
+        if other is None:
+            raise
+    return _decoded(other, decoder)
+
+
+def _decoded(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -140,6 +154,7 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_logprobs", 0, limits.LOGPROBS.value),
     ("prompt_logprobs", 0, limits.LOGPROBS.value),
     ("seed", -(2**63), 2**64 - 1),
+    ("priority", -(2**31), 2**31 - 1),
 )
 OPEN_BELOW = ("top_p", "repetition_penalty")
 """Fields that may come close to their lower bound of 0 but not be it."""
@@ -150,6 +165,7 @@ _SIZES = (
     ("logit_bias", limits.LOGIT_BIASES),
     ("user", limits.USER_CHARACTERS),
     ("safety_identifier", limits.USER_CHARACTERS),
+    ("cache_salt", limits.CACHE_SALT),
 )
 
 
@@ -353,6 +369,17 @@ def check_request_id(value: str | None) -> str:
     """The x-request-id header, "" when it is missing. Raises `InvalidParameter`."""
     wanted = "1 to 128 printable ASCII characters without spaces"
     return _checked_header(value, REQUEST_ID, "x-request-id", wanted)
+
+
+def check_request_id_field(value: str | None) -> str:
+    """vLLM's `request_id`, "" when it is missing. Raises `InvalidParameter`."""
+    if value is not None and not REQUEST_ID.fullmatch(value):
+        raise InvalidParameter(
+            "Invalid 'request_id': expected 1 to 128 printable ASCII characters without spaces.",
+            param="request_id",
+            reason="invalid_value",
+        )
+    return value or ""
 
 
 def _checked_header(value: str | None, pattern: re.Pattern[str], name: str, wanted: str) -> str:

@@ -131,8 +131,11 @@ class ChatFormat:
         parsing: Parsing | None = None,
         logprobs: bool = False,
         prompts: PromptList | None = None,
+        tokens_as_ids: bool = False,
     ) -> None:
-        """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were."""
+        """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were; `tokens_as_ids`: tokens
+        are named by their ids."""
+        self._tokens_as_ids = tokens_as_ids
         head = _head(
             f"chatcmpl-{identity}", "chat.completion.chunk", created, model, fingerprint, service_tier
         )
@@ -195,7 +198,8 @@ class ChatFormat:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token)
-        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+        text = f"token_id:{token}" if self._tokens_as_ids else data.decode(errors="replace")
+        return {"token": text, "logprob": logprob, "bytes": list(data)}
 
 
 class CompletionFormat:
@@ -213,8 +217,11 @@ class CompletionFormat:
         service_tier: str = "",
         logprobs: bool = False,
         prompts: PromptList | None = None,
+        tokens_as_ids: bool = False,
     ) -> None:
-        """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were."""
+        """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were; `tokens_as_ids`: tokens
+        are named by their ids."""
+        self._tokens_as_ids = tokens_as_ids
         head = _head(f"cmpl-{identity}", "text_completion", created, model, fingerprint, service_tier)
         self._frame = _Frame(head, include_usage=include_usage)
         self._tokenizer = tokenizer
@@ -279,6 +286,8 @@ class CompletionFormat:
 
     def _text_of(self, token: int) -> str:
         """A part of a character is shown by its bytes, so that no two tokens look the same."""
+        if self._tokens_as_ids:
+            return f"token_id:{token}"
         data = self._tokenizer.token_bytes(token)
         try:
             return data.decode()

@@ -46,6 +46,8 @@ class ChatPlan(msgspec.Struct, frozen=True):
     single: bool
     """One call at most: the client wants no more, or the template takes no more."""
     reasoning: str
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that the template does not look at."""
 
     def parsing(self, prompt: str) -> Parsing | None:
         """For the record; `prompt` is the rendered one. None: the text is the answer as it stands."""
@@ -98,6 +100,11 @@ def plan_of(request: "ChatCompletionRequest", card: ModelCard, traits: Traits) -
         variant=traits.variant if family == traits.family else "",
         single=asked.single or (native_calls and not traits.several),
         reasoning=_reasoning(card, traits),
+        ignored=tuple(
+            f"chat_template_kwargs.{name}"
+            for name in request.chat_template_kwargs or ()
+            if name not in traits.variables
+        ),
     )
 
 
@@ -123,14 +130,14 @@ def _options(request: "ChatCompletionRequest", traits: Traits) -> TemplateOption
 
 
 def _variables(request: "ChatCompletionRequest", traits: Traits) -> dict[str, Any]:
-    """`chat_template_kwargs`, and what `reasoning_effort` and `verbosity` mean for the template. None is ignored in
-    silence."""
+    """`chat_template_kwargs`, and what `reasoning_effort` and `verbosity` mean for the template. What it does not look
+    at is in `ChatPlan.ignored`."""
     given = request.chat_template_kwargs or {}
     for name in given:
-        if name in _RESERVED or name not in traits.variables:
+        if name in _RESERVED:
             raise InvalidParameter(
-                f"Unsupported parameter: 'chat_template_kwargs.{name[:64]}' is nothing that the chat template of "
-                f"this model looks at; it knows: {', '.join(sorted(traits.variables)) or 'nothing'}.",
+                f"Unsupported parameter: 'chat_template_kwargs.{name}' is made of other fields of the request; leave "
+                "it out.",
                 param="chat_template_kwargs",
                 reason="unsupported_parameter",
             )
@@ -140,7 +147,8 @@ def _variables(request: "ChatCompletionRequest", traits: Traits) -> dict[str, An
                 param="chat_template_kwargs",
                 reason="invalid_value",
             )
-    return _effort(request.reasoning_effort, traits) | _verbosity(request.verbosity, traits) | given
+    looked_at = {name: value for name, value in given.items() if name in traits.variables}
+    return _effort(request.reasoning_effort, traits) | _verbosity(request.verbosity, traits) | looked_at
 
 
 def _effort(effort: str | None, traits: Traits) -> dict[str, Any]:

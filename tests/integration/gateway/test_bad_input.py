@@ -42,9 +42,9 @@ WRONG_CHATS = [
     ),
     (GOOD | {"surprise": 1}, "unknown_parameter", "surprise"),
     (
-        GOOD | {"messages": [{"role": "user", "content": "x", "mood": 1}]},
+        GOOD | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "mood": 1}]}]},
         "unknown_parameter",
-        "messages[0].mood",
+        "messages[0].content[0].mood",
     ),
     (GOOD | {"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].function"),
     (GOOD | {"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),

@@ -109,6 +109,34 @@ async def test_tokens_that_may_come_reach_the_ring(http: httpx.AsyncClient, ring
     assert request.stop_token_ids == [0]
 
 
+async def test_vllms_fields_reach_whom_they_are_for_or_are_named(
+    nats_settings: CommonSettings, ring: FakeRing, http: httpx.AsyncClient
+) -> None:
+    fields = {
+        "priority": -3,
+        "cache_salt": "mine",
+        "request_id": "req-mine",
+        "logprobs": True,
+        "return_tokens_as_token_ids": True,
+        "length_penalty": 0.5,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    messages = [{"role": "user", "content": "hi", "weight": 1}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 1} | fields
+    answer = await http.post(CHAT, json=body)
+    (request,) = ring.requests
+    assert (request.priority, request.request_id) == (-3, "req-mine")
+    assert request.cache_salt.startswith("salt-")
+    assert answer.headers.get_list("x-request-id") == ["req-mine"]
+    named = "messages[].weight, length_penalty, chat_template_kwargs.enable_thinking"
+    assert answer.headers["x-ryzanstein-ignored-fields"] == named
+    tokens = answer.json()["choices"][0]["logprobs"]["content"]
+    assert all(token["token"].startswith("token_id:") for token in tokens)
+    async with run_gateway(nats_settings, strict_fields=True) as strict, strict.http() as client:
+        refused = await client.post(CHAT, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].weight")
+
+
 async def test_a_prompt_is_made_as_asked(http: httpx.AsyncClient, ring: FakeRing) -> None:
     turns = [*HELLO, {"role": "assistant", "content": "Once upon"}]
     asked: list[dict[str, Any]] = [

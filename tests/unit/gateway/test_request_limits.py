@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.gateway.errors import InvalidParameter
 from services.gateway.openapi.constraints import constrain
 from services.gateway.requests import extra_fields, validation
-from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.requests.schemas import IGNORED, ChatCompletionRequest, CompletionRequest
 from services.gateway.text.shown import PredictionTally
 from services.gateway.text.tokenization import StubTokenizer
 from shared import limits
@@ -88,6 +88,7 @@ BOUNDED_ELSEWHERE = {
     **dict.fromkeys(("structured_outputs", "response_format"), "size of a grammar"),
     **dict.fromkeys(("tool_choice", "function_call", "reasoning_effort"), "compared with what there is"),
     "chat_template_kwargs": "the template's limits",
+    **dict.fromkeys(IGNORED, "nothing reads them"),
     "stream_options": "three booleans",
 }
 """Fields whose bound no JSON Schema can say, and what it is."""

@@ -37,8 +37,10 @@ def waiting(
     cost: int = 1,
     due: float = math.inf,
     prefixes: tuple[Prefix, ...] = (),
+    priority: int = 0,
 ) -> WaitingRequest:
     return WaitingRequest(
+        priority=priority,
         generation_id=name,
         request_id=f"r-{name}",
         model=model,

@@ -21,9 +21,9 @@ class Served:
         self.tokens: dict[str, int] = {}
         self._numbers = itertools.count()
 
-    def push(self, tenant: str, cost: int, due: float = 0.0) -> WaitingRequest:
+    def push(self, tenant: str, cost: int, due: float = 0.0, priority: int = 0) -> WaitingRequest:
         number = next(self._numbers)
-        item = waiting(str(number), tenant=tenant, cost=cost, order=number, due=due)
+        item = waiting(str(number), tenant=tenant, cost=cost, order=number, due=due, priority=priority)
         self.push_again(item)
         return item
 
@@ -131,3 +131,13 @@ def test_everything_is_served_once(requests: list[tuple[str, int, bool]]) -> Non
         found.append(each.generation_id)
     assert sorted(found) == sorted(expected)
     assert not served.queue._tenants
+
+
+def test_a_priority_holds_among_a_tenants_own_requests_alone() -> None:
+    served = Served()
+    late, other = served.push("a", QUANTUM, due=1.0), served.push("b", QUANTUM)
+    urgent = served.push("a", QUANTUM, due=9.0, priority=-1)
+    least = served.push("a", QUANTUM, priority=5)
+    order = [served.serve() for _ in range(4)]
+    assert order.index(urgent) < order.index(late) < order.index(least)
+    assert order.index(other) <= 1
