@@ -23,7 +23,7 @@ from services.scheduler.waiting import WaitingRequest
 QUANTUM = 4096
 """Tokens."""
 Urgency = tuple[int, float]
-"""Priority, and unix seconds at which it is due; the least first."""
+"""Priority, and unix seconds; the least first."""
 
 
 class RequestHeap:

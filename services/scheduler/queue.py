@@ -60,7 +60,7 @@ class RequestQueue:
             lanes[item.lane] = FairQueue(self._waits)
         lanes[item.lane].push(item)
         if item.deadline:
-            self._deadlines.push(item.deadline, item.order, item)
+            self._deadlines.push((0, item.deadline), item.order, item)
         return other
 
     def peek(self, model: str) -> WaitingRequest | None:
