@@ -182,3 +182,17 @@ def test_packing_frees_the_plain_weights_as_it_goes(llama: Path, monkeypatch: py
     pack_linears(load(llama))
     assert len(alive) > 10
     assert max(alive) <= 1
+
+
+@pytest.mark.parametrize("model_type", ["of_its_own", "llama"])
+def test_code_of_a_repository_is_not_run(llama: Path, tmp_path: Path, model_type: str) -> None:
+    """Whether transformers knows the architecture itself or not."""
+    ran = tmp_path / "ran"
+    classes = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
+    edit_config(llama, model_type=model_type, auto_map=classes)
+    (llama / "custom.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    if model_type == "llama":
+        load(llama)
+    else:
+        refused(llama, "is not one that can be served")
+    assert not ran.exists()
