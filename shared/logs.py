@@ -22,6 +22,10 @@ from structlog.typing import EventDict, Processor
 from shared.keys import redact
 
 LEVELS = ("debug", "info", "warning", "error")
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_BESIDE_LINES = {code: shown for code, shown in _CONTROLS.items() if chr(code) not in "\n\t"}
+_OF_LINES = ("event", "exception", "stack")
+"""Fields of which libraries and tracebacks have several lines."""
 _NUMBERS = {name: logging.getLevelNamesMapping()[name.upper()] for name in LEVELS} | {"critical": 50}
 
 
@@ -104,7 +108,7 @@ def configure_logging(
     ]
     # Plain: the other formatters of structlog show the values of variables, prompts among them.
     renderer: list[Processor] = (
-        [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        [_escaped, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
@@ -181,6 +185,17 @@ def _by_level(logger: Any, name: str, event: EventDict) -> EventDict:
 def _without_keys(logger: object, name: str, line: Any) -> Any:
     """No API key gets into a log, whatever a client wrote it into: a path, a model's name, an id."""
     return redact(line) if isinstance(line, str) else line
+
+
+def _escaped(logger: Any, name: str, event: EventDict) -> EventDict:
+    """Nothing that a client wrote moves an operator's cursor or colours its terminal. For the console renderer, which
+    writes texts as they are; JSON has them escaped."""
+    return {
+        key: value.translate(_BESIDE_LINES if key in _OF_LINES else _CONTROLS)
+        if isinstance(value, str)
+        else value
+        for key, value in event.items()
+    }
 
 
 def _name(number: int) -> str:

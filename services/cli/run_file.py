@@ -72,5 +72,17 @@ def lock(data_dir: Path) -> IO[bytes]:
     return file
 
 
+def is_locked(data_dir: Path) -> bool:
+    """Whether a stack has the directory: one that starts has it before it writes its run file."""
+    try:
+        with (data_dir / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _path(data_dir: Path) -> Path:
     return data_dir / "stack.json"

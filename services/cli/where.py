@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from services.cli.nats_address import existing_nats
-from services.cli.run_file import RunFile, read_run_file
+from services.cli.run_file import RunFile, is_locked, read_run_file
 from services.cli.settings import LocalSettings
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError
@@ -68,6 +68,12 @@ def gateway_of_stack(data_dir: Path | None) -> Gateway:
 
 
 def no_stack(directory: Path, instead: str) -> ConfigurationError:
+    directory = directory.expanduser()
+    if is_locked(directory):
+        return ConfigurationError(
+            f"The stack on the data directory {directory} is starting: it fetches its model, or waits for its services "
+            f"and for the ring to load. `ryzanstein up` shows how far it is; logs are in {directory / 'logs'}."
+        )
     return ConfigurationError(
         f"No stack runs on the data directory {directory}; start one with `ryzanstein up`, or {instead}."
     )

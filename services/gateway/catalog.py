@@ -26,8 +26,10 @@ class Catalog:
     """A live copy of the buckets `models` and `groups`.
 
     A card stays when its groups go, so that requests for the model can wait until one is back. What is
-    listed is what is served: a model with a group that is not gone (one that starts, hangs or drains counts:
-    it comes back, or others take over). While no group at all is up, every card is listed.
+    listed is what is served: a model with a group that is not gone and that has been at work since this gateway
+    started (one that starts again, hangs or drains counts: it comes back, or others take over). While there is none,
+    what was at work; while there is no group either, models of whose groups nothing is known. A model whose ring
+    has not come up yet, or is of an earlier start, is not listed.
     """
 
     def __init__(
@@ -38,6 +40,8 @@ class Catalog:
         self._on_lost = on_lost
         self._on_alive = on_alive
         self.cards: dict[str, ModelCard] = {}
+        self._worked: set[str] = set()
+        """Models that had a group at work since this gateway started."""
         self._told: set[str] = set()
         """Models whose card was given to `on_card`: cards stay, and most of them may be of models of the past."""
         self._groups: dict[str, GroupRecord] = {}
@@ -56,10 +60,13 @@ class Catalog:
         return card
 
     def listed(self) -> list[ModelCard]:
-        """The models that are served, by name; all, while none is."""
-        served = {record.model for record in self._groups.values() if record.state != "gone"}
-        names = sorted(served & self.cards.keys()) or sorted(self.cards)
-        return [self.cards[name] for name in names]
+        """The models that are served, by name; none while the first one starts."""
+        worked = self._worked & self.cards.keys()
+        present = {record.model for record in self._groups.values() if record.state != "gone"}
+        served = worked & present or worked
+        if not served and not present:
+            served = self.cards.keys() - {record.model for record in self._groups.values()}
+        return [self.cards[name] for name in sorted(served)]
 
     def groups(self) -> list[GroupRecord]:
         """The groups that are known, those that are gone among them."""
@@ -141,6 +148,8 @@ class Catalog:
                 self._on_lost(group, gone.epoch, gone.model, 0.0)
             return
         self._groups[group] = record
+        if record.state in (*_AT_WORK, "hung"):
+            self._worked.add(record.model)
         over = record.epoch if record.state in ("hung", "gone") else record.epoch - 1
         self._on_lost(group, over, record.model, record.updated_at)
         if record.state in _AT_WORK:

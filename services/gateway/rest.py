@@ -18,7 +18,7 @@ from services.gateway.requests.build import Context
 from services.gateway.requests.intake import Endpoint
 from services.gateway.requests.validation import check_background, check_idempotency_key, check_session_id
 from services.gateway.settings import GatewaySettings
-from shared.errors import InternalError, InvalidRequest, RyzansteinError
+from shared.errors import InternalError, InvalidRequest, RyzansteinError, Unavailable
 from shared.messages import ModelCard
 from shared.telemetry import Receive, Scope, Send
 
@@ -136,6 +136,12 @@ class ModelsRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         models = [Model.of(card) for card in self._backend.catalog.listed()]
+        if not models:  # clients read the first one
+            raise Unavailable(
+                "No model is served yet: its executors are loading it, or there are none; try again in a moment "
+                "(`ryzanstein status` shows them).",
+                retry_after=2,
+            )
         data: dict[str, Any] = {"object": "list", "data": models}
         await send_json(send, 200, msgspec.json.encode(data))
 

@@ -197,17 +197,21 @@ async def test_what_is_listed_is_what_is_served(
 
     await ring.add_model(stub_card("another"))
     await listed("another", MODEL)  # no group at all is up: both may come back
-    await ring.put_record("gone", model="another")
-    await listed("another", MODEL)
-    for state in ("starting", "ready", "busy", "hung", "draining"):
+    await ring.put_record("gone", model="another")  # of an earlier start
+    await listed(MODEL)
+    await ring.put_record("starting")
+    await until(lambda: not gateway.service._backend.catalog.listed())
+    answer = await http.get("/v1/models")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    for state in ("ready", "starting", "busy", "hung", "draining"):
         await ring.put_record(state)
         await listed(MODEL)
     assert (await http.get("/v1/models/another")).status_code == 200
     answer = await http.post(CHAT, json=body(model="another"))  # it is taken, and waits for a group
     assert answer.json()["choices"][0]["message"]["content"] == "Hello, world!"
     assert f"the models are: {MODEL}." in (await http.get("/v1/models/nobody")).json()["error"]["message"]
-    await ring.put_record("gone")
-    await listed("another", MODEL)
+    await ring.put_record("gone")  # it may come back
+    await listed(MODEL)
 
 
 async def test_ids_of_requests_and_sessions_reach_the_ring(http: httpx.AsyncClient, ring: FakeRing) -> None:

@@ -46,3 +46,18 @@ def test_the_group_may_be_known_first() -> None:
     known._card_changed("m", None)
     known._card_changed("m", card("m", 2))
     assert told == ["m 1", "m 2"]
+
+
+def test_what_is_listed_has_been_up_since_this_gateway_started() -> None:
+    known = catalog([])
+    known._card_changed("old", card("old"))
+    assert [one.model for one in known.listed()] == ["old"]  # nothing is known of groups
+    known._group_changed("ring-1", group("old", "gone"))
+    assert known.listed() == []
+    known._group_changed("ring-1", group("new", "starting"))
+    known._card_changed("new", card("new"))
+    assert known.listed() == []
+    known._group_changed("ring-1", group("new", "ready"))
+    for state in ("starting", "hung", "gone"):
+        known._group_changed("ring-1", group("new", state))  # type: ignore[arg-type]
+        assert [one.model for one in known.listed()] == ["new"]

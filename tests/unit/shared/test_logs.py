@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -111,6 +112,28 @@ def test_a_stack_trace_shows_no_values_and_no_keys(fmt: str) -> None:
     assert "ValueError" in text
     assert "SECRET" not in text
     assert "rz-0123456789ab-***" in text
+
+
+@pytest.mark.parametrize("fmt", ["json", "console"])
+def test_no_text_of_a_client_reaches_the_terminal_as_a_command(
+    fmt: str,
+) -> None:
+    code = f"""
+import logging, structlog
+from shared.logs import configure_logging
+configure_logging("gateway", "g", level="info", fmt={fmt!r})
+path = "/" + chr(27) + "[2J" + chr(10) + "2026 [info] forged" + chr(0x9b) + "31m" + chr(13) + chr(127)
+structlog.get_logger().info("request", path=path)
+logging.getLogger("library").warning("took %s", path)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours, *theirs = ended.stderr.splitlines()
+    assert ended.stdout == ""
+    assert "forged" in ours
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", ended.stderr)  # the renderer's own colours
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", plain)
+    assert "[2J" in plain
+    assert theirs
 
 
 def test_handlers_of_libraries_are_taken_over() -> None:
