@@ -5,6 +5,7 @@
     │   ├── UnknownModel
     │   ├── ContextLengthExceeded
     │   ├── InvalidGrammar
+    │   ├── FatalRequest          two rings have died of computing it
     │   └── PayloadTooLarge
     ├── Unavailable               the same request may succeed later (retryable)
     │   ├── QueueFull
@@ -63,6 +64,12 @@ class InvalidGrammar(InvalidRequest):
         self, message: str, *, param: str | None = "response_format", retry_after: float | None = None
     ):
         super().__init__(message, param=param, retry_after=retry_after)
+
+
+class FatalRequest(InvalidRequest):
+    """Rings die of computing it: handing it in again would end another one."""
+
+    code = "fatal_request"
 
 
 class PayloadTooLarge(InvalidRequest):

@@ -102,6 +102,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Requests share KV blocks only with those of the same salt; empty: with all that have none."""
     priority: int = 0
     """Among a tenant's own requests of a lane that wait the one with the least goes first."""
+    suspected: str = ""
+    """Why the ring died that computed an earlier attempt when it did (`RingDeath.cause`): this may be what killed it,
+    and is computed in steps of its own. Empty: it is not suspected."""
 
 
 # --- dispatch and control (scheduler or gateway → leader) ----------------------------------------
@@ -228,6 +231,8 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """Where the request has `prompt_logprobs`, in its entry at position 0 that has tokens or ends it: of each token of
     the prompt but the first, little-endian: float32 log probability, int32 rank (1: the most likely), and
     `prompt_logprobs` times (int32 token, float32 log probability), the most likely first."""
+    suspected: str = ""
+    """As the request's; told as the attempt is taken on, for whoever takes the generation over."""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -275,6 +280,30 @@ class GroupWork(msgspec.Struct, frozen=True):
     """Prompt tokens computed and output tokens generated."""
 
 
+RING_CAUSES = ("external", "out_of_memory", "crashed", "hung")
+"""What rings die of. All but the first may be of the making of a request."""
+
+
+class RingDeath(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a ring has died."""
+
+    epoch: int
+    cause: str = "external"
+    """`external`, or what a request may have made: `out_of_memory`, `crashed`, `hung`."""
+    suspects: list[str] = []
+    """Generations in the steps that were under way; none for an external cause."""
+    more: bool = False
+    """Whether not all of them are named: then every generation in the ring is suspected."""
+
+    def suspects_only(self, generation_id: str) -> bool:
+        """Whether that one was computed alone."""
+        return self.suspects == [generation_id] and not self.more
+
+    def may_be_of(self, generation_id: str) -> bool:
+        """Whether computing that one may be what the ring has died of."""
+        return self.cause != "external" and (self.more or generation_id in self.suspects)
+
+
 class GroupBeat(msgspec.Struct, frozen=True):
     """What an executor says of its group."""
 
@@ -291,6 +320,8 @@ class GroupBeat(msgspec.Struct, frozen=True):
     work: GroupWork = GroupWork()
     kv_bytes: int = 0
     """Most memory that the KV caches of all ranks take once they have been filled."""
+    death: RingDeath | None = None
+    """Of the group's last ring; of this one where it stands still: so it would have died, were it given up now."""
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -379,6 +410,8 @@ class GroupEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
     at: float = 0.0
     """Unix seconds by the monitor's clock, as a record's `updated_at`: tells which of the two is newer."""
+    death: RingDeath | None = None
+    """Of a loss whose cause the executor has told; None: it was seen from outside alone."""
 
 
 # --- models and sessions -------------------------------------------------------------------------

@@ -127,6 +127,8 @@ def acknowledgements(requests: list[GenerationRequest], accepted: set[str]) -> E
     for request in requests:
         if request.generation_id in accepted:
             position = len(request.generated)
-            entry = TokenEntry(request.generation_id, request.attempt, position, tokens=[])
+            entry = TokenEntry(
+                request.generation_id, request.attempt, position, [], suspected=request.suspected
+            )
             entries.setdefault(request.consumer, []).append(entry)
     return entries

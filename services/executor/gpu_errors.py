@@ -7,6 +7,7 @@ the others, and the ring starts anew in new processes. Codes: cudaError_t, in CU
 import re
 from typing import NamedTuple
 
+from services.executor.deaths import CRASHED, EXTERNAL, OUT_OF_MEMORY
 from shared.errors import InternalError, RingLost, RyzansteinError
 
 
@@ -78,6 +79,16 @@ def told(error: BaseException, who: str) -> RyzansteinError | None:
     if not is_gpu_error(error):
         return None
     return RingLost(f"{who} has lost its GPU ({reason}); {_remedy(error)}.")
+
+
+def cause(error: BaseException) -> str:
+    """What a ring dies of whose rank ends with `error`: faults of kernels may be of the request that is computed,
+    those of the device or its link are not."""
+    if isinstance(error, MemoryError) or _is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    if is_gpu_error(error):
+        return CRASHED if _remedy(error) in (_KERNEL, _OTHER) else EXTERNAL
+    return CRASHED
 
 
 def _remedy(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from services.executor.board import RingBoard
 from services.executor.figures import Kind
 from services.executor.gpus import GpuReader
+from shared.messages import RING_CAUSES
 from shared.metrics import MODEL, Alias, Aliases
 
 _LABELS = ("group", "model")
@@ -45,11 +46,24 @@ class RingCollector(Collector):
         self._board = board
         self._labels = labels
         self._gpus = gpus or GpuReader()
-        self.restarts = 0
+        self._deaths = dict.fromkeys(RING_CAUSES, 0)
+
+    def count_death(self, cause: str) -> None:
+        """A ring was lost by `cause`."""
+        self._deaths[cause] += 1
 
     def collect(self) -> Iterable[Metric]:
         labels, board = self._labels(), self._board()
-        yield _counter("ring_restarts", "Rings that were lost and started again.", labels, self.restarts)
+        yield _counter(
+            "ring_restarts", "Rings that were lost and started again.", labels, sum(self._deaths.values())
+        )
+        names = (*_LABELS, "cause")
+        deaths = CounterMetricFamily(
+            f"{_PREFIX}_ring_deaths", "Rings that were lost, by cause.", labels=names
+        )
+        for cause, count in self._deaths.items():
+            deaths.add_metric((*labels, cause), count)
+        yield deaths
         if board is None:
             return
         yield from _gauges(board, labels)

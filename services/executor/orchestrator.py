@@ -11,8 +11,10 @@ from typing import ClassVar
 import structlog
 
 from services.executor.board import RingState
+from services.executor.deaths import EXTERNAL, HUNG
 from services.executor.debug.desk import DebugDesk
 from services.executor.debug.gather import Group
+from services.executor.debug.processes import is_stopped
 from services.executor.handover.metrics import HandoverCollector
 from services.executor.metrics import Labels, RingCollector, vllm_aliases
 from services.executor.naming import served_name
@@ -24,7 +26,7 @@ from shared import subjects
 from shared.errors import BrokerUnavailable, ConfigurationError, RingLost, error_from_code
 from shared.lifecycle import Service
 from shared.logs import Change
-from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupWork, ServiceName
+from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupWork, RankBeat, RingDeath, ServiceName
 from shared.stores import Bucket
 from shared.telemetry import Health
 
@@ -35,6 +37,8 @@ LONGEST_PAUSE = 10.0
 STABLE_AFTER = 60.0
 HANDOVER_MARGIN = 10.0
 """Seconds that the last batch of a hand-over may take beyond its time."""
+MOST_LOGGED = 8
+"""Suspects that a line of the log names."""
 MOST_DEATHS = 5
 """Rings that may die before the first one was ready."""
 
@@ -61,6 +65,9 @@ class ExecutorService(Service):
         self._log_level = Change()
         self._epoch = 0
         """Of the ring that is up, else of the last one: its end is told under its own epoch."""
+        self._death: RingDeath | None = None
+        """Of the last ring."""
+        self._last_beats: list[RankBeat] = []
         self._was_ready = False
         self._deaths = 0
         self._supervision: asyncio.Task[None] | None = None
@@ -148,9 +155,8 @@ class ExecutorService(Service):
             began = time.monotonic()
             try:
                 end = await self._live(ring)
-                self._ring = None
                 if end.kind != "drained" and not self._stopping.is_set():
-                    await self._tell_loss(end)
+                    await self._tell_loss(ring, end)
                     await self._debug.before_kill(ring)
             finally:
                 self._ring = None
@@ -188,12 +194,21 @@ class ExecutorService(Service):
             stopping.cancel()
         return not self._stopping.is_set()
 
-    async def _tell_loss(self, end: RingEnd) -> None:
+    async def _tell_loss(self, ring: Ring, end: RingEnd) -> None:
         """At once, and before the processes that are left are ended: others take over meanwhile."""
-        self._collector.restarts += 1
+        self._ring = None
+        self._death = death = ring.death(end.cause)
+        self._collector.count_death(death.cause)
         self._deaths += 1
         self._message = end.reason
-        log.warning("ring_lost", group=self.group, epoch=self._epoch, reason=end.reason)
+        log.warning(
+            "ring_lost",
+            group=self.group,
+            epoch=self._epoch,
+            reason=end.reason,
+            cause=death.cause,
+            suspects=death.suspects[:MOST_LOGGED],
+        )
         await self.beat_now()
 
     async def _live(self, ring: Ring) -> RingEnd:
@@ -261,15 +276,23 @@ class ExecutorService(Service):
             board = ring.board
             reason = watch.verdict(ring.epoch, board.loop_beats, board.beats(), time.monotonic())
             if reason:
-                ring.lose(reason)
+                ring.lose(reason, _cause_of_standing(ring))
 
     def group_beat(self) -> GroupBeat:
         ring = self._ring
         ready = ring is not None and ring.ready.is_set()
         if ring is None:
             return GroupBeat(
-                self.group, self._model, self._epoch, "starting", [], GroupLoad(), message=self._message
+                self.group,
+                self._model,
+                self._epoch,
+                "starting",
+                [],
+                GroupLoad(),
+                message=self._message,
+                death=self._death,
             )
+        ranks = self._debug.beats(ring)
         draining = self.state == "draining" or ring.board.state is RingState.DRAINING
         totals = ring.board.totals
         return GroupBeat(
@@ -277,13 +300,21 @@ class ExecutorService(Service):
             model=self._model,
             epoch=ring.epoch,
             state="starting" if not ready else "draining" if draining else "ready",
-            ranks=self._debug.beats(ring),
+            ranks=ranks,
             load=ring.board.load,
             loaded=1.0 if ready else ring.board.loaded,
             message=self._message,
             work=GroupWork(totals.steps, totals.step_seconds, totals.prompt_tokens + totals.output_tokens),
             kv_bytes=ring.kv_bytes,
+            death=self._death_of(ring, ranks),
         )
+
+    def _death_of(self, ring: Ring, ranks: list[RankBeat]) -> RingDeath | None:
+        """The monitor may give a ring up that stands still, before it is given up here."""
+        last, self._last_beats = self._last_beats, ranks
+        if any(beat.in_flight and beat in last for beat in ranks):
+            return ring.death(_cause_of_standing(ring))
+        return self._death
 
     def health(self) -> Health:
         base = super().health()
@@ -293,3 +324,8 @@ class ExecutorService(Service):
             reason = self._message or "the ring is starting"
             return Health(self.name, self.instance, self.state, ready=False, reason=reason)
         return base
+
+
+def _cause_of_standing(ring: Ring) -> str:
+    """Processes that somebody has stopped stand still as well."""
+    return EXTERNAL if any(map(is_stopped, ring.pids)) else HUNG

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 import uvloop
 
-from services.executor import gpu_errors
+from services.executor import deaths, gpu_errors
 from services.executor.board import RingBoard
 from services.executor.debug.rank_side import PREFIX, RankDesk
 from services.executor.fork_server import leave
@@ -100,7 +100,8 @@ def main(events_fd: int) -> int:
         else:
             _follow(settings, spec, board, orchestrator)
     except RyzansteinError as error:
-        orchestrator.send(Failed(error.code, str(error), missed=isinstance(error, RingLost)))
+        cause = deaths.CRASHED if isinstance(error, InternalError) else deaths.EXTERNAL
+        orchestrator.send(Failed(error.code, str(error), isinstance(error, RingLost), cause))
         return 1
     except Exception as error:
         log.exception("rank_failed")
@@ -115,8 +116,9 @@ def _failed(error: Exception, who: str) -> Failed:
     """What the rank `who` says of an error that is not one of ours."""
     fault = gpu_errors.told(error, who)
     if fault is not None:
-        return Failed(fault.code, str(fault))
-    return Failed(InternalError.code, f"{who} failed: {type(error).__name__}: {error}.")
+        return Failed(fault.code, str(fault), cause=gpu_errors.cause(error))
+    reason = f"{who} failed: {type(error).__name__}: {error}."
+    return Failed(InternalError.code, reason, cause=gpu_errors.cause(error))
 
 
 def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestrator: Orchestrator) -> None:

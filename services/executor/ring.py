@@ -20,12 +20,14 @@ import structlog
 
 from services.executor import early_fork_server
 from services.executor.board import RingBoard
+from services.executor.deaths import EXTERNAL, cause_of_exit, death_of, oom_kills
 from services.executor.debug.recorder import FlightRecorder
 from services.executor.forked_ranks import ForkClient
 from services.executor.handover.board import HandoverBoard
 from services.executor.nodes.head import NodesHead, RemoteRank
 from services.executor.rank_process import LocalRank, variables
 from services.executor.settings import ExecutorSettings
+from shared.messages import RingDeath
 
 log = structlog.get_logger(__name__)
 
@@ -109,6 +111,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
     missed: bool = False
     """Whether it ends because another rank is gone."""
+    cause: str = EXTERNAL
+    """As in `deaths.py`."""
 
 
 RankEvent = Rendezvous | Ready | Drained | Failed
@@ -121,6 +125,8 @@ class RingEnd(msgspec.Struct, frozen=True):
     kind: Literal["drained", "failed", "died"]
     reason: str
     code: str = ""
+    cause: str = EXTERNAL
+    """As in `deaths.py`."""
 
 
 class Ring:
@@ -163,6 +169,8 @@ class Ring:
         """What rank 0 has said of it, for those that are started later."""
         self._missed = False
         """Whether some rank has said that another is gone."""
+        self._oom_kills = oom_kills()
+        """Before it began."""
         self._killed = False
         self._end: asyncio.Future[RingEnd] = asyncio.get_running_loop().create_future()
 
@@ -175,10 +183,14 @@ class Ring:
     async def wait_end(self) -> RingEnd:
         return await asyncio.shield(self._end)
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, cause: str = EXTERNAL) -> None:
         """Gives the ring up, because of something that only the orchestrator sees."""
         self.given_up = reason
-        self._finish(RingEnd("died", reason))
+        self._finish(RingEnd("died", reason, cause=cause))
+
+    def death(self, cause: str) -> RingDeath:
+        """What is told of its end by `cause`, while its files are there."""
+        return death_of(self.epoch, cause, self.flight.plans.read())
 
     @property
     def directory(self) -> Path:
@@ -274,8 +286,8 @@ class Ring:
                 self.ready.set()
             case Drained():
                 self._finish(RingEnd("drained", "the group was drained"))
-            case Failed(code, message, missed):
-                end = RingEnd("failed", message, code)
+            case Failed(code, message, missed, cause):
+                end = RingEnd("failed", message, code, cause)
                 if missed:
                     self._missed = True
                     asyncio.get_running_loop().call_later(NAMING_PATIENCE, self._finish, end)
@@ -290,7 +302,8 @@ class Ring:
             return  # it has left by itself, as those do that miss another
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
         where = f"process {process.pid}" if isinstance(process, LocalRank) else process.where
-        self._finish(RingEnd("died", f"rank {rank} ({where}) ended with {how}"))
+        cause = cause_of_exit(code, oom_kills() - self._oom_kills)
+        self._finish(RingEnd("died", f"rank {rank} ({where}) ended with {how}", cause=cause))
 
     def _finish(self, end: RingEnd) -> None:
         if not self._end.done():

@@ -135,6 +135,8 @@ class ExecutorSettings(CommonSettings):
     """Stub engine: KV blocks."""
     stub_context_length: int = Field(default=8192, ge=2)
     """Stub engine: context length."""
+    stub_fault: Literal["", "crash", "exit", "hang", "error"] = ""
+    """Stub engine, for tests: what becomes of a step that computes token 1."""
     nnodes: int = Field(default=1, ge=1, le=64)
     """Hosts over which the ring is spread, `tp / nnodes` ranks on each."""
     node_rank: int = Field(default=0, ge=0)

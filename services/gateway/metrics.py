@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.gateway.connections.places import Places
+from shared.messages import RING_CAUSES
 from shared.metrics import LATENCY, MODEL, Alias, Aliases, QuickHistograms, begin_at_zero
 
 REASONS = ("stop", "length", "abort", "error")
@@ -103,6 +104,13 @@ class GatewayMetrics:
         self.recoveries = Counter(
             name("recoveries"), "Requests handed in again after a loss.", registry=registry
         )
+        self.suspected = Counter(
+            name("suspected"),
+            "Requests handed in again to be computed alone, by the cause of the ring's death that they may have made.",
+            ["cause"],
+            registry=registry,
+        )
+        begin_at_zero(self.suspected, RING_CAUSES[1:])
         self.cancelled = Counter(
             name("cancelled"), "Generations that nobody wanted any more.", registry=registry
         )

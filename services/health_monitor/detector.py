@@ -26,6 +26,7 @@ from shared.messages import (
     GroupStatus,
     Heartbeat,
     RankBeat,
+    RingDeath,
     ServiceName,
     ServiceRecord,
     ServiceStatus,
@@ -89,6 +90,8 @@ class _Group:
     lost: bool = False
     """Whether it is gone without having left: it was in service, and nobody had it drained."""
     kv_bytes: int = 0
+    death: RingDeath | None = None
+    """What its executor has last said of this ring's end."""
 
     def become(self, state: GroupStatus) -> None:
         if state != "gone":
@@ -267,6 +270,7 @@ class Detector:
         events: list[GroupEvent] = []
         if entry is None or said.epoch > entry.epoch:
             if entry is not None:
+                _note_death(entry, said)
                 events += _down(entry, f"epoch {said.epoch} took its place")
             progress = ProgressWatch(self._hung_after)
             entry = _Group(said.group, said.model, said.epoch, beat.instance, now, progress)
@@ -276,6 +280,7 @@ class Detector:
         entry.weight = self._speeds.observe(said.group, said.model, said.epoch, said.work, now)
         entry.load, entry.ranks = said.load, said.ranks
         entry.loaded, entry.message, entry.kv_bytes = said.loaded, said.message, said.kv_bytes
+        _note_death(entry, said)
         hung = _hung_ranks(entry.progress, said, now)
         return events + self._set_state(entry, self._judge(beat, said, entry, hung))
 
@@ -392,6 +397,10 @@ def _badness(state: GroupStatus) -> int:
     return {"hung": 1, "gone": 2}.get(state, 0)
 
 
+def _note_death(entry: _Group, said: GroupBeat) -> None:
+    entry.death = said.death if said.death is not None and said.death.epoch == entry.epoch else None
+
+
 def _leader_of(group: _Group) -> str:
     """Name of the connection of the group's leader."""
     return subjects.connection("executor", group.instance, subjects.LEADER)
@@ -416,4 +425,4 @@ def _down(entry: _Group, reason: str) -> list[GroupEvent]:
     if not entry.announced:
         return []
     entry.announced = ""
-    return [GroupEvent(entry.group, entry.model, entry.epoch, "down", reason)]
+    return [GroupEvent(entry.group, entry.model, entry.epoch, "down", reason, death=entry.death)]

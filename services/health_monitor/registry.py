@@ -145,7 +145,12 @@ class Registry:
         """Publishes group events; everybody reads them."""
         for event in (msgspec.structs.replace(event, at=time.time()) for event in events):
             log.info(
-                "group_event", group=event.group, kind=event.kind, epoch=event.epoch, reason=event.reason
+                "group_event",
+                group=event.group,
+                kind=event.kind,
+                epoch=event.epoch,
+                reason=event.reason,
+                cause=event.death.cause if event.death is not None else "",
             )
             self._metrics.events.labels(event.kind).inc()
             try:

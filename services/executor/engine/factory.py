@@ -42,6 +42,7 @@ def make_engine(
             block_size=settings.block_size,
             num_blocks=settings.stub_blocks,
             context_length=settings.stub_context_length,
+            fault=settings.stub_fault,
         )
     )
     return StubRing(stub, spec, board, PlanListener(settings.meeting_host), announce, directory)

@@ -69,6 +69,8 @@ class Lookahead:
         """What the step after `step`, the only one under way, computes; their tables cover it. Empty: it cannot be
         planned yet, or there is nothing certain to compute."""
         planner, tables = self._planner, self._tables
+        if planner.isolates:
+            return []  # of two steps under way nobody could tell which has killed the ring
         if len(step.rows) != len(step.batch) or tables.restoring or not tables.exchange.quiet:
             return []  # drafts, prompts that go on or are wanted as vectors; copies that may fail, or come in parts
         found = self._successors(step)

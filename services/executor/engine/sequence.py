@@ -98,6 +98,10 @@ class Sequence:
         self.urgency: Urgency = (LANES.index(request.lane), arrival)
         self.is_batch = request.lane == "batch"
         """Whether it makes way for whoever is in a hurry."""
+        self.alone = bool(request.suspected)
+        """Whether no step computes it beside others."""
+        self.turn = 0
+        """Of such a one: when it had its last step."""
         self.prompt_tokens = len(request.prompt)
         self.tokens: array[int] = array("i", request.prompt)
         self.tokens.extend(request.generated)

@@ -7,6 +7,9 @@ blocks and share of the tokens within one step:
     running        [ most urgent ........................... | batch .... least urgent ]
                      make way? never, only to each other's growth ▲        ▲ for whoever is in a hurry
 
+Requests that may have killed another ring are each computed in steps of their own, every other step at most; what
+runs beside them keeps its place meanwhile.
+
 Batch work may starve while others keep the ring full: that is what the lane is for. What bounds it is the
 request's deadline (`ContinuousBatcher.expire`).
 """
@@ -39,6 +42,8 @@ class _Step:
         """Rows of prompts that it may still score."""
         self.before: list[Sequence] = []
         """Those whose prompts were looked at, most urgent first."""
+        self.only: Sequence | None = None
+        """Who is computed alone; None: all who need not be."""
         self.preempted_batch = False
         self.preempted_urgent = False
 
@@ -52,6 +57,10 @@ class _Step:
         """Whether the step computes something of `sequence`, or restores some of its blocks."""
         return sequence.in_flight or any(chunk.sequence is sequence for chunk in self.chunks)
 
+    def takes(self, sequence: Sequence) -> bool:
+        """Whether it is one of those that this step is for."""
+        return not sequence.alone if self.only is None else sequence is self.only
+
     def note_preempted(self, sequence: Sequence) -> None:
         if sequence.is_batch:
             self.preempted_batch = True
@@ -60,6 +69,8 @@ class _Step:
 
     def admits(self, sequence: Sequence) -> bool:
         """A sequence that has just given up its blocks must not take them back in the same step."""
+        if not self.takes(sequence):
+            return False
         return not (self.preempted_urgent or (sequence.is_batch and self.preempted_batch))
 
 
@@ -77,14 +88,36 @@ class StepPlanner:
         """Who has got a place since this was last taken."""
         self.preemptions = 0
         """Sequences that have had to give up their blocks."""
+        self.isolates = False
+        """Whether some sequence may have to be computed alone."""
+        self._turn = 0
+        self._was_alone = False
 
     def plan(self) -> list[Chunk]:
         """The next step's chunks. Their tables cover what they compute."""
         step = _Step(self._settings.max_batch_tokens, self._scorable)
-        for batch_lane in (False, True):
-            self._add_decodes(step, batch_lane)
-            self._add_prefills(step, batch_lane)
+        for step.only in self._turns() if self.isolates else (None,):
+            for batch_lane in (False, True):
+                self._add_decodes(step, batch_lane)
+                self._add_prefills(step, batch_lane)
+            if step.chunks:
+                self._took(step.only)
+                break
         return step.chunks
+
+    def _turns(self) -> list[Sequence | None]:
+        """For whom the next step may be, the first that can be computed: those that are computed alone take turns
+        with each other, and all of them with the others (None)."""
+        head = self.waiting[:1]
+        alone = sorted((s for s in (*self.running, *head) if s.alone), key=attrgetter("turn"))
+        self.isolates = bool(alone) or any(s.alone for s in self.waiting)
+        return [None, *alone] if self._was_alone else [*alone, None]
+
+    def _took(self, only: Sequence | None) -> None:
+        self._was_alone = only is not None
+        if only is not None:
+            self._turn += 1
+            only.turn = self._turn
 
     def could_admit(self) -> bool:
         """Whether the first that waits would get a place now, were a step planned."""
@@ -100,6 +133,7 @@ class StepPlanner:
 
     def wait(self, sequence: Sequence) -> None:
         """A new sequence waits for its place."""
+        self.isolates = self.isolates or sequence.alone
         insort(self.waiting, sequence, key=URGENCY)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -130,7 +164,8 @@ class StepPlanner:
             if not step.budget:
                 return
             if (
-                sequence.state is SequenceState.RUNNING
+                step.takes(sequence)
+                and sequence.state is SequenceState.RUNNING
                 and sequence.remaining == 1
                 and (not sequence.restoring or self._tables.restore(sequence))
                 and self._grow(step, sequence)
@@ -154,7 +189,7 @@ class StepPlanner:
     def _add_prefills(self, step: _Step, batch_lane: bool) -> None:
         """Fills the token budget with prompts of the lanes, most urgent first. An admitted one may need one
         token only."""
-        prefills = [s for s in reversed(self._running_in(batch_lane)) if s.remaining > 1]
+        prefills = [s for s in reversed(self._running_in(batch_lane)) if s.remaining > 1 and step.takes(s)]
         admitting = True
         while step.budget:
             while prefills and prefills[-1].state is not SequenceState.RUNNING:

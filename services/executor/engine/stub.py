@@ -6,6 +6,8 @@ batch, the ring or the attempt; where that may not be drawn, the next letter tha
 lower-case English letters and spaces; with a grammar, what `stub_choice` makes of the tokens that may follow.
 """
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -112,6 +114,21 @@ def stub_choice(seed: int, position: int, allowed: NDArray[np.bool_], first_toke
     return int(candidates[(bits >> 8) % len(candidates)])
 
 
+FAULT_TOKEN = 1
+"""The token that makes a step end badly, where the stub has a `fault`."""
+
+
+def _fail(fault: str) -> None:
+    if fault == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif fault == "exit":
+        os._exit(3)
+    elif fault == "error":
+        raise MemoryError("the stub's fault")
+    while fault in ("crash", "hang"):
+        time.sleep(1.0)
+
+
 class StubSettings(msgspec.Struct, frozen=True):
     """How fast the stub is, and what it claims to hold."""
 
@@ -125,6 +142,8 @@ class StubSettings(msgspec.Struct, frozen=True):
     vocab_size: int = 256
     first_token: int = 0
     """Added to every token: the first ids of a real vocabulary are single bytes, which give no text."""
+    fault: str = ""
+    """What a step does that computes `FAULT_TOKEN`: `crash`, `exit`, `hang`, `error`; empty: nothing."""
 
     def validate(self) -> None:
         """Raises `ConfigurationError` naming the setting that is out of range."""
@@ -198,6 +217,8 @@ class StubEngine:
             raise InternalError(
                 f"Step {plan.step} samples {len(plan.sample_rows) // 4} rows for {len(samples)} sequences."
             )
+        if self._settings.fault and FAULT_TOKEN in as_int32(plan.token_ids):
+            _fail(self._settings.fault)
 
     def _seconds(self, plan: StepPlan) -> float:
         tokens = len(plan.token_ids) // 4

@@ -16,6 +16,7 @@ from services.gateway.life.decisions import Limits
 from services.gateway.life.generation import Generation
 from services.gateway.life.identity import PREFIXES
 from services.gateway.requests.sampling import seed_of_choice
+from shared.errors import FatalRequest
 from shared.journal import log_begin
 from shared.messages import GenerationRequest
 from shared.records import GenerationRecord
@@ -115,8 +116,9 @@ class Answer:
     @property
     def failed(self) -> bool:
         """Whether a choice ended with an error or was cancelled: unless a stop string had ended its text
-        before, a repeat of the request is a new one."""
-        return any(item.error is not None for item in self.generations)
+        before, a repeat of the request is a new one. Not where computing it has ended rings: that would end more."""
+        errors = [item.error for item in self.generations if item.error is not None]
+        return bool(errors) and not any(isinstance(error, FatalRequest) for error in errors)
 
     @property
     def resumable(self) -> bool:

@@ -15,9 +15,9 @@ import msgspec
 
 from services.gateway.life.decisions import Decision, Limits
 from services.gateway.life.token_stream import TokenStream
-from shared.errors import RingLost, RyzansteinError, Unavailable, error_from_code
+from shared.errors import FatalRequest, RingLost, RyzansteinError, Unavailable, error_from_code
 from shared.journal import CLOCK_MARGIN, Begin
-from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
+from shared.messages import FinishReason, GenerationRequest, RingDeath, TokenEntry, TokenLogprobs
 
 if TYPE_CHECKING:
     from services.gateway.traces.answers import AnswerTrace
@@ -55,6 +55,7 @@ class Generation:
         "finish",
         "followed",
         "group",
+        "guilty",
         "heard_at",
         "index",
         "intake_sequence",
@@ -67,6 +68,7 @@ class Generation:
         "started_at",
         "state",
         "stream",
+        "suspected",
         "tokens",
         "trace",
         "vector",
@@ -130,6 +132,10 @@ class Generation:
         self._gap_replays = 0
         self._behind = False
         """Whether a newer attempt speaks already, and tokens of the older one are missing."""
+        self.suspected = request.suspected
+        """The cause of a ring's death that this may have made; it is computed alone from then on. Empty: of none."""
+        self.guilty = ""
+        """The cause of the death of a ring that computed nothing else."""
         self._rejected: set[tuple[str, int, int]] = set()
 
     @property
@@ -243,10 +249,21 @@ class Generation:
         self._gap_replays = 0
         return Decision.NOTHING
 
-    def on_group_lost(self, group: str, epoch: int) -> Decision:
-        """The ring's life `epoch` of `group`, and all before it, are over."""
-        lost = not self.ended and self.group == group and self.epoch <= epoch
-        return Decision.RECOVER if lost else Decision.NOTHING
+    def on_group_lost(self, group: str, epoch: int, death: RingDeath | None = None) -> Decision:
+        """The ring's life `epoch` of `group`, and all before it, are over. `death`: what `epoch` has died of; None: it
+        was only seen that it is gone.
+
+        Whoever was being computed when a ring died of its work is suspected, and computed alone from then on. So
+        nobody meets with such a death in company twice, and alone it can only be of its own making.
+        """
+        if self.ended or self.group != group or self.epoch > epoch:
+            return Decision.NOTHING
+        if death is not None and self.epoch == death.epoch and death.may_be_of(self.id):
+            if not self.suspected:
+                self.suspected = death.cause
+            elif death.suspects_only(self.id):
+                self.guilty = death.cause
+        return Decision.RECOVER
 
     def on_replayed(self, now: float, *, idle: bool) -> Decision:
         """The journal has been read to its newest frame.
@@ -286,6 +303,9 @@ class Generation:
         if self._complete():
             return None
         attempt = self.stream.attempt + 1
+        if self.guilty:
+            self.fail(_guilty_of(self.suspected, self.guilty))
+            return None
         if attempt > self._limits.max_attempts:
             self.fail(
                 RingLost(
@@ -307,6 +327,7 @@ class Generation:
             lane="recovery",
             deadline=deadline,
             claim=self.claim,
+            suspected=self.suspected,
         )
         return self.request
 
@@ -397,6 +418,7 @@ class Generation:
         if group and not self.group:
             self.group, self.epoch = group, epoch
             self.heard_at, self._stall = now, self._limits.stall
+            self.suspected = self.suspected or entry.suspected
             if self.state in ("queued", "recovering", "received"):
                 self.state = "dispatched"
         if entry.cached_tokens and not self.cached_tokens:
@@ -437,3 +459,15 @@ class Generation:
             end = TokenEntry(self.id, self.stream.attempt, len(self.tokens), [], finish=reason)
             self._deliver(end)
         return bool(reason)
+
+
+_WORDS = {"out_of_memory": "ran out of memory", "crashed": "crashed", "hung": "hung"}
+
+
+def _guilty_of(first: str, second: str) -> FatalRequest:
+    """What is told of a request that was computed when two rings died, the second time alone."""
+    return FatalRequest(
+        f"Computing this request has ended two executor groups (one {_WORDS.get(first, first)}, and the next "
+        f"{_WORDS.get(second, second)} while it computed nothing else), so it is not tried again; change or shorten "
+        "the request, or give the operator its id to look into."
+    )

@@ -36,7 +36,7 @@ from shared.errors import (
     RyzansteinError,
 )
 from shared.journal import CLOCK_MARGIN, Begin, JournalEnd, earliest
-from shared.messages import FinishReason, GenerationRequest, GroupEvent, TokenEntry, TokenFrame
+from shared.messages import FinishReason, GenerationRequest, GroupEvent, RingDeath, TokenEntry, TokenFrame
 from shared.tracing import NONE
 
 log = structlog.get_logger(__name__)
@@ -265,15 +265,17 @@ class Generations:
                 self.cancellations.tell_claim(generation)
         return touched
 
-    def on_group_lost(self, group: str, epoch: int, model: str, at: float = 0.0) -> None:
+    def on_group_lost(
+        self, group: str, epoch: int, model: str, at: float = 0.0, death: RingDeath | None = None
+    ) -> None:
         """`epoch` of `group`, and all before it, are over: whatever was in it is handed in again.
 
-        `at`: the monitor's time of the news, 0 where it is not known.
+        `at`: the monitor's time of the news, 0 where it is not known. `death`: its cause, where that is known.
         """
-        if not self._losses.lost(group, epoch, at=at, now=time.monotonic()):
+        if not self._losses.lost(group, epoch, at=at, now=time.monotonic(), death=death):
             return
         for generation in list(self._by_id.values()):
-            self._act(generation, generation.on_group_lost(group, epoch))
+            self._act(generation, generation.on_group_lost(group, epoch, death))
         self.suspects.add(
             item for item in self._by_id.values() if item.unheard and item.request.model == model
         )
@@ -284,7 +286,7 @@ class Generations:
 
     async def _on_group_event(self, event: GroupEvent) -> None:
         if event.kind == "down":
-            self.on_group_lost(event.group, event.epoch, event.model, event.at)
+            self.on_group_lost(event.group, event.epoch, event.model, event.at, event.death)
         elif event.kind == "up":
             self.on_group_alive(event.group, event.epoch, event.at)
 
@@ -304,7 +306,8 @@ class Generations:
             if generation.attempt_at > over_since:
                 self._losses.alive(group, epoch)
             else:
-                self._act(generation, generation.on_group_lost(group, epoch))
+                death = self._losses.death_of(group, epoch)
+                self._act(generation, generation.on_group_lost(group, epoch, death))
 
     def _open_source(self, name: str) -> TokenConsumer:
         return TokenConsumer(
@@ -399,9 +402,18 @@ class Generations:
         if request is None:
             self._remove(generation)
             if generation.error is not None:
+                log.warning(
+                    "not_recovered",
+                    generation_id=generation.id,
+                    request_id=generation.request.request_id,
+                    group=lost,
+                    reason=str(generation.error),
+                )
                 self.conclude(generation, generation.error)
             return
         self._metrics.recoveries.inc()
+        if request.suspected:
+            self._metrics.suspected.labels(request.suspected).inc()
         if generation.trace is not None:
             generation.trace.recovering(lost, request)
         log.info(
@@ -411,6 +423,7 @@ class Generations:
             group=lost,
             attempt=request.attempt,
             tokens=len(request.generated),
+            suspected=request.suspected,
         )
         self._spawn(self._hand_in_again(generation, request))
 

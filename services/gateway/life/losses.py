@@ -9,6 +9,8 @@ two is the newer one.
 
 from typing import NamedTuple
 
+from shared.messages import RingDeath
+
 
 class _Loss(NamedTuple):
     epoch: int
@@ -17,6 +19,8 @@ class _Loss(NamedTuple):
     """The monitor's time, unix seconds; 0: not told."""
     heard_at: float
     """When it was heard of here, monotonic seconds."""
+    death: RingDeath | None = None
+    """Its cause, where it is known."""
 
 
 MOST_GROUPS = 4096
@@ -30,7 +34,7 @@ class Losses:
     def __init__(self) -> None:
         self._last: dict[str, _Loss] = {}
 
-    def lost(self, group: str, epoch: int, *, at: float, now: float) -> bool:
+    def lost(self, group: str, epoch: int, *, at: float, now: float, death: RingDeath | None = None) -> bool:
         """`epoch` of `group`, and all before it, are over since `at` (unix seconds; 0: not told).
 
         Returns whether that is new. `now`: monotonic seconds.
@@ -39,7 +43,7 @@ class Losses:
         if last is not None and epoch <= last.epoch:
             return False
         self._last.pop(group, None)  # so that the newest is the last one
-        self._last[group] = _Loss(epoch, max(at, last.at if last else 0.0), now)
+        self._last[group] = _Loss(epoch, max(at, last.at if last else 0.0), now, death)
         if len(self._last) > MOST_GROUPS:
             del self._last[next(iter(self._last))]
         return True
@@ -54,3 +58,10 @@ class Losses:
         """When the end of that life was heard of, in monotonic seconds; None while it is not over."""
         last = self._last.get(group)
         return last.heard_at if last is not None and epoch <= last.epoch else None
+
+    def death_of(self, group: str, epoch: int) -> RingDeath | None:
+        """What that life has died of, where its executor has told."""
+        last = self._last.get(group)
+        return (
+            last.death if last is not None and last.death is not None and last.death.epoch == epoch else None
+        )

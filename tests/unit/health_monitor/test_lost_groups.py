@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from services.health_monitor.detector import Detector
-from shared.messages import GroupBeat, GroupLoad, GroupStatus, Heartbeat, ServiceStatus
+from shared.messages import GroupBeat, GroupLoad, GroupStatus, Heartbeat, RingDeath, ServiceStatus
 from tests.unit.health_monitor.test_detector import GONE, beat, detector, rank
 
 
@@ -57,3 +57,25 @@ def test_what_another_monitor_writes_counts_alike(state: GroupStatus, is_lost: b
     reader.merge(msgspec.structs.replace(record, state=state), 0.0, 100.0)
     reader.merge(msgspec.structs.replace(record, state="gone"), 0.1, 100.1)
     assert lost(reader) is is_lost
+
+
+def test_what_an_executor_says_of_its_rings_end_is_passed_on() -> None:
+    seen = detector()
+    seen.observe(beat(rank(in_flight=False)), 0.0)
+    death = RingDeath(1, "crashed", ["a", "b"])
+    said = GroupBeat("g", "m", 1, "starting", [], GroupLoad(), message="it ended", death=death)
+    (event,) = seen.observe(Heartbeat("executor", "executor-1", 1, "ready", "", said), 0.5)
+    assert (event.kind, event.reason, event.death) == ("down", "it ended", death)
+
+
+@pytest.mark.parametrize("epoch", [1, 0])
+def test_a_later_ring_tells_of_the_end_of_the_one_before_it(epoch: int) -> None:
+    seen = detector()
+    seen.observe(beat(rank(in_flight=False)), 0.0)
+    death = RingDeath(epoch, "hung", ["a"])
+    later = beat(rank(in_flight=False), epoch=2)
+    assert later.group is not None
+    said = msgspec.structs.replace(later, group=msgspec.structs.replace(later.group, death=death))
+    down, up = seen.observe(said, 0.5)
+    assert (down.kind, down.epoch, down.death) == ("down", 1, death if epoch == 1 else None)
+    assert (up.kind, up.death) == ("up", None)

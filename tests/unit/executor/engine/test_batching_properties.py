@@ -44,6 +44,7 @@ requests = st.builds(
     lane=st.sampled_from(LANES),
     cache_salt=st.sampled_from(["", "", "s", "t"]),
     attempt=st.integers(0, 2),
+    suspected=st.sampled_from(["", "", "", "crashed"]),
 )
 
 
@@ -155,6 +156,7 @@ class BatcherMachine(RuleBasedStateMachine):
             self.receive(self.batcher.take_entries())
             return
         self.flying.append(scheduled)
+        self.check_isolation()
         self.check_lanes(running, placeable)
 
     @precondition(lambda self: len(self.flying) == 1 and self.lookahead)
@@ -165,8 +167,14 @@ class BatcherMachine(RuleBasedStateMachine):
         assert self.batcher.preemptions == preemptions
         if scheduled is not None:
             assert scheduled[0].step == self.flying[0][0].step + 1
+            self.check_isolation()
             assert scheduled[0].restores + scheduled[0].adoptions + scheduled[0].handover == b""
             self.flying.append(scheduled)
+
+    def check_isolation(self) -> None:
+        """A suspect is the only one in its step."""
+        computed = [chunk.sequence for chunk in self.batcher.under_way]
+        assert len(computed) == 1 or not any(sequence.alone for sequence in computed)
 
     def placeable(self) -> Sequence | None:
         """The first that waits and is not of the batch lane, where that has what it needs."""
@@ -184,6 +192,8 @@ class BatcherMachine(RuleBasedStateMachine):
         chunks = {chunk.sequence: chunk for chunk in self.batcher.under_way}
         if not any(s.is_batch for s in chunks):
             return
+        if any(s.alone for s in (*before, *planner.running, *planner.waiting)):
+            return  # steps are taken in turns
         for sequence, chunk in chunks.items():
             short = not sequence.is_batch and not chunk.samples
             cut = chunk.end % BLOCK in ((0, BLOCK - 1) if self.spec.num_cold else (0,))

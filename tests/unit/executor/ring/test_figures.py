@@ -74,7 +74,7 @@ def collected(board: RingBoard | None, gpus: GpuReader | None = None) -> dict[st
 def test_a_collector_tells_what_is_on_the_board(tmp_path: Path) -> None:
     board = RingBoard(tmp_path / "board", 2, create=True)
     rank = RingBoard(tmp_path / "board", 2)
-    assert collected(None) == {"ring_restarts_total": 0}
+    assert collected(None) == {"ring_restarts_total": 0, "ring_deaths_total": 0}
     assert collected(board)["kv_used_ratio"] == 0, "a ring that has no blocks yet"
     rank.rank(1).gpu.write(GPU)
     rank.set_load(GroupLoad(running=3, free_blocks=30, total_blocks=40))
