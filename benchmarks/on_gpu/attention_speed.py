@@ -158,7 +158,14 @@ def _batch(load: Load, device: torch.device) -> launch.Batch:
     def numbers(values: Any) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int32).ravel()).to(device)
 
+    last = hot_ids[:, -1:] * BLOCK + np.zeros((1, load.tokens), np.int64)
+    chunk = np.arange(load.context - load.tokens, load.context)
+    if load.tokens <= load.hot_tokens:
+        last = (
+            np.take_along_axis(hot_ids, chunk[None] // BLOCK - (blocks - hot), axis=1) * BLOCK + chunk % BLOCK
+        )
     return launch.Batch(
+        slots=numbers(last),
         tables=numbers(tables),
         table_starts=numbers(np.arange(load.sequences) * blocks),
         query_starts=numbers(np.arange(load.sequences + 1) * load.tokens),

@@ -54,7 +54,7 @@ class Case:
     cold: BlockDType = "int8"
     """Of cold blocks; bf16: as they are."""
     order: str = "aged"
-    """`aged`: blocks are cold but the last; `hot`: none is; `mixed`: by chance, in any order."""
+    """`aged`: blocks are cold but the last; `hot`: there are no cold ones; `mixed`: by chance, in any order."""
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -105,10 +105,12 @@ class Problem:
         blocks = sum(counts)
         shape = StoreShape(2, case.block, case.kv_heads, case.width, case.dtype, (CODECS[case.cold],) * 2)
         cold = [at for at, is_cold in enumerate(self._cold(counts)) if is_cold]
-        self.store = KvStore(shape, blocks + 2, device, len(cold) + 1)
+        self.store = KvStore(shape, blocks + 2, device, 0 if case.order == "hot" else len(cold) + 1)
         for layer in self.store.hot_layers():
             layer.normal_(generator=generator)
         ids = torch.randperm(blocks + 2, generator=torch.Generator().manual_seed(case.seed))[:blocks]
+        self.written = ids
+        """The hot block that each block of the tables was written to: as it is read from within."""
         self.tables = ids.clone()
         pairs = [(int(ids[at]), self.store.num_hot + place) for place, at in enumerate(cold)]
         if pairs:
@@ -163,6 +165,7 @@ class Problem:
         splits = case.splits or splits_of(len(tiles.sequence) * case.kv_heads, longest, 4)
         numbers = scratch_numbers(splits, int(lens.sum()), case.kv_heads * case.group, case.width)
         return launch.Batch(
+            slots=self.slots,
             tables=self._int32(self.tables.tolist()),
             table_starts=self._int32(self.starts),
             query_starts=self._int32(np.concatenate(([0], np.cumsum(case.query)))),
@@ -177,6 +180,17 @@ class Problem:
             scratch=torch.full((numbers,), float("nan"), device=self.device),
         )
 
+    @property
+    def slots(self) -> Tensor:
+        """int32 [T]; -1 for a row that only fills up a graph's batch."""
+        size = self.case.block
+        slots = [
+            int(self.written[start + at // size]) * size + at % size if context else -1
+            for start, query, context in zip(self.starts, self.case.query, self.case.context, strict=True)
+            for at in range(context - query, context)
+        ]
+        return self._int32(slots)
+
     def _int32(self, values: object) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int32)).to(self.device)
 
@@ -186,14 +200,21 @@ class Problem:
         row = 0
         for sequence, (query, context) in enumerate(zip(self.case.query, self.case.context, strict=True)):
             if context:
-                keys, values = self._keys_and_values(sequence)
+                both = (self._keys_and_values(sequence), self._as_written(sequence))
                 rows = self.query[row : row + query].double()
-                out[row : row + query] = self._one(rows, keys, values, context - query)
+                out[row : row + query] = self._one(rows, both, context - query)
             row += query
         return out
 
+    def _as_written(self, sequence: int) -> Tensor:
+        """float64 [2, kv heads, context, d], of the hot blocks alone."""
+        context, start = self.case.context[sequence], self.starts[sequence]
+        ids = self.written[start : start - (-context // self.case.block)].tolist()
+        blocks = [self.store.hot(LAYER)[block].double() for block in ids]
+        return torch.cat(blocks, dim=2)[:, :, :context]
+
     def _keys_and_values(self, sequence: int) -> Tensor:
-        """float64 [2, kv heads, context, d], from codes and scales themselves."""
+        """The same as the tables have the blocks, from codes and scales themselves."""
         store, context = self.store, self.case.context[sequence]
         start = self.starts[sequence]
         blocks = []
@@ -208,14 +229,17 @@ class Problem:
                 blocks.append(store.codes(LAYER)[cold].double() * scales[cold].double()[..., None, None])
         return torch.cat(blocks, dim=2)[:, :, :context]
 
-    def _one(self, query: Tensor, keys: Tensor, values: Tensor, before: int) -> Tensor:
-        """`query` [rows, kv heads, group, d], after `before` tokens."""
+    def _one(self, query: Tensor, both: tuple[Tensor, Tensor], before: int) -> Tensor:
+        """`query` [rows, kv heads, group, d], after `before` tokens; `both`: keys and values [2, kv heads, context, d]
+        as they are kept, and as they were written."""
         case = self.case
-        scores = torch.einsum("rhgd,hkd->hgrk", query, keys) * case.width**-0.5
+        places = torch.arange(both[0].shape[2], device=self.device)
+        own = before + torch.arange(query.shape[0], device=self.device)[:, None]
+        at_home = places // case.block == own // case.block
+        kept, written = (torch.einsum("rhgd,hkd->hgrk", query, keys) for keys, _ in both)
+        scores = torch.where(at_home, written, kept) * case.width**-0.5
         if case.softcap is not None:
             scores = case.softcap * torch.tanh(scores / case.softcap)
-        places = torch.arange(keys.shape[1], device=self.device)
-        own = before + torch.arange(query.shape[0], device=self.device)[:, None]
         if self.slopes is not None:
             scores = scores + self.slopes.double()[..., None, None] * places
         seen = places <= own
@@ -226,7 +250,14 @@ class Problem:
             column = self.sinks.double()[..., None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, column), -1)
         weights = scores.softmax(-1)[..., : len(places)]
-        return torch.einsum("hgrk,hkd->rhgd", weights, values)
+        shares = (weights.masked_fill(at_home, 0.0), weights.masked_fill(~at_home, 0.0))
+        return sum(
+            (
+                torch.einsum("hgrk,hkd->rhgd", share, values)
+                for share, (_, values) in zip(shares, both, strict=True)
+            ),
+            start=torch.zeros(query.shape, dtype=torch.float64, device=self.device),
+        )
 
 
 def _small() -> Iterator[Case]:

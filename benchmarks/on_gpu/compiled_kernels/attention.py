@@ -88,6 +88,7 @@ def calls(variant: Variant) -> list[launch.Call]:
         index,
         index,
         index,
+        index,
         rows_for(variant.group, variant.tokens),
         variant.splits,
         0,

@@ -89,17 +89,6 @@ def decode_plan(payload: bytes | bytearray | memoryview) -> StepPlan:
     return _decoder.decode(payload)
 
 
-def tables_as_written(plan: StepPlan) -> Int32Array:
-    """The block tables with the blocks that the step fills as they are written, for whoever reads them so."""
-    tables = as_int32(plan.block_tables)
-    if not plan.compressions:
-        return tables
-    hot, cold = as_int32(plan.compressions).reshape(-1, 2).T
-    order = np.argsort(cold)
-    at = np.minimum(np.searchsorted(cold[order], tables), len(cold) - 1)
-    return np.where(cold[order][at] == tables, hot[order][at], tables)
-
-
 def as_int32(payload: bytes) -> Int32Array:
     """A read-only view of one of a plan's arrays, without a copy."""
     return np.frombuffer(payload, dtype="<i4")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.executor.engine.plan import Int32Array, StepPlan
+from services.executor.engine.plan import Int32Array, StepPlan, as_int32
 from services.executor.engine.vectors import Floats
 from services.executor.gpu.inputs import StepInputs, inputs_of
 from services.executor.gpu.kernels import GpuKernels
@@ -132,9 +132,19 @@ class GpuDecoder:
     def inputs_of(self, plan: StepPlan) -> StepInputs:
         """`plan`, which computes some tokens, in tensors of its own on the device."""
         shape = self._store.shape
-        return inputs_of(
+        inputs = inputs_of(
             plan, shape.block_size, shape.kv_heads, self.group, self._store.device, self.processors
         )
+        return inputs._replace(compressions=self.pairs_of(plan))
+
+    def pairs_of(self, plan: StepPlan) -> Tensor | None:
+        """The blocks that `plan` fills, as `StepInputs.compressions`."""
+        return self._kernels.pairs_of(plan)
+
+    def compress(self, plan: StepPlan) -> None:
+        """The blocks that `plan` has filled, decodes alone and computed without `compressions`, in all layers."""
+        if plan.compressions:
+            self._store.compress(as_int32(plan.compressions).reshape(-1, 2))
 
     def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
         inputs = self.inputs_of(plan)
@@ -184,6 +194,8 @@ class GpuDecoder:
             layer.head_norms,
             self._norms,
         )
+        if inputs.compressions is not None:
+            self._kernels.compress_layer(layer.blocks, inputs.compressions)
         tokens, _, width = query.shape
         grouped = query.view(tokens, -1, self.group, width)
         out = torch.empty_like(grouped)

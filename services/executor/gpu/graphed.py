@@ -32,6 +32,10 @@ class Inner(Protocol):
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 
+    def pairs_of(self, plan: StepPlan) -> Tensor | None: ...
+
+    def compress(self, plan: StepPlan) -> None: ...
+
 
 class GraphedDecoder:
     """A `model.decoder.Decoder`. What it returns of a step lies on the device, and is gone with the next one."""
@@ -82,6 +86,7 @@ class GraphedDecoder:
     def _replay(self, plan: StepPlan, progress: Progress) -> Computed | None:
         computed = None if self._graphs is None else self._graphs.replay(plan)
         if computed is not None:
+            self._inner.compress(plan)  # which blocks were filled, and how many, no graph can know
             progress.tick()  # for all of its layers: nothing on the host sees them go by
         return computed
 
@@ -94,6 +99,7 @@ class GraphedDecoder:
         else:
             tensors = to_device(arrays, self._device)
         inputs = as_inputs(step, tensors, splits_for(step, self._shape.kv_heads, self._shape.processors))
+        inputs = inputs._replace(compressions=self._inner.pairs_of(plan))
         if (as_int32(plan.token_ids) < 0).any():
             inputs = inputs._replace(token_ids=resolve(inputs.token_ids, self._before))
         return inputs

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.engine.plan import StepPlan, as_int32, tables_as_written
+from services.executor.engine.plan import StepPlan, as_int32
 from services.executor.gpu.staging import Ints, to_device
 from services.executor.triton_kernels.launch import Batch, rows_for
 from services.executor.triton_kernels.tiles import Tiles, splits_of, tiles_of
@@ -34,6 +34,9 @@ class StepInputs(NamedTuple):
     """[R]"""
     batches: Sequence[Batch]
     """What attention needs: the decodes, then the prefill chunks; none of the two is empty."""
+    compressions: Tensor | None = None
+    """int64 [C, 2] (hot block, place among the cold ones): what the step fills, compressed in each layer between its
+    writes and its attention. None: nothing, or behind the step, as decodes alone allow."""
 
 
 class Part(NamedTuple):
@@ -85,7 +88,7 @@ def arrays_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
         np.cumsum(blocks) - blocks,
         np.concatenate(([0], np.cumsum(query_lens))),
         context_lens,
-        tables_as_written(plan),
+        as_int32(plan.block_tables),
         [_part(query_lens, context_lens, first, end, group) for first, end in bounds if end > first],
     )
 
@@ -107,6 +110,7 @@ def as_inputs(step: StepArrays, tensors: Sequence[Tensor], splits: Sequence[int]
     token_ids, positions, slots, sample_rows, starts, ends, lens, *tiles, tables = tensors
     batches = [
         Batch(
+            slots=slots,
             tables=tables,
             table_starts=starts,
             query_starts=ends,

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.engine.plan import StepPlan
+from services.executor.engine.plan import StepPlan, as_int32
 from services.executor.gpu.inputs import inputs_of
 from services.executor.gpu.staging import sent
 from services.executor.kv_cache.store import KvStore
@@ -28,7 +28,16 @@ def processors_of(device: torch.device) -> int:
 class StepBatches:
     """What attention needs of a step, made once for all layers of the same heads."""
 
-    def __init__(self, plan: StepPlan, block_size: int, device: torch.device, processors: int) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        block_size: int,
+        device: torch.device,
+        processors: int,
+        compressions: Tensor | None,
+    ) -> None:
+        """`compressions` as `StepInputs` has them."""
+        self.compressions = compressions
         self._plan, self._block_size, self._device, self._processors = plan, block_size, device, processors
         self._batches: dict[tuple[int, int], Sequence[launch.Batch]] = {}
 
@@ -60,10 +69,12 @@ class GpuKernels:
             for cold in store.cold_layers()
         ]
         """The cold blocks, and which layers they are of."""
+        self._first = torch.zeros(1, dtype=torch.int64, device=store.device)
         store.compressor = self.compress
 
     def begin(self, plan: StepPlan) -> StepBatches:
-        return StepBatches(plan, self._store.block_size, self._device, self.processors)
+        pairs = self.pairs_of(plan)
+        return StepBatches(plan, self._store.block_size, self._device, self.processors, pairs)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T]."""
@@ -81,13 +92,28 @@ class GpuKernels:
         for batch in step.of(kv_heads, group):
             launch.attend(query.contiguous(), self.layers[layer], batch, scores, out)
 
-    def compress(self, pairs: NDArray[np.int32]) -> None:
-        """Pairs int32 [C, 2] (hot id, cold id), in all layers. Waits for nothing: most steps of many sequences fill
+    def pairs_of(self, plan: StepPlan) -> Tensor | None:
+        """What `plan` compresses, as `StepInputs.compressions`. Waits for nothing: most steps of many sequences fill
         some block, and the step before is still being computed."""
-        on_device = sent(pairs.astype(np.int64) - (0, self._store.num_hot), self._device)
+        if not plan.compressions:
+            return None
+        pairs = as_int32(plan.compressions).reshape(-1, 2)
+        self._store.check_pairs(pairs)
+        return self._sent(pairs)
+
+    def compress_layer(self, layer: launch.Layer, pairs: Tensor) -> None:
+        """`pairs` of `pairs_of`, in one layer."""
+        launch.compress_layer(layer, pairs, self._first)
+
+    def compress(self, pairs: NDArray[np.int32]) -> None:
+        """Pairs int32 [C, 2] (hot id, cold id), in all layers."""
+        on_device = self._sent(pairs)
         hot = self._store.hot_layers()
         for layers, cold in self._compressed:
             launch.compress(hot, layers, cold.codes, cold.scales, cold.codec, on_device)
+
+    def _sent(self, pairs: NDArray[np.int32]) -> Tensor:
+        return sent(pairs.astype(np.int64) - (0, self._store.num_hot), self._device)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ Source: Kwon et al., "PagedAttention", https://arxiv.org/abs/2309.06180.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,7 +136,7 @@ class KvStore:
         `pairs`: integers [C, 2], (hot id, cold id) each. Raises ValueError for ids that are not.
         """
         blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        self._check_pairs(blocks)
+        self.check_pairs(blocks)
         if self.compressor is not None:
             self.compressor(blocks.astype(np.int32))
             return
@@ -227,7 +228,8 @@ class KvStore:
             return [self._hot[:, block]]
         return [part for cold in self._cold for part in cold.parts(block - self.num_hot)]
 
-    def _check_pairs(self, pairs: NDArray[np.int64]) -> None:
+    def check_pairs(self, pairs: NDArray[np.integer[Any]]) -> None:
+        """Raises ValueError unless `pairs` [C, 2] are each of a hot and a cold block, no cold one twice."""
         hot, cold = pairs[:, 0], pairs[:, 1]
         if ((hot < 0) | (hot >= self.num_hot)).any():
             raise ValueError(f"of the blocks {hot.tolist()} not all are hot: there are {self.num_hot}")

@@ -81,6 +81,8 @@ def paged_attention(
 def _write(step: StepContext, layer: int, key: Tensor, value: Tensor) -> None:
     if step.kernels is not None:
         step.kernels.write(layer, step.slots, key, value)
+        if step.tensors is not None and step.tensors.compressions is not None:
+            step.kernels.compress_layer(step.kernels.layers[layer], step.tensors.compressions)
         return
     step.store.write(layer, step.slots, key, value)
     if step.compressions is not None:

@@ -164,9 +164,7 @@ class ModelRunner:
             return None
         if not self._copy(plan) or not plan.token_ids:
             return self._no_logits() if self._is_leader else None
-        logits = self._logits(plan, progress)
-        self._compress(plan)
-        return logits
+        return self._logits(plan, progress)
 
     def _logits(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
         wants = np.frombuffer(plan.candidates, WANT)
@@ -200,14 +198,7 @@ class ModelRunner:
         assert self._steps is not None, "steps are waited for here"
         if not self._copy(plan):
             return None
-        pending = self._steps.launch(plan, states, progress)
-        self._compress(plan)
-        return pending
-
-    def _compress(self, plan: StepPlan) -> None:
-        """The blocks that a step of Triton's kernels has filled; others compress them layer by layer."""
-        if plan.compressions and self._store.compressor is not None:
-            self._store.compress(as_int32(plan.compressions).reshape(-1, 2))
+        return self._steps.launch(plan, states, progress)
 
     def _copy(self, plan: StepPlan) -> bool:
         """Copies what the plan copies; False where some rank cannot restore a block, on rank 0 `RestoreFailed`."""

@@ -88,9 +88,11 @@ class StepContext:
         self._slots = as_int32(plan.slots)
         pairs = as_int32(plan.compressions).reshape(-1, 2)
         self.compressions = (
-            (self._to_device(pairs[:, 0]), self._to_device(pairs[:, 1])) if len(pairs) else None
+            (self._to_device(pairs[:, 0]), self._to_device(pairs[:, 1]))
+            if len(pairs) and kernels is None
+            else None
         )
-        """(hot, cold) int64 [C] each: the blocks that the step fills."""
+        """(hot, cold) int64 [C] each: the blocks that the step fills; the kernels have them their own way."""
         self._query_lens: Int64Array = as_int32(plan.query_lens).astype(np.int64)
         self._context_lens: Int64Array = as_int32(plan.context_lens).astype(np.int64)
         self._tables = as_int32(plan.block_tables)

@@ -3,14 +3,18 @@
     tile     up to BLOCK_M rows of one sequence: (token, query head of one KV head), heads of a token together
     program  one tile of one KV head, over all keys that its rows see, or over one of `splits` parts of them
 
-A program's keys fall into up to four runs of turns, BLOCK_N keys each or, where both stores are read or keys are
-masked, EDGE keys, since that takes registers; so that a turn reads one store and asks
-nothing of a key that needs no asking; branches within a loop would keep loads from being pipelined:
+A row reads its own block as it was written, and earlier ones as they are kept (docs/adr/0024). A program's keys fall into
+runs of turns, BLOCK_N keys each or, where both stores are read or keys are masked, EDGE keys, since that takes
+registers; branches within a loop would keep loads from being pipelined. With compressed blocks:
 
-    begin            a              b                    c           end
-      │  cold, clear │ cold and hot │     hot, clear     │ hot, masked │
-      └ ─ ─ ─ ─ ─ ─ ─└ ─ ─ ─ ─ ─ ─ ─└ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─└ ─ ─ ─ ─ ─ ─ ┘
-        any order of hot and cold blocks is read right; all cold ones first, as sequences age, is read fast
+    begin              a                          home of the last row
+      │  kept, all cold  │   kept, cold or hot, masked  │
+      └ ─ ─ ─ ─ ─ ─ ─ ─ ─└ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─┘           by the block table
+                                │  as written, masked      │
+                                └ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─┘         by the rows' slots
+                            home of the first row           end
+
+Without them a block has one form, and the runs are those that every row sees whole, and the masked rest.
 
 The softmax is taken online, in float32, in powers of two; split-K leaves unscaled sums that `merge` puts together.
 Sources: Dao et al., "FlashAttention-2", https://arxiv.org/abs/2307.08691; Kwon et al., "PagedAttention",
@@ -20,7 +24,18 @@ https://arxiv.org/abs/2309.06180; Dao et al., "Flash-Decoding", https://pytorch.
 import triton
 import triton.language as tl
 
-from services.executor.triton_kernels.turns import BOTH, COLD, HOT, LOG2E, NEVER, cold_turn, turn
+from services.executor.triton_kernels.turns import (
+    ALL,
+    BOTH,
+    COLD,
+    HOT,
+    KEPT,
+    LOG2E,
+    NEVER,
+    OWN,
+    cold_turn,
+    turn,
+)
 
 ENTRIES = tl.constexpr(256)
 """Of a block table, looked at together."""
@@ -34,18 +49,24 @@ def _entries(table, start, end, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _runs(table, begin, end, num_hot, SIZE: tl.constexpr):
-    """The first key of a hot block, and the key after the last cold block; `end` and `begin` where there is none."""
-    first_hot, last_cold = end, begin
+def _own_entries(slots, chunk, start, end, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """int32 [BLOCK_N]: the blocks that the keys from `start` on were written to, by `slots` of the sequence's rows, of
+    which the first is at position `chunk`; that one's block may have been begun by an earlier step."""
+    key = start + tl.arange(0, BLOCK_N)
+    row = tl.maximum(key // SIZE * SIZE - chunk, 0)
+    return tl.maximum(tl.load(slots + row, mask=key < end, other=0), 0) // SIZE
+
+
+@triton.jit
+def _first_hot(table, begin, end, num_hot, SIZE: tl.constexpr):
+    """The first key of a hot block; `end` where there is none."""
+    first_hot = end
     for at in range(begin // SIZE, tl.cdiv(end, SIZE), ENTRIES):
         entry = at + tl.arange(0, ENTRIES)
         there = entry * SIZE < end
         is_hot = tl.load(table + entry, mask=there, other=0) < num_hot
         first_hot = tl.minimum(first_hot, tl.min(tl.where(there & is_hot, entry * SIZE, end), 0))
-        last_cold = tl.maximum(
-            last_cold, tl.max(tl.where(there & (is_hot == 0), (entry + 1) * SIZE, begin), 0)
-        )
-    return first_hot, last_cold
+    return first_hot
 
 
 @triton.jit
@@ -75,10 +96,10 @@ def _question(
 
 @triton.jit(
     do_not_specialize=["window", "num_hot", "first_row", "num_rows", "splits"],
-    do_not_specialize_on_alignment=["tables", "table_starts", "query_starts", "context_lens", "tile_sequence", "tile_first"],
+    do_not_specialize_on_alignment=["slots", "tables", "table_starts", "query_starts", "context_lens", "tile_sequence", "tile_first"],
 )  # fmt: skip
 def attend(
-    query, out, parts, weights, hot, codes, words, scales, tables, table_starts, query_starts, context_lens,
+    query, out, parts, weights, hot, codes, words, scales, slots, tables, table_starts, query_starts, context_lens,
     tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_hot, first_row, num_rows, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
@@ -94,7 +115,7 @@ def attend(
     `query`, `out` [T, KV_HEADS, GROUP, WIDTH]; with SPLIT `parts` float32 [splits, R, KV_HEADS, GROUP, WIDTH] and
     `weights` float32 [2, splits, R, KV_HEADS, GROUP] (largest score, sum) of the R = `num_rows` rows from `first_row`
     on take the place of `out`; a part has LEAST turns or more, so long as there are keys.
-    `hot`, `codes` [blocks, 2, KV_HEADS, SIZE, WIDTH], `scales` float32 [blocks, 2, KV_HEADS]; `tables` int32, each
+    `hot`, `codes` [blocks, 2, KV_HEADS, SIZE, WIDTH], `scales` float32 [blocks, 2, KV_HEADS]; `slots` int32 [T]; `tables` int32, each
     sequence's from its `table_starts`; `query_starts` int32 [S + 1]; `sinks`, `slopes` float32 [KV_HEADS * GROUP].
     CODE: 0 all blocks are hot, 1 int8, 2 e4m3, 3 as they are. A sequence without keys gets zeros.
     """
@@ -124,7 +145,6 @@ def attend(
         share = tl.maximum(tl.cdiv(tl.cdiv(newest - begin, BLOCK_N), splits), LEAST) * BLOCK_N
         begin += split * share
         end = tl.minimum(begin + share, newest)
-    clear = tl.minimum((oldest + 1) // BLOCK_N * BLOCK_N, end)
 
     largest = tl.full([BLOCK_M], NEVER, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -144,11 +164,12 @@ def attend(
     q_unit = 1.0
 
     block = _entries(table, begin, end, SIZE, BLOCK_N)
-    b = begin
     if CODE != 0:
-        first_hot, last_cold = _runs(table, begin, end, num_hot, SIZE)
-        a = tl.maximum(begin, tl.minimum(first_hot // BLOCK_N * BLOCK_N, clear))
-        b = tl.maximum(a, tl.cdiv(last_cold, BLOCK_N) * BLOCK_N)
+        chunk = context - query_len
+        home = tl.maximum(oldest, 0) // SIZE * SIZE
+        kept_end = tl.minimum(tl.maximum(newest - 1, 0) // SIZE * SIZE, end)
+        first_hot = tl.minimum(_first_hot(table, begin, kept_end, num_hot, SIZE), home)
+        a = tl.maximum(begin, tl.minimum(first_hot // BLOCK_N * BLOCK_N, end))
         if CODE != 3:
             unit = 1.0e-30
             if q.dtype != tl.float32 and (WORDS or BLOCK_D <= 256):
@@ -182,35 +203,42 @@ def attend(
                 largest, total, sums, unit = turn(
                     q_cold, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope,
                     num_hot, largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED,
-                    WINDOWED, SLOPES, PRECISION, WIDE, COLD, WINDOWED,
+                    WINDOWED, SLOPES, PRECISION, WIDE, COLD, WINDOWED, ALL,
                 )  # fmt: skip
                 block = following
         if CODE != 3:
             sums = sums * unit
-        for start in tl.range(a, tl.minimum(b, end), EDGE, num_stages=1):
+        for start in tl.range(a, kept_end, EDGE, num_stages=1):
+            near = _entries(table, start, kept_end, SIZE, EDGE)
+            largest, total, sums, unit = turn(
+                q, q_unit, hot, codes, scales, near, start, kept_end, head, position, scale, softcap, window, slope,
+                num_hot, largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED,
+                WINDOWED, SLOPES, PRECISION, WIDE, BOTH, True, KEPT,
+            )  # fmt: skip
+        for start in tl.range(tl.maximum(begin, home), end, EDGE, num_stages=1):
+            near = _own_entries(slots + query_start, chunk, start, end, SIZE, EDGE)
+            largest, total, sums, unit = turn(
+                q, q_unit, hot, codes, scales, near, start, end, head, position, scale, softcap, window, slope, num_hot,
+                largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED, WINDOWED,
+                SLOPES, PRECISION, WIDE, HOT, True, OWN,
+            )  # fmt: skip
+    else:
+        clear = tl.minimum((oldest + 1) // BLOCK_N * BLOCK_N, end)
+        for start in tl.range(begin, clear, BLOCK_N, num_stages=HOT_STAGES):
+            following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
+            largest, total, sums, unit = turn(
+                q, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_hot,
+                largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED, WINDOWED,
+                SLOPES, PRECISION, WIDE, HOT, WINDOWED, ALL,
+            )  # fmt: skip
+            block = following
+        for start in tl.range(tl.maximum(begin, clear), end, EDGE, num_stages=1):
             near = _entries(table, start, end, SIZE, EDGE)
             largest, total, sums, unit = turn(
                 q, q_unit, hot, codes, scales, near, start, end, head, position, scale, softcap, window, slope, num_hot,
                 largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED, WINDOWED,
-                SLOPES, PRECISION, WIDE, BOTH, True,
+                SLOPES, PRECISION, WIDE, HOT, True, ALL,
             )  # fmt: skip
-        block = _entries(table, b, end, SIZE, BLOCK_N)
-    c = tl.maximum(b, clear)
-    for start in tl.range(b, clear, BLOCK_N, num_stages=HOT_STAGES):
-        following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
-        largest, total, sums, unit = turn(
-            q, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_hot,
-            largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED, WINDOWED,
-            SLOPES, PRECISION, WIDE, HOT, WINDOWED,
-        )  # fmt: skip
-        block = following
-    for start in tl.range(c, end, EDGE, num_stages=1):
-        near = _entries(table, start, end, SIZE, EDGE)
-        largest, total, sums, unit = turn(
-            q, q_unit, hot, codes, scales, near, start, end, head, position, scale, softcap, window, slope, num_hot,
-            largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED, WINDOWED,
-            SLOPES, PRECISION, WIDE, HOT, True,
-        )  # fmt: skip
 
     # Found anew: kept through all turns, the rows' places would take registers that the sums need.
     again = tl.load(tile_first + tile, volatile=True)

@@ -14,7 +14,18 @@ from services.executor.kv_cache.codecs import FP8, INT8, SMALLEST_SCALE, Codec
 from services.executor.triton_kernels import attention, blocks, codes
 from services.executor.triton_kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, tile_shape
 
-__all__ = ["Batch", "Call", "Layer", "Scores", "attend", "attend_calls", "compress", "rows_for", "write"]
+__all__ = [
+    "Batch",
+    "Call",
+    "Layer",
+    "Scores",
+    "attend",
+    "attend_calls",
+    "compress",
+    "compress_layer",
+    "rows_for",
+    "write",
+]
 
 NO_WINDOW = 1 << 30
 
@@ -50,6 +61,8 @@ class Layer(NamedTuple):
 class Batch(NamedTuple):
     """A step's sequences, on the device."""
 
+    slots: Tensor
+    """int32 [T], of all rows of the step: where their keys and values are, block * block size + offset"""
     tables: Tensor
     """int32, one after the other."""
     table_starts: Tensor
@@ -101,7 +114,7 @@ def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out:
         "query": query, "out": out, "parts": parts, "weights": weights,
         "hot": layer.hot, "codes": _readable(layer.codes),
         "words": layer.codes.view(torch.int32) if by_words else out, "scales": _or(layer.scales, out),
-        "tables": batch.tables, "table_starts": batch.table_starts, "query_starts": batch.query_starts,
+        "slots": batch.slots, "tables": batch.tables, "table_starts": batch.table_starts, "query_starts": batch.query_starts,
         "context_lens": batch.context_lens, "tile_sequence": batch.tile_sequence, "tile_first": batch.tile_first,
         "sinks": _or(scores.sinks, out), "slopes": _or(scores.slopes, out),
         "scale": float(scores.scale), "softcap": float(scores.softcap or 1.0), "window": scores.window or NO_WINDOW,
@@ -156,6 +169,12 @@ def compress(
     d]; `scales` float32 [L, cold, 2, heads]; `pairs` int64 [C, 2]: hot block, place among the cold ones.
     """
     compress_call(hot, layers, code, scales, codec, pairs).run()
+
+
+def compress_layer(layer: Layer, pairs: Tensor, first: Tensor) -> None:
+    """`compress` in one layer; `first` int64 [1]: zero, on the device."""
+    scales = None if layer.scales is None else layer.scales.unsqueeze(0)
+    compress(layer.hot.unsqueeze(0), first, layer.codes.unsqueeze(0), scales, layer.codec, pairs)
 
 
 def compress_call(

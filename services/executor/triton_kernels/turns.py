@@ -19,6 +19,11 @@ NOTHING = tl.constexpr(-1.0e20)
 COLD = tl.constexpr(0)
 HOT = tl.constexpr(1)
 BOTH = tl.constexpr(2)
+ALL = tl.constexpr(0)
+KEPT = tl.constexpr(1)
+"""Of keys that are not masked for another reason, those before the block of the row's own position."""
+OWN = tl.constexpr(2)
+"""Those of that block."""
 
 
 @triton.jit
@@ -106,7 +111,8 @@ def _product(a, b, sums, PRECISION: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def _weights(
     scores, later, key, there, position, softcap, window, slope, largest, total,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr,
+    SIZE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr,
+    WHICH: tl.constexpr,
 ):  # fmt: skip
     """The weights [BLOCK_M, BLOCK_N] of `scores`, which `later` is to be multiplied by to make powers of two of them;
     what sums so far are to be multiplied by, and the largest score and the sum of weights from now on."""
@@ -122,6 +128,10 @@ def _weights(
         seen = there[None, :] & (key[None, :] <= position[:, None])
         if WINDOWED:
             seen &= key[None, :] > position[:, None] - window
+        if WHICH == KEPT:
+            seen &= key[None, :] < (position // SIZE * SIZE)[:, None]
+        elif WHICH == OWN:
+            seen &= key[None, :] >= (position // SIZE * SIZE)[:, None]
         scores = tl.where(seen, scores, NEVER)
     # A product by one number waits until the largest is known: in the subtraction of that it costs nothing.
     higher = tl.maximum(largest, tl.max(scores, 1) * later)
@@ -141,7 +151,7 @@ def turn(
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CODE: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, SLOPES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    KIND: tl.constexpr, MASKED: tl.constexpr,
+    KIND: tl.constexpr, MASKED: tl.constexpr, WHICH: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N keys from `start` on. `q` is what was asked over `q_unit`; `sums` times `unit` is what it says."""
     key = start + tl.arange(0, BLOCK_N)
@@ -159,7 +169,8 @@ def turn(
         scores = scores * (factor * later)[None, :]
         later = 1.0
     p, keep, largest, total = _weights(
-        scores, later, key, there, position, softcap, window, slope, largest, total, CAPPED, WINDOWED, SLOPES, MASKED
+        scores, later, key, there, position, softcap, window, slope, largest, total, SIZE, CAPPED, WINDOWED, SLOPES,
+        MASKED, WHICH,
     )  # fmt: skip
     v, factor = _read(
         hot, codes, scales, block, at_key, head, there, num_hot, KV_HEADS * SIZE, q.dtype,
@@ -206,7 +217,8 @@ def cold_turn(
     factor = _factors(scales, block, num_hot, head, there, 0, KV_HEADS, SIZE, WINDOWED)
     scores = scores * (factor * (scale * LOG2E * q_unit))[None, :]
     p, keep, largest, total = _weights(
-        scores, 1.0, key, there, position, softcap, window, slope, largest, total, CAPPED, WINDOWED, SLOPES, WINDOWED
+        scores, 1.0, key, there, position, softcap, window, slope, largest, total, SIZE, CAPPED, WINDOWED, SLOPES,
+        WINDOWED, ALL,
     )  # fmt: skip
     factor = _factors(scales, block, num_hot, head, there, KV_HEADS * SIZE, KV_HEADS, SIZE, WINDOWED)
     p, keep, unit = _in_units(p, keep, factor, unit)

@@ -5,6 +5,7 @@ exact: no order of a sum changes them."""
 import torch
 from torch import Tensor
 
+from services.executor.engine.plan import StepPlan
 from services.executor.gpu.inputs import StepInputs
 from services.executor.triton_kernels.launch import Batch
 
@@ -39,6 +40,12 @@ class FakeLayers:
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         values, tokens = logits.max(dim=-1)
         return values, tokens
+
+    def pairs_of(self, plan: StepPlan) -> Tensor | None:
+        return None
+
+    def compress(self, plan: StepPlan) -> None:
+        return
 
     def _attend(self, batch: Batch, hidden: Tensor) -> None:
         for sequence, first in zip(batch.tile_sequence.tolist(), batch.tile_first.tolist(), strict=True):

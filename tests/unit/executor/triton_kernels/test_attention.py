@@ -76,7 +76,7 @@ def test_a_plans_step_is_attended_alike(what: dict[str, object]) -> None:
         num_decodes=2,
         token_ids=b"",
         positions=b"",
-        slots=b"",
+        slots=to_bytes(problem.slots.tolist()),
         query_lens=to_bytes(list(case.query)),
         context_lens=to_bytes(list(case.context)),
         block_tables=to_bytes(problem.tables.tolist()),

@@ -272,6 +272,7 @@ def test_decodes_attend_to_blocks_of_a_large_store(kernels: Kernels, kind: str) 
 
     attend.run(
         (2, KV_HEADS, SPLITS), memory, **SCORES, **at, query=bits(query), tables=tables,
+        slots=(tables[np.cumsum(counts) - 1] * SIZE + (np.array(contexts) - 1) % SIZE).astype(np.int32),
         table_starts=np.array([0, counts[0]], np.int32), query_starts=np.arange(3, dtype=np.int32),
         context_lens=np.array(contexts, np.int32), tile_sequence=np.arange(2, dtype=np.int32),
         tile_first=np.zeros(2, np.int32), num_rows=2, splits=SPLITS,
@@ -293,6 +294,7 @@ def test_chunks_attend_to_blocks_of_a_large_store(kernels: Kernels) -> None:
 
     attend.run(
         (2, KV_HEADS, 1), memory, **SCORES, out=out, parts=0, weights=0, query=bits(query), tables=tables,
+        slots=np.array([tables[at // SIZE] * SIZE + at % SIZE for at in range(context - CHUNK, context)], np.int32),
         table_starts=np.zeros(1, np.int32), query_starts=np.array([0, CHUNK], np.int32),
         context_lens=np.array([context], np.int32), tile_sequence=np.zeros(2, np.int32),
         tile_first=np.array([0, token_of], np.int32), num_rows=CHUNK, splits=1,

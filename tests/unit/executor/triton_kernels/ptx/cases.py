@@ -100,7 +100,7 @@ def attend(codec: Codec | None, splits: int, tokens: int = 1) -> None:
     scales: Tensor | None = meta(cold, 2, KV_HEADS, dtype=torch.float32) if codec else None
     layer = launch.Layer(meta(HOT_BLOCKS, 2, KV_HEADS, SIZE, WIDTH), code, scales, codec)
     batch = launch.Batch(
-        index, index, index, index, index[:2], index[:2], rows_for(GROUP, tokens), splits, 0, 2
+        index, index, index, index, index, index[:2], index[:2], rows_for(GROUP, tokens), splits, 0, 2
     )
     query = meta(2, KV_HEADS, GROUP, WIDTH)
     launch.attend(query, layer, batch, launch.Scores(WIDTH**-0.5), query)
