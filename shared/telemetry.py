@@ -63,6 +63,19 @@ class StateCollector(Collector):
         )
 
 
+_NOT_ALLOWED = msgspec.json.encode(
+    {
+        "error": {
+            "message": "Only GET and HEAD are allowed here.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "method_not_allowed",
+        }
+    }
+)
+"""OpenAI's error object, as the gateway's other answers have it."""
+
+
 class OpsApp:
     """ASGI application for /health, /ready and /metrics.
 
@@ -98,7 +111,7 @@ class OpsApp:
         if path not in self.paths:
             return 404, "text/plain", b"not found; this port has /health, /ready and /metrics\n"
         if method not in ("GET", "HEAD"):
-            return 405, "text/plain", b"only GET and HEAD are allowed here\n"
+            return 405, "application/json", _NOT_ALLOWED
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
         health = self._health()

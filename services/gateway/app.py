@@ -29,6 +29,7 @@ from services.gateway.requests.validation import check_request_id
 from services.gateway.responses.routes import response_routes
 from services.gateway.rest import CompletionsRoute, ModelRoute, ModelsRoute, log_failure
 from services.gateway.rest_generations import GenerationRoute, GenerationStreamRoute
+from services.gateway.server_info import PING, LoadRoute, Pong, SayRoute, Version
 from services.gateway.settings import GatewaySettings
 from services.gateway.stored_chats.routes import chat_routes
 from services.gateway.tokenizing import TokenizerRoute
@@ -37,6 +38,7 @@ from services.gateway.websocket import StreamSocket
 from shared import tracing
 from shared.errors import InvalidRequest
 from shared.telemetry import OpsApp, Receive, Scope, Send
+from shared.version import VERSION
 
 log = structlog.get_logger(__name__)
 
@@ -44,8 +46,8 @@ CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "
 EMBEDDINGS, GENERATIONS = "/v1/embeddings", "/v1/generations"
 METRICS = "/metrics"
 RESPONSES = "/v1/responses"
-OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path))
-"""Files of the package and the description of the API: the same for everybody, and nothing of anybody."""
+OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path, PING))
+"""Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody."""
 CLIENT_GONE = 499
 """nginx's status for a request that its client gave up; in logs and metrics alone."""
 
@@ -87,6 +89,9 @@ class GatewayApp:
                 *batch_routes(backend, settings),
                 WebSocketRoute(STREAM, self._socket),
                 *(ApiRoute(ops, item) for item in operations.OPS),
+                ApiRoute(SayRoute(Version(VERSION)), operations.SERVER_VERSION),
+                ApiRoute(SayRoute(Pong()), *operations.PINGS),
+                ApiRoute(LoadRoute(backend), operations.LOAD),
                 ApiRoute(ClusterRoute(backend), operations.CLUSTER),
                 *page_routes(),
                 ApiRoute(DocumentRoute(lambda: document(self.routes, settings)), operations.DOCUMENT),
@@ -230,7 +235,11 @@ def _route_error(scope: Scope, error: HTTPException) -> RouteError:
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "websocket":
         raise RouteError(f"The WebSocket is at {STREAM}.", status=404, reason="unknown_url")
-    hint = "it is a WebSocket" if scope["path"] == STREAM else "see /v1/models for what is here"
+    hint = (
+        "it is a WebSocket"
+        if scope["path"] == STREAM
+        else "see /openapi.json, or /docs in a browser, for what is here"
+    )
     raise RouteError(
         f"Unknown request URL: {scope['method']} {scope['path'][:256]}; {hint}.",
         status=404,

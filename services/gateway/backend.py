@@ -131,6 +131,11 @@ class Backend:
             raise shutting_down()
         return _started(part)
 
+    @property
+    def active_now(self) -> int:
+        """Requests, and generations on WebSockets, that are being worked on."""
+        return self._active
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Around the work for one request."""

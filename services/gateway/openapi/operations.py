@@ -7,6 +7,7 @@ from services.gateway.requests.embeddings import EmbeddingRequest
 from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.rest import Model
 from services.gateway.rest_generations import Cancelled
+from services.gateway.server_info import PING, Load, Pong, Version
 from services.gateway.tokenizing import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from shared.telemetry import Health
 
@@ -144,6 +145,16 @@ CLUSTER = Operation(
     "Nothing of what anybody wrote or reads, and no id with which it could be read.",
     response=ClusterState,
     errors=(503,),
+)
+SERVER_VERSION = Operation(
+    "GET", "/version", "version", "Which Ryzanstein this is, as in vLLM.", "Operations", response=Version
+)
+PINGS = tuple(
+    Operation(method, PING, name, "200 while the process lives.", "Operations", response=Pong)
+    for method, name in (("GET", "ping"), ("POST", "pingByPost"))
+)
+LOAD = Operation(
+    "GET", "/load", "load", "Requests that this gateway is answering.", "Operations", response=Load
 )
 HEALTH = Operation(
     "GET", "/health", "health", "200 while the process lives.", "Operations", response=Health, plain=True

@@ -10,6 +10,7 @@ import pytest
 from services.gateway.requests.sampling import seed_of_choice
 from services.gateway.requests.sessions import cache_key, session_of
 from shared.messages import GenerationRequest
+from shared.version import VERSION
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, stub_card, until
 
@@ -185,6 +186,18 @@ async def test_models_are_listed(client: openai.AsyncOpenAI) -> None:
     assert (await client.models.retrieve(MODEL)).created == 1_700_000_000
     with pytest.raises(openai.NotFoundError, match=MODEL):
         await client.models.retrieve("nobody")
+
+
+async def test_vllms_small_endpoints_answer(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/version")).json() == {"version": VERSION}
+    assert (await http.get("/load")).json() == {"server_load": 0}
+    assert [(await http.request(method, "/ping")).status_code for method in ("GET", "POST")] == [200, 200]
+    nothing = await http.get("/v1/nothing")
+    assert "/openapi.json" in nothing.json()["error"]["message"]
+    for path in ("/health", "/version"):
+        refused = await http.delete(path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert refused.headers["allow"]
 
 
 async def test_what_is_listed_is_what_is_served(

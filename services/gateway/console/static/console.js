@@ -4,6 +4,7 @@
 
 const $ = (id) => document.getElementById(id);
 const BACKGROUND = 60; // seconds that an answer goes on while this page is away
+const SHOWN = 20; // generations
 const ATTEMPTS = 20; // at going on with a stream
 const STORE = "ryzanstein.chat";
 
@@ -91,8 +92,18 @@ function show(message) {
   item.dataset.role = message.role;
   item.textContent = message.content;
   $("transcript").append(item);
-  item.scrollIntoView({ block: "nearest" });
+  toEnd();
   return item;
+}
+
+/** Whether the reader is at the end of the conversation, and has not scrolled back in it. */
+function atEnd() {
+  const box = $("transcript");
+  return box.scrollHeight - box.scrollTop - box.clientHeight < 48;
+}
+
+function toEnd() {
+  $("transcript").scrollTop = $("transcript").scrollHeight;
 }
 
 function settle() {
@@ -188,9 +199,10 @@ function take(running, event, item) {
   const choice = chunk.choices[0];
   if (choice?.finish_reason) running.reason = choice.finish_reason;
   if (choice?.delta.content) {
+    const follows = atEnd();
     running.text += choice.delta.content;
     item.append(choice.delta.content);
-    item.scrollIntoView({ block: "nearest" });
+    if (follows) toEnd();
     $("note").textContent = "";
   }
   saveSoon();
@@ -304,9 +316,11 @@ function ring(group) {
 function showCluster(cluster) {
   $("link").textContent = `gateway ${cluster.gateway}`;
   fill("rings", cluster.groups.map(ring), "none yet: requests wait until one is there");
+  const total = cluster.generations_total;
+  $("count").textContent = total > SHOWN ? `(the newest ${SHOWN} of ${total})` : total ? `(${total})` : "";
   fill(
     "generations",
-    cluster.generations.map((item) => [
+    cluster.generations.slice(0, SHOWN).map((item) => [
       item.digest,
       item.model,
       state(item.status),
