@@ -30,6 +30,9 @@ SECTIONS = (
     Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.decode:all_13b"),
     Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
     Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),
+    Section(
+        "invariance", "--batch-invariant: is it exact, and what it costs", 60, 25, f"{HERE}.invariance:run"
+    ),
     Section("collectives", "sums over ranks", 40, 25, f"{HERE}.partners:collectives"),
 )
 """What may fail for good (a wrong address in one kernel ends all work of its process on the GPU) has a section of its

@@ -186,7 +186,9 @@ def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:
 
     context = settings.context_length or config.max_position_embeddings
     memory = 1 << 30 if settings.cuda_graphs == "auto" else 0
-    limits = StepLimits(settings.max_sequences, settings.max_batch_tokens, context, memory)
+    limits = StepLimits(
+        settings.max_sequences, settings.max_batch_tokens, context, memory, settings.batch_invariant
+    )
     return {"limits": limits, "capture": Rerun()}
 
 

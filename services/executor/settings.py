@@ -59,6 +59,10 @@ class ExecutorSettings(CommonSettings):
     the model's decoder can), or `off`. They change the speed, never the tokens."""
     cuda_graphs_memory: int = Field(default=1 << 30, ge=1)
     """Most bytes of GPU memory that these graphs take; larger batches are captured first."""
+    batch_invariant: bool = False
+    """On GPUs, every row of a step has the bits that it would have alone, so that a text does not depend on what is
+    computed beside it, on prefix hits, or on which ring computes it: products, attention and sums over ranks in one
+    order. Slower (docs/gpu.md). The native kernels for CPUs always compute so."""
     warm_up: Literal["auto", "off"] = "auto"
     """On GPUs with Triton, steps of every kind before the ring is ready, which compile their kernels: seconds
     for each of them the first time, briefly once Triton has them in its cache. `off`: the first requests wait."""

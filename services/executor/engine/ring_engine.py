@@ -331,7 +331,7 @@ class RingMember:
             overlaps=runner.can_launch(1),
             imports=share.imports,
             numerics=f"{runner.kernels} {shape.format}",
-            exact=runner.is_native,
+            exact=runner.is_exact,
         )
         return cls(runner, collectives, engine_spec, share)
 
@@ -339,11 +339,17 @@ class RingMember:
 def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None":
     """Of a GPU's steps of sequences of up to `context` tokens; None where there is no Triton."""
     if not has_triton():
+        if settings.batch_invariant:
+            raise ConfigurationError(
+                "--batch-invariant needs Triton on a GPU; the log says why there is none (attending_with_pytorch)."
+            )
         return None
     from services.executor.gpu.steps import StepLimits
 
     memory = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
-    return StepLimits(settings.max_sequences, settings.max_batch_tokens, context, memory)
+    return StepLimits(
+        settings.max_sequences, settings.max_batch_tokens, context, memory, settings.batch_invariant
+    )
 
 
 def rehearsal(

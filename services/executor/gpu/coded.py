@@ -29,12 +29,13 @@ from torch import Tensor
 
 from services.executor.gpu.kernels import processors_of
 from services.executor.kv_cache.codecs import FP8
-from services.executor.model.quantized import Quantized
+from services.executor.model.quantized import Quantized, Weight
 from services.executor.triton_kernels.product_launch import (
     MOST_ROWS,
     arrivals_for,
     decode_rows,
     encode_rows,
+    multiply_alike,
     multiply_few,
 )
 
@@ -82,6 +83,19 @@ class CodedProduct:
         if self._scaled is not None:
             return self._scaled(*encode_rows(x, FP8), codes, scales, self._bias)
         return multiply_widened(x, self._weight, self._bias)
+
+
+class InvariantProduct:
+    """With any weight, in tiles and splits that depend on its shape alone."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        self._codes = weight if isinstance(weight, Tensor) else weight.codes
+        self._scales = None if isinstance(weight, Tensor) else weight.scales
+        self._bias = bias
+        self._arrivals = arrivals_for(len(self._codes), self._codes.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return multiply_alike(x, self._codes, self._scales, self._bias, self._arrivals)
 
 
 def coded_product(

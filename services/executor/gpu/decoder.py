@@ -16,10 +16,10 @@ from services.executor.engine.plan import Int32Array, StepPlan, as_int32
 from services.executor.engine.vectors import Floats
 from services.executor.gpu.inputs import StepInputs, inputs_of
 from services.executor.gpu.kernels import GpuKernels
-from services.executor.gpu.products import MakeProduct, Product, make_product
+from services.executor.gpu.products import MakeProduct, Product, invariant_product, make_product
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.candidates import largest_of
-from services.executor.model.collectives import Collectives
+from services.executor.model.collectives import Collectives, InRankOrder
 from services.executor.model.decoder import sums_of
 from services.executor.model.lowering import (
     Lowered,
@@ -65,8 +65,17 @@ class GpuDecoder:
         layout: ShardLayout,
         collectives: Collectives,
         make: MakeProduct = make_product,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
-        """Takes the weights out of the model that was lowered, layer by layer; `make` makes them its products."""
+        """Takes the weights out of the model that was lowered, layer by layer; `make` makes them its products.
+
+        `batch_invariant`: what a row comes to is a function of its token, its position and what it reads: not of the
+        rows beside it. Products and sums over ranks are other ones then, and keys are not split.
+        """
+        self.batch_invariant = batch_invariant
+        if batch_invariant:
+            make, collectives = invariant_product, InRankOrder(collectives)
         self._scalars = lowered.scalars
         self._norms = fused.Norms(lowered.scalars.eps, offset=lowered.family.norm_offset != 0.0)
         self._gelu = lowered.activation == "gelu_tanh"
@@ -88,8 +97,8 @@ class GpuDecoder:
         self.vocab_rows = len(lowered.head.weight)
         let_go(lowered.head)
         let_go(lowered.embedding)
-        self.processors = self._kernels.processors
-        """What works at once on the device."""
+        self.processors = 0 if batch_invariant else self._kernels.processors
+        """What works at once on the device; 0: keys are never split."""
 
     # --- what a graph can hold -------------------------------------------------------------------
 
@@ -133,7 +142,13 @@ class GpuDecoder:
         """`plan`, which computes some tokens, in tensors of its own on the device."""
         shape = self._store.shape
         inputs = inputs_of(
-            plan, shape.block_size, shape.kv_heads, self.group, self._store.device, self.processors
+            plan,
+            shape.block_size,
+            shape.kv_heads,
+            self.group,
+            self._store.device,
+            self.processors,
+            alone=self.batch_invariant,
         )
         return inputs._replace(compressions=self.pairs_of(plan))
 

@@ -91,14 +91,15 @@ class GraphedDecoder:
         return computed
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
-        step = arrays_of(plan, self._shape.block_size, self._shape.group)
+        shape = self._shape
+        step = arrays_of(plan, shape.block_size, shape.group, alone=shape.batch_invariant)
         arrays = step.flat()
         if self._staging.fits(arrays):
             self._staging.stage(arrays)
             tensors = self._staging.views([len(array) for array in arrays])
         else:
             tensors = to_device(arrays, self._device)
-        inputs = as_inputs(step, tensors, splits_for(step, self._shape.kv_heads, self._shape.processors))
+        inputs = as_inputs(step, tensors, splits_for(step, shape.kv_heads, shape.processors))
         inputs = inputs._replace(compressions=self._inner.pairs_of(plan))
         if (as_int32(plan.token_ids) < 0).any():
             inputs = inputs._replace(token_ids=resolve(inputs.token_ids, self._before))

@@ -52,9 +52,11 @@ class Shape(NamedTuple):
     group: int
     """Query heads of a KV head."""
     processors: int
-    """That work at once on the device."""
+    """That work at once on the device; 0: keys are never split among them."""
     context_length: int
     """Most tokens of one sequence."""
+    batch_invariant: bool = False
+    """Whether each token is attended to in a tile of its own."""
 
 
 class Computed(NamedTuple):
@@ -97,6 +99,7 @@ def padded(step: StepArrays, rung: int) -> StepArrays:
             Part(
                 Tiles(np.arange(rung, dtype=np.int32), np.zeros(rung, np.int32)),
                 part.rows_per_tile,
+                part.tile_tokens,
                 part.longest,
                 0,
                 rung + part.num_rows - count,
@@ -108,7 +111,7 @@ def padded(step: StepArrays, rung: int) -> StepArrays:
 def empty_step(group: int) -> StepArrays:
     """Decodes of nobody: to be padded."""
     none = np.zeros(0, np.int32)
-    part = Part(Tiles(none, none), rows_for(group, 1), 0, 0, 0)
+    part = Part(Tiles(none, none), rows_for(group, 1), 1, 0, 0, 0)
     return StepArrays(none, none, none, none, none, np.zeros(1, np.int32), none, none, [part])
 
 

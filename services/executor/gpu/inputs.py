@@ -45,6 +45,7 @@ class Part(NamedTuple):
     tiles: Tiles
     """Their sequences are counted over the whole step."""
     rows_per_tile: int
+    tile_tokens: int
     longest: int
     """Of their contexts."""
     first_row: int
@@ -74,8 +75,9 @@ class StepArrays(NamedTuple):
         return [*self[:7], *tiles, self.tables]
 
 
-def arrays_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
-    """`plan`, which computes some tokens, for layers with `group` query heads per KV head."""
+def arrays_of(plan: StepPlan, block_size: int, group: int, *, alone: bool = False) -> StepArrays:
+    """`plan`, which computes some tokens, for layers with `group` query heads per KV head; `alone`: each token in a
+    tile of its own, as a decode's, so that what it comes to does not depend on its neighbours."""
     query_lens = as_int32(plan.query_lens).astype(np.int64)
     context_lens = as_int32(plan.context_lens)
     blocks = -(-context_lens.astype(np.int64) // block_size)
@@ -89,16 +91,21 @@ def arrays_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
         np.concatenate(([0], np.cumsum(query_lens))),
         context_lens,
         as_int32(plan.block_tables),
-        [_part(query_lens, context_lens, first, end, group) for first, end in bounds if end > first],
+        [_part(query_lens, context_lens, first, end, group, alone) for first, end in bounds if end > first],
     )
 
 
-def _part(query_lens: NDArray[np.int64], context_lens: Ints, first: int, end: int, group: int) -> Part:
-    rows = rows_for(group, int(query_lens[first:end].max()))
-    tiles = tiles_of(query_lens[first:end], rows // group)
+def _part(
+    query_lens: NDArray[np.int64], context_lens: Ints, first: int, end: int, group: int, alone: bool
+) -> Part:
+    most = 1 if alone else int(query_lens[first:end].max())
+    rows = rows_for(group, most)
+    tokens = 1 if most == 1 else rows // group
+    tiles = tiles_of(query_lens[first:end], tokens)
     return Part(
         Tiles(tiles.sequence + np.int32(first), tiles.first),
         rows,
+        tokens,
         int(context_lens[first:end].max()),
         int(query_lens[:first].sum()),
         int(query_lens[first:end].sum()),
@@ -118,6 +125,7 @@ def as_inputs(step: StepArrays, tensors: Sequence[Tensor], splits: Sequence[int]
             tile_sequence=tiles[2 * index],
             tile_first=tiles[2 * index + 1],
             rows_per_tile=part.rows_per_tile,
+            tile_tokens=part.tile_tokens,
             splits=splits[index],
             first_row=part.first_row,
             num_rows=part.num_rows,
@@ -133,10 +141,17 @@ def splits_for(step: StepArrays, kv_heads: int, processors: int) -> list[int]:
 
 
 def inputs_of(
-    plan: StepPlan, block_size: int, kv_heads: int, group: int, device: torch.device, processors: int
+    plan: StepPlan,
+    block_size: int,
+    kv_heads: int,
+    group: int,
+    device: torch.device,
+    processors: int,
+    *,
+    alone: bool = False,
 ) -> StepInputs:
-    """`plan`, which computes some tokens, in tensors of its own: one copy to the device."""
-    step = arrays_of(plan, block_size, group)
+    """`plan`, which computes some tokens, in tensors of its own: one copy to the device; `alone` as of `arrays_of`."""
+    step = arrays_of(plan, block_size, group, alone=alone)
     return as_inputs(step, to_device(step.flat(), device), splits_for(step, kv_heads, processors))
 
 

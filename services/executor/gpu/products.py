@@ -42,6 +42,13 @@ def make_product(weight: Weight, bias: Tensor | None) -> Product:
     return coded_product(weight, bias)
 
 
+def invariant_product(weight: Weight, bias: Tensor | None) -> Product:
+    """One whose every row has the same bits whatever the others are: its tiles depend on the weight alone."""
+    from services.executor.gpu.coded import InvariantProduct  # with Triton, which not every host has
+
+    return InvariantProduct(weight, bias)
+
+
 def use_products(model: Any, make: MakeProduct = make_product) -> None:
     """Has the quantised linear layers of `model`, which PyTorch runs, multiply by `make`'s products."""
     for module in model.modules():

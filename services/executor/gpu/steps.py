@@ -35,6 +35,7 @@ class StepLimits(NamedTuple):
     context_length: int
     graph_memory: int
     """Bytes that graphs may take; 0: there are none."""
+    batch_invariant: bool = False
 
 
 class GpuSteps:
@@ -58,7 +59,12 @@ class GpuSteps:
         blocks = -(-limits.context_length // store.block_size)
         staging = Staging(Limits(limits.max_sequences, limits.max_batch_tokens, blocks).capacity(), device)
         shape = Shape(
-            store.block_size, store.shape.kv_heads, decoder.group, decoder.processors, limits.context_length
+            store.block_size,
+            store.shape.kv_heads,
+            decoder.group,
+            decoder.processors,
+            limits.context_length,
+            decoder.batch_invariant,
         )
         self._sampler = DeviceSampler(rows, sum(widths), device)
         before = self._sampler.tokens

@@ -26,7 +26,7 @@ from services.executor.native.decoder import NativeDecoder, NativeRing
 from services.executor.native.library import load_library, why_not
 from services.executor.native.lowering import lower
 from services.executor.native.packed_model import PackedModel, pack
-from shared.errors import reason_of
+from shared.errors import ModelLoadError, reason_of
 
 if TYPE_CHECKING:  # they import Triton, which not every host has
     from services.executor.gpu.capture import Capture
@@ -92,22 +92,37 @@ def gpu_runner(
     from services.executor.gpu.kernels import GpuKernels
     from services.executor.gpu.steps import GpuSteps
 
+    batch_invariant = limits is not None and limits.batch_invariant
     try:
         lowered = lowering.lower(model, store.shape.dtype)
     except CannotLower as reason:
+        if batch_invariant:
+            raise ModelLoadError(
+                f"--batch-invariant is for models that the GPU decoder computes, not this one ({reason}); leave it out."
+            ) from None
         log.info("computing_with_pytorch", attending_with="Triton", reason=str(reason))
         use_products(model)
         return ModelRunner(
             model, widths_of(model), store, collectives, store.device, spill, kernels=GpuKernels(store)
         )
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
-    decoder = GpuDecoder(lowered, store, layout, collectives)
+    decoder = GpuDecoder(lowered, store, layout, collectives, batch_invariant=batch_invariant)
     give_back(store.device)  # weights that were joined leave pieces behind, in which no joined one finds room
     widths = widths_of(model)
     if limits is None:
         return ModelRunner(model, widths, store, collectives, store.device, spill, decoder)
     steps = GpuSteps(decoder, store, collectives, widths, limits, capture)
-    return ModelRunner(model, widths, store, collectives, store.device, spill, steps.decoder, steps=steps)
+    return ModelRunner(
+        model,
+        widths,
+        store,
+        collectives,
+        store.device,
+        spill,
+        steps.decoder,
+        steps=steps,
+        batch_invariant=batch_invariant,
+    )
 
 
 @cache

@@ -55,6 +55,14 @@ def widths_of(model: Any) -> list[int]:
 NO_POOLS = np.zeros((0, 2), np.int32)
 
 
+def _capability(device: torch.device) -> str:
+    """Which GPUs a kernel is compiled for as for this one."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"sm_{properties.major}{properties.minor}"
+
+
 class _KeptStates:
     """The hidden states behind a model's last norm, of the forward pass in the context."""
 
@@ -95,10 +103,13 @@ class ModelRunner:
         decoder: Decoder | None = None,
         kernels: "GpuKernels | None" = None,
         steps: "GpuSteps | None" = None,
+        batch_invariant: bool = False,
     ):
         """`widths`: each rank's share of the vocabulary. `decoder` computes in place of `model`, which need not be
         there then; `kernels` are what the model's attention uses
-        (see `services.executor.triton_kernels`); `steps`, around the same decoder, need not be waited for."""
+        (see `services.executor.triton_kernels`); `steps`, around the same decoder, need not be waited for.
+        `batch_invariant`: whether the GPU decoder computes each row as if it were alone."""
+        self._batch_invariant = batch_invariant
         self._model: Any = model
         self._decoder = decoder
         self._kernels = kernels
@@ -133,6 +144,11 @@ class ModelRunner:
         return isinstance(self._decoder, NativeDecoder)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether what a row comes to is a function of its token, its position and what it reads, to the bit."""
+        return self.is_native or self._batch_invariant
+
+    @property
     def packed(self) -> PackedModel | None:
         """The weights that the native kernels multiply with; None where they do not compute."""
         return self._decoder.packed if isinstance(self._decoder, NativeDecoder) else None
@@ -142,6 +158,8 @@ class ModelRunner:
         """What computes, by a name that stands for one order of sums and one way of rounding."""
         if self.is_native:
             return "native avx512-bf16"
+        if self._batch_invariant:
+            return f"Triton batch-invariant {_capability(self._device)}"
         return f"{'PyTorch' if self._decoder is None else 'Triton'} {self._device.type}"
 
     def spent(self) -> dict[str, float]:

@@ -71,12 +71,13 @@ def _first_hot(table, begin, end, num_hot, SIZE: tl.constexpr):
 
 @triton.jit
 def _rows(
-    query_start, query_len, first, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+    query_start, query_len, first, head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Which rows [BLOCK_M] of all (token, KV head, query head of it) a tile has, and which of them there are."""
     lanes = tl.arange(0, BLOCK_M)
     token = first + lanes // GROUP
-    real = (token < query_len) & (lanes < (BLOCK_M // GROUP) * GROUP)
+    real = (token < query_len) & (lanes < TOKENS * GROUP)
     return ((query_start + token).to(tl.int64) * KV_HEADS + head) * GROUP + lanes % GROUP, real
 
 
@@ -102,12 +103,13 @@ def attend(
     query, out, parts, weights, hot, codes, words, scales, slots, tables, table_starts, query_starts, context_lens,
     tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_hot, first_row, num_rows, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
     WORDS: tl.constexpr, STAGES: tl.constexpr, HOT_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV heads, `splits`).
+    """Grid (tiles, KV heads, `splits`). TOKENS: of a tile; with one alone, and keys that are not split, a row's bits are
+    a function of its query, its position and what it reads: turns are cut by its position.
 
     WIDE: products in float32 whatever the tensors are, for the interpreter, which knows no bf16. HALF: codes become
     float16. WORDS: they are read from `words` int32, which are `codes` four by four.
@@ -133,12 +135,12 @@ def attend(
     member = lanes % GROUP
     position = context - query_len + first + lanes // GROUP
     columns = tl.arange(0, BLOCK_D)
-    row, real = _rows(query_start, query_len, first, head, KV_HEADS, GROUP, BLOCK_M)
+    row, real = _rows(query_start, query_len, first, head, KV_HEADS, GROUP, BLOCK_M, TOKENS)
     wide = real[:, None] & (columns < WIDTH)[None, :]
     q = tl.load(query + row[:, None] * WIDTH + columns[None, :], mask=wide, other=0.0)
 
     oldest = context - query_len + first
-    newest = tl.minimum(oldest + BLOCK_M // GROUP, context)
+    newest = tl.minimum(oldest + TOKENS, context)
     begin = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
     end = newest
     if SPLIT:
@@ -242,7 +244,7 @@ def attend(
 
     # Found anew: kept through all turns, the rows' places would take registers that the sums need.
     again = tl.load(tile_first + tile, volatile=True)
-    row, real = _rows(query_start, query_len, again, head, KV_HEADS, GROUP, BLOCK_M)
+    row, real = _rows(query_start, query_len, again, head, KV_HEADS, GROUP, BLOCK_M, TOKENS)
     wide = real[:, None] & (columns < WIDTH)[None, :]
     if not SPLIT:
         sums = sums / tl.where(total != 0.0, total, 1.0)[:, None]

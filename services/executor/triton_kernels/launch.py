@@ -81,6 +81,8 @@ class Batch(NamedTuple):
     num_rows: int
     scratch: Tensor | None = None
     """float32, `scratch_numbers` of it or more, where there are splits; None: allocated by each launch."""
+    tile_tokens: int = 0
+    """Tokens of a tile; 0: as many as its rows hold."""
 
 
 class Scores(NamedTuple):
@@ -122,7 +124,7 @@ def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out:
     }  # fmt: skip
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "SIZE": layer.hot.shape[3], "WIDTH": width, "BLOCK_D": padded,
-        "BLOCK_M": batch.rows_per_tile, "BLOCK_N": shape.keys, "EDGE": shape.edge, "SPLIT": splits > 1,
+        "TOKENS": batch.tile_tokens or batch.rows_per_tile // group, "BLOCK_M": batch.rows_per_tile, "BLOCK_N": shape.keys, "EDGE": shape.edge, "SPLIT": splits > 1,
         "LEAST": max(1, LEAST_KEYS // shape.keys), "CODE": code,
         "CAPPED": scores.softcap is not None, "WINDOWED": bool(scores.window),
         "SINKS": scores.sinks is not None, "SLOPES": scores.slopes is not None,

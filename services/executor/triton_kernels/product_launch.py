@@ -24,6 +24,10 @@ LEAST_SHARE = 4
 """Tiles along the inputs that a split has at least: fewer, and adding the splits up costs more than it gains."""
 PROGRAMS = 2
 """That a processor should have."""
+BATCH_INVARIANT_ROWS = 64
+"""Rows of activations in a tile of `multiply_alike`: those of decoding are few, those of prompts many."""
+BATCH_INVARIANT_PROCESSORS = 132
+"""For which its splits are chosen, an H200's: another number would be another order of sums."""
 DECODED = 2048
 """Numbers that a program of `decode_rows` widens."""
 
@@ -76,6 +80,34 @@ def multiply_few(
         products.few_rows[(cut.groups, cut.tiles, cut.splits)](
             x, _bits(codes), scales, addend, out, parts, arrivals, rows, outputs, inputs, x.stride(0), cut.splits,
             BLOCK_T=cut.block_t, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, SPLIT=cut.splits > 1, num_stages=STAGES, **shared,
+        )  # fmt: skip
+    return out
+
+
+def multiply_alike(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, arrivals: Tensor
+) -> Tensor:
+    """`x` [T, in] times `weight` [out, in], plus `bias`: [T, out], each row with the bits that it has alone.
+
+    Tiles and splits are those of `BATCH_INVARIANT_ROWS` rows on `BATCH_INVARIANT_PROCESSORS`, whatever there is. Rows
+    are multiplied `MOST_ROWS` at a time, for the splits' sums take memory. Without `scales` `weight` is in `x`'s dtype.
+    `arrivals` as of `multiply_few`.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    outputs, inputs = weight.shape
+    out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+    code, values = (PLAIN, weight) if scales is None else (_code(weight), _bits(weight))
+    cut = tiles_of(BATCH_INVARIANT_ROWS, outputs, inputs, BATCH_INVARIANT_PROCESSORS)
+    for first in range(0, len(x), MOST_ROWS):
+        part, into = x[first : first + MOST_ROWS], out[first : first + MOST_ROWS]
+        rows, parts = len(part), out
+        if cut.splits > 1:
+            parts = torch.empty((cut.splits, rows, outputs), dtype=torch.float32, device=x.device)
+        products.few_rows[(triton.cdiv(rows, cut.block_t), cut.tiles, cut.splits)](
+            part, values, out if scales is None else scales, out if bias is None else bias, into, parts, arrivals,
+            rows, outputs, inputs, part.stride(0), cut.splits,
+            BLOCK_T=cut.block_t, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K // values.element_size(), SPLIT=cut.splits > 1,
+            num_stages=STAGES, CODE=code, BIAS=bias is not None, WIDE=x.device.type == "cpu",
         )  # fmt: skip
     return out
 

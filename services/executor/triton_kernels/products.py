@@ -48,8 +48,8 @@ def few_rows(
 ):  # fmt: skip
     """Grid (cdiv(rows, BLOCK_T), cdiv(outputs, BLOCK_N), splits): tiles of the same weights run side by side.
 
-    `x` bf16 [rows, inputs], rows `x_stride` apart; `codes` int8 (of e4m3 the bits) [outputs, inputs]; `scales` float32
-    [outputs]; `bias` [outputs]; `out` bf16 [rows, outputs]. Where SPLIT: `parts` float32 [splits, rows, outputs];
+    `x` bf16 [rows, inputs], rows `x_stride` apart; `codes` int8 (of e4m3 the bits) [outputs, inputs], or PLAIN weights
+    in x's dtype, which have no scales; `scales` float32 [outputs]; `bias` [outputs]; `out` bf16 [rows, outputs]. Where SPLIT: `parts` float32 [splits, rows, outputs];
     `arrivals` int32, a zero for each tile of `out`, and zeros again afterwards: one launch at a time may use them.
     WIDE: products in float32, for the interpreter, which knows no bf16.
     """
@@ -73,7 +73,7 @@ def few_rows(
     inside = (n < outputs)[:, None] & (t < rows)[None, :]
     place = t.to(tl.int64)[None, :] * outputs + n[:, None]
     if not SPLIT:
-        _finish(sums, scales, bias, out, n, outputs, place, inside, BIAS)
+        _finish(sums, scales, bias, out, n, outputs, place, inside, CODE, BIAS)
     else:
         stride = rows.to(tl.int64) * outputs
         tl.store(parts + split * stride + place, sums, mask=inside)
@@ -86,13 +86,14 @@ def few_rows(
             for other in range(splits):
                 total += tl.load(parts + other * stride + place, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(mine, 0)
-            _finish(total, scales, bias, out, n, outputs, place, inside, BIAS)
+            _finish(total, scales, bias, out, n, outputs, place, inside, CODE, BIAS)
 
 
 @triton.jit
-def _finish(sums, scales, bias, out, n, outputs, place, inside, BIAS: tl.constexpr):
-    scale = tl.load(scales + n, mask=n < outputs, other=0.0)
-    sums = sums * scale[:, None]
+def _finish(sums, scales, bias, out, n, outputs, place, inside, CODE: tl.constexpr, BIAS: tl.constexpr):
+    if CODE != 3:
+        scale = tl.load(scales + n, mask=n < outputs, other=0.0)
+        sums = sums * scale[:, None]
     if BIAS:
         sums += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
