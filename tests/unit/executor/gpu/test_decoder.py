@@ -271,13 +271,14 @@ def test_what_a_token_reads_does_not_depend_on_how_steps_are_cut(tmp_path: Path,
     """A chunk that fills blocks, against the same tokens one by one. Mistral has a window."""
     directory = small_model(tmp_path, model_type)
 
-    def logits_of(cuts: Sequence[int], codec: Codec | None = INT8) -> Tensor:
-        runner = runner_of(directory, SingleRank(), codec=codec)
+    def logits_of(cuts: Sequence[int], codec: Codec | None = INT8, *, gpu: bool = True) -> Tensor:
+        runner = runner_of(directory, SingleRank(), codec=codec, gpu=gpu)
         script = Script([sum(cuts)], compresses=codec is not None)
         rows = [runner.forward(script.step({0: count}, every_token=True)[0]) for count in cuts]
         return torch.cat([row for row in rows if isinstance(row, Tensor)])
 
     whole = logits_of([11])
     assert (whole - logits_of([11], codec=None)).abs().max() > 1e-3, "compression changes nothing here"
+    assert (whole - logits_of([11], gpu=False)).abs().max() < 1e-4
     for cuts in ([1] * 11, [3, 6, 2]):
         assert (whole - logits_of(cuts)).abs().max() < 1e-5
