@@ -59,7 +59,7 @@ def test_status_has_its_promised_shape(two_groups: Stack) -> None:
         assert psutil.pid_exists(service["pid"])
     assert len(status["groups"]) == 2
     for group in status["groups"]:
-        assert set(group) == {"group", "model", "state", "running", "waiting", "kv_used", "ranks"}
+        assert set(group) == {"group", "model", "state", "running", "waiting", "kv_used", "ranks", "kv_bytes"}
         assert group["model"] == DEFAULT_MODEL
         assert [set(rank) for rank in group["ranks"]] == [{"rank", "pid", "step"}]
     table = run_cli("status", "--data-dir", str(two_groups.data_dir), COLUMNS="160").stdout

@@ -55,6 +55,7 @@ _TEXTS = (
     "tenant",
     "traceparent",
     "tracestate",
+    "suspected",
 )
 """Fields of a request that a ring keeps, and says again in events and logs."""
 
