@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 ANSWER_WITHIN = 60.0
 """Seconds of waiting for a process that gets no processor."""
+GOODBYE = 1.0
+"""Seconds for a process that has closed its end to be gone."""
 _LARGE = 1 << 20
 """Bytes from which what a conversation needed is given back at once."""
 _HEAD = 4
@@ -169,6 +171,9 @@ class TemplateProcess:
                 return _replies.decode(await process.stdout.readexactly(size))
         except (asyncio.IncompleteReadError, OSError, TimeoutError, msgspec.MsgspecError):
             pass
+        with suppress(TimeoutError):  # killed while it ends, asyncio could not tell how it has ended
+            async with asyncio.timeout(GOODBYE):
+                await process.wait()
         await self.close()
         ended = await process.wait()
         return _Reply(limit=_NO_TIME if ended in (-signal.SIGXCPU, -signal.SIGKILL) else _ENDED)

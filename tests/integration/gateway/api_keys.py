@@ -32,7 +32,7 @@ def bearer(key: NewKey) -> dict[str, str]:
     return {"Authorization": f"Bearer {key.token}"}
 
 
-async def status(gateway: "RunningGateway", headers: dict[str, str], path: str = "/v1/models") -> int:
+async def status(gateway: "RunningGateway", headers: dict[str, str], path: str = "/load") -> int:
     async with gateway.http() as http:
         return (await http.get(path, headers=headers)).status_code
 
