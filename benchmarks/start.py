@@ -209,7 +209,9 @@ class Stack:
         note = read_run_file(self._directory)
         assert note is not None, "it was there"
         self.url = note.gateway_url
-        self.model = str(self._client.get(f"{self.url}/v1/models").json()["data"][0]["id"])
+        models = f"{self.url}/v1/models"
+        self.wait("a listed model", lambda: self._client.get(models).status_code == 200)
+        self.model = str(self._client.get(models).json()["data"][0]["id"])
 
     def first_token(self) -> float:
         """Asks for an answer; when its first token came, in seconds of the epoch."""

@@ -1,5 +1,6 @@
 """A conversation with the gateway, streamed to the terminal."""
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -55,6 +56,8 @@ class NoChatTemplate(RyzansteinError):
     """The model goes on with texts and knows no conversations."""
 
 
+LISTINGS, LISTING_PAUSE = 50, 0.1
+"""How often, and after how many seconds, a gateway that lists no model yet is asked again."""
 PLAIN_TOKENS = 256
 """Of a text that is gone on with, where nobody says how many: a base model seldom ends one by itself."""
 
@@ -151,7 +154,7 @@ async def answer_once(
     options["verify"] = trust
     async with httpx.AsyncClient(**options) as client:
         try:
-            model = _first_model(url, await client.get(f"{url}/v1/models"))
+            model = _first_model(url, await _models(client, url))
             if plain:
                 where, body = _completions(url), _plain_body(model, prompt, max_tokens, 0.0)
             else:
@@ -213,6 +216,17 @@ def _plain_body(
 def _given(max_tokens: int | None, temperature: float | None) -> dict[str, object]:
     options = {"max_tokens": max_tokens, "temperature": temperature}
     return {name: value for name, value in options.items() if value is not None}
+
+
+async def _models(client: httpx.AsyncClient, url: str) -> httpx.Response:
+    """What a gateway lists. It may hear a moment later than whoever asks that the first ring is up."""
+    response = await client.get(f"{url}/v1/models")
+    for _ in range(LISTINGS):
+        if response.status_code != 503:
+            break
+        await asyncio.sleep(LISTING_PAUSE)
+        response = await client.get(f"{url}/v1/models")
+    return response
 
 
 def _first_model(url: str, response: httpx.Response) -> str:
