@@ -4,6 +4,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # gRPC's threads do not survive the fork before a child is started: without this some children end before they begin.
@@ -18,6 +19,11 @@ from shared.config import CommonSettings
 
 # Before anything imports Triton, transformers among it: what is decorated first decides for the whole process.
 choose()
+# How long an example takes says something about the machine, and no test is about the machine.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture

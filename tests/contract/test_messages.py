@@ -6,7 +6,7 @@ from typing import Any
 import msgpack
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared import messages
@@ -44,7 +44,7 @@ def test_the_module_has_its_messages() -> None:
     assert {GenerationRequest, TokenFrame, Heartbeat, GroupEvent} <= set(ALL)
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(st.sampled_from(ALL).flatmap(instances_of))
 def test_every_message_comes_back_and_the_reference_reads_it(message: msgspec.Struct) -> None:
     wire = encode(message)
@@ -111,7 +111,7 @@ def test_golden_commands_are_told_apart_by_their_tag() -> None:
         decoder.decode(msgpack.packb({"type": "explode"}))
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(st.sampled_from(ALL).flatmap(instances_of))
 def test_a_reader_ignores_fields_of_later_versions(message: msgspec.Struct) -> None:
     seen = read(encode(message))
@@ -123,7 +123,7 @@ def test_a_reader_ignores_fields_of_later_versions(message: msgspec.Struct) -> N
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10)
 @given(data=st.data())
 def test_missing_optional_fields_take_their_defaults(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     message = data.draw(instances_of(kind))

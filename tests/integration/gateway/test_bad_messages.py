@@ -17,9 +17,8 @@ from tests.integration.gateway.fake_ring import MODEL, FakeRing
 pytestmark = pytest.mark.usefixtures("no_trace")
 EXAMPLES = settings(
     max_examples=120,
-    deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},

@@ -91,7 +91,7 @@ def test_no_minute_has_more_than_the_limit_whoever_asks_when(
         assert house.worst_minute() <= limit
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(-0.5, 0.5), min_size=3, max_size=3))
 def test_clocks_that_differ_by_a_second_let_a_little_more_through(skews: list[float]) -> None:
     """Of a steady flow at most: what one gateway forgets a second too early."""
@@ -102,7 +102,7 @@ def test_clocks_that_differ_by_a_second_let_a_little_more_through(skews: list[fl
     assert house.worst_minute() <= 60 + 2 * 3
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 50), st.integers(1, 8))
 def test_a_flood_at_all_gateways_gets_nearly_the_whole_limit(per_minute: int, gateways: int) -> None:
     """Whatever shares are out at other gateways: in five minutes at least nine tenths of what was promised."""

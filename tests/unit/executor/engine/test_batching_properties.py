@@ -330,4 +330,4 @@ def _with(request: GenerationRequest, **changes: object) -> GenerationRequest:
 TestBatcherMachine = BatcherMachine.TestCase
 TestBatcherMachine.pytestmark = pytest.mark.timeout(400)
 """A failure is made small before it is shown, and that takes a while."""
-TestBatcherMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestBatcherMachine.settings = settings(max_examples=150, stateful_step_count=60)

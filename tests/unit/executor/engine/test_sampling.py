@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -231,7 +231,6 @@ any_params = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(tokens_, tokens_, any_params), min_size=1, max_size=6), st.integers(0, 999))
 def test_a_row_gets_the_same_token_alone_and_in_any_batch(
     sequences: list[tuple[list[int], list[int], dict[str, object]]], seed: int

@@ -64,7 +64,7 @@ PARAMS = st.fixed_dictionaries(
     st.sampled_from([1, 20, 50]),
     st.lists(PARAMS, min_size=1, max_size=ROWS),
 )
-@settings(max_examples=6, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 def test_tokens_are_those_of_the_sampler_on_the_host(
     seed: int, dtype: torch.dtype, spread: float, coarse: bool, vocab: int, params: list[dict[str, object]]
 ) -> None:

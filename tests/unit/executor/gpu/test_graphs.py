@@ -114,7 +114,7 @@ class Sequences:
     st.lists(st.tuples(st.integers(0, 11), st.lists(st.integers(1, 9), max_size=2)), min_size=1, max_size=10),
     st.integers(0, 99),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_replays_give_what_kernels_one_by_one_give(steps: list[tuple[int, list[int]]], seed: int) -> None:
     sequences = Sequences(np.random.default_rng(seed))
     eager, replayed = FakeLayers(NUM_BLOCKS, BLOCK, GROUP), FakeLayers(NUM_BLOCKS, BLOCK, GROUP)
@@ -134,7 +134,7 @@ def test_replays_give_what_kernels_one_by_one_give(steps: list[tuple[int, list[i
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_tokens_of_the_step_before_are_taken_where_they_lie(sizes: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     sequences = Sequences(random)

@@ -107,7 +107,7 @@ def steps_of_copies(draw: st.DrawFn) -> list[Copies]:
     return steps
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(steps=steps_of_copies(), codecs=st.sampled_from(CODECS))
 def test_blocks_are_what_they_are_on_a_cpu(
     tmp_path: Path, steps: list[Copies], codecs: tuple[Codec | None, ...]

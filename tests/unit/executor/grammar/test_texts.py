@@ -14,7 +14,7 @@ from shared.errors import InvalidGrammar
 from shared.messages import Grammar
 from tests.unit.executor.grammar.guided_ring import GuidedRing, ask
 
-quick = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NAMES = st.text("abcdefg_ é", min_size=1, max_size=5)
 
 

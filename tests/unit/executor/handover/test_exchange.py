@@ -311,7 +311,7 @@ class Chaos:
             conversation.turn(self.source)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data())
 def test_random_faults_cost_cache_and_nothing_else(data: st.DataObject) -> None:
     chaos = Chaos(data)

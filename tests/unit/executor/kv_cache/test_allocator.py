@@ -332,4 +332,4 @@ class AllocatorMachine(RuleBasedStateMachine):
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.pytestmark = pytest.mark.timeout(400)
 """A failure is made small before it is shown, and that takes a while."""
-TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -78,7 +78,7 @@ params_ = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(tokens_, tokens_, params_), min_size=1, max_size=5),
     st.integers(0, 9999),

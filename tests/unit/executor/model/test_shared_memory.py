@@ -75,7 +75,7 @@ def between_threads(
 values = st.floats(width=32, allow_nan=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(values, min_size=5, max_size=5), min_size=1, max_size=4), st.integers(1, 30_000))
 def test_sums_of_any_values(rows: list[list[float]], repeat: int) -> None:
     """Infinities, zeros of both signs and denormals too; bf16 rounds once, to nearest even."""

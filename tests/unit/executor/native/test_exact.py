@@ -95,7 +95,7 @@ def _requests(case: Case) -> Iterator[GenerationRequest]:
             yield GenerationRequest(name, "r", "m", "c", prompt, case.outputs, params, session=name)
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
 @given(
     room=st.sampled_from([1, 1, 2, 8]),
     budget=st.sampled_from([3, 7, 16, 33, 200]),

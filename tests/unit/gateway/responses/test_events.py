@@ -72,7 +72,7 @@ def recut(log: Log, cuts: list[int], alone: bool) -> Log:
     return tokens, finish, [*inside, len(tokens)] if alone else inside
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     logs(),
     st.lists(st.integers(0, 1000), max_size=6),
@@ -98,7 +98,7 @@ def test_any_cut_and_any_place_to_go_on_from_give_the_same_events(
         read(other, [len(events)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(logs(), st.booleans(), st.sampled_from(["", "cancelled", "failed"]))
 def test_what_is_kept_is_shown_as_the_log_was(log: Log, scored: bool, end: str) -> None:
     answer = answer_for(logprobs=1 if scored else -1)
@@ -167,7 +167,7 @@ PARTS += ['{"a": 1}}', '{"a": [', '"\u2603"]}}']
 PARSING = Parsing(tools="hermes", types={"f": {"a": ""}}, reasoning="think")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from(PARTS), max_size=14).map("".join),
     st.sampled_from(["stop", "length"]),

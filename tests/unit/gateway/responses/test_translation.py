@@ -150,7 +150,7 @@ def taken(body: dict[str, Any]) -> tuple[ResponseRequest, list[Item]]:
     return request, items
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(BODIES)
 def test_any_body_is_taken_or_refused_by_a_name_that_it_has(body: dict[str, Any]) -> None:
     refusal = None

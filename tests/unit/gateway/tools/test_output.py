@@ -94,7 +94,7 @@ def joined(chunks: list[tuple[dict[str, Any], str]], choice: int = 0) -> dict[st
     return message
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from([case for case in CASES if len(case.calls) > 0]), st.booleans(), st.data())
 def test_every_event_within_a_call_is_a_place_to_go_on_from(
     case: Case, thinking: bool, data: st.DataObject

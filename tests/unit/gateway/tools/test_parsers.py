@@ -56,7 +56,7 @@ def cut_texts(draw: st.DrawFn) -> tuple[str, list[str]]:
     return family, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(cut_texts(), st.sampled_from([("", False), ("think", False), ("think", True), ("mistral", False)]))
 @example(("hermes", ['<tool_call>{"name": "a\\', 'ud800", "arguments": "\\udfff"}']), ("", False))
 def test_cuts_change_nothing(cut: tuple[str, list[str]], thinking: tuple[str, bool]) -> None:
@@ -67,7 +67,7 @@ def test_cuts_change_nothing(cut: tuple[str, list[str]], thinking: tuple[str, bo
     json.dumps([list(event) for event in whole], ensure_ascii=False).encode()  # nothing that has no UTF-8
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cut_texts())
 def test_text_without_calls_is_the_answer_itself(cut: tuple[str, list[str]]) -> None:
     family, pieces = cut
@@ -76,7 +76,7 @@ def test_text_without_calls_is_the_answer_itself(cut: tuple[str, list[str]]) -> 
         assert content_of(events) == "".join(pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=20), st.integers(0, 20))
 def test_plain_text_comes_without_delay(text: str, at: int) -> None:
     """No marker begins in it, so nothing but white space waits."""
