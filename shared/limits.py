@@ -79,6 +79,13 @@ REQUEST_PROMPT_LOGPROBS = Limit(
     "log probabilities told of the tokens of all prompts, for all choices",
     "request",
 )
+PROMPT_TOKEN_IDS = Limit(
+    "prompt_token_ids",
+    1 << 20,
+    "entries",
+    "token ids of prompts that are shown, for all choices (`return_token_ids`)",
+    "request",
+)
 STOP_STRINGS = Limit("stop_strings", 16, "entries", "stop strings", "request", fields=_both("stop"))
 STOP_CHARACTERS = Limit(
     "stop_characters", 1024, "characters", "a stop string", "request", fields=_both("stop", "stop[]")
@@ -416,6 +423,13 @@ TEMPLATES_WAITING = Limit(
 )
 TEXT_WAITING = Limit(
     "text_waiting", 32 << 20, "bytes", "texts that wait to be tokenized, in UTF-8", "gateway"
+)
+TOKENIZER_INFO = Limit(
+    "tokenizer_info",
+    256 << 10,
+    "bytes",
+    "what `/tokenizer_info` tells; larger fields are left out",
+    "gateway",
 )
 TOKENIZERS = Limit("tokenizers", 16, "entries", "tokenizers that are kept", "gateway")
 WAITING = Limit(

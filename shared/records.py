@@ -117,6 +117,10 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of a record that lies there: tokens of all its prompts."""
     tokens_as_ids: bool = False
     """Whether log probabilities name tokens by their ids (`token_id:17`) and not by their text."""
+    token_ids: bool = False
+    """Whether the ids of the prompts' tokens and of the outputs' are shown beside the text."""
+    stop_token_ids: list[int] = []
+    """The client's own stop token ids, without the model's end of sequence: the one that ends a text is told."""
 
     @property
     def outlives(self) -> bool:

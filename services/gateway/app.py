@@ -32,7 +32,7 @@ from services.gateway.rest_generations import GenerationRoute, GenerationStreamR
 from services.gateway.server_info import PING, LoadRoute, Pong, SayRoute, Version
 from services.gateway.settings import GatewaySettings
 from services.gateway.stored_chats.routes import chat_routes
-from services.gateway.tokenizing import TokenizerRoute
+from services.gateway.tokenizing import TokenizerInfoRoute, TokenizerRoute
 from services.gateway.traces.http import begin_request, end_request
 from services.gateway.websocket import StreamSocket
 from shared import tracing
@@ -71,6 +71,7 @@ class GatewayApp:
         embeddings = CompletionsRoute("embeddings", backend, settings)
         tokenize = TokenizerRoute(backend, settings, back=False)
         detokenize = TokenizerRoute(backend, settings, back=True)
+        tokenizer_info = TokenizerInfoRoute(backend)
         self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): completions}
         """The way of nearly every request, past the router's search."""
         self._router = Router(
@@ -80,6 +81,7 @@ class GatewayApp:
                 ApiRoute(embeddings, operations.EMBEDDINGS),
                 *(ApiRoute(tokenize, item) for item in operations.TOKENIZE),
                 *(ApiRoute(detokenize, item) for item in operations.DETOKENIZE),
+                *(ApiRoute(tokenizer_info, item) for item in operations.TOKENIZER_INFO),
                 ApiRoute(ModelsRoute(backend), operations.MODELS),
                 ApiRoute(ModelRoute(backend), operations.MODEL),
                 ApiRoute(GenerationRoute(backend), operations.GENERATION, operations.CANCEL),

@@ -1,7 +1,8 @@
-"""POST /tokenize and /detokenize, as vLLM has them, and the same under /v1."""
+"""POST /tokenize and /detokenize and GET /tokenizer_info, as vLLM has them, and the same under /v1."""
 
 import asyncio
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -48,6 +49,15 @@ class Tokenized(msgspec.Struct, frozen=True):
 class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     tokens: list[int]
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """And whatever else its tokenizer_config.json says."""
+
+    tokenizer_class: str
+    chat_template: Any = None
+    omitted_fields: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """Those that are too large to be told."""
 
 
 class Detokenized(msgspec.Struct, frozen=True):
@@ -115,3 +125,24 @@ class TokenizerRoute:
         await intake.count(state["principal"], state["answer_headers"])
         body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
         await send_json(send, 200, await self._work(intake, body))
+
+
+class TokenizerInfoRoute:
+    """The configuration of a model's tokenizer."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        intake, state = self._backend.intake, scope["state"]
+        await intake.count(state["principal"], state["answer_headers"])
+        model = None
+        for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+            if name != "model":
+                shown = name[:64]
+                raise InvalidParameter(
+                    f"Unknown parameter: '{shown}'.", param=shown, reason="unknown_parameter"
+                )
+            model = value
+        _, tokenizer = await intake.speaker(model)
+        await send_json(send, 200, tokenizer.info)

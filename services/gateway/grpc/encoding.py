@@ -160,6 +160,7 @@ class TokenOutput:
         self.tokens = 0
         """Output tokens, as usage counts them, and where this reader stands in the log."""
         self.finish = ""
+        self.stop_reason = None
         self.mean_logprob = 0.0
         """No answer of best_of is shown as tokens."""
 

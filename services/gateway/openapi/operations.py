@@ -8,7 +8,13 @@ from services.gateway.requests.schemas import ChatCompletionRequest, CompletionR
 from services.gateway.rest import Model
 from services.gateway.rest_generations import Cancelled
 from services.gateway.server_info import PING, Load, Pong, Version
-from services.gateway.tokenizing import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from services.gateway.tokenizing import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+    TokenizerInfo,
+)
 from shared.telemetry import Health
 
 CHAT = Operation(
@@ -83,6 +89,19 @@ DETOKENIZE = tuple(
         errors=(404, 408, 413, 503),
     )
     for prefix, name in (("", "detokenize"), ("/v1", "createText"))
+)
+TOKENIZER_INFO = tuple(
+    Operation(
+        "GET",
+        prefix + "/tokenizer_info",
+        name,
+        "The configuration of a model's tokenizer, as in vLLM.",
+        "Tokens",
+        response=TokenizerInfo,
+        parameters=(parameters.MODEL_ASKED,),
+        errors=(404, 503),
+    )
+    for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))
 )
 MODELS = Operation(
     "GET",

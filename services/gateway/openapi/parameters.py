@@ -52,6 +52,12 @@ MODEL = Parameter(
     {"type": "string", "minLength": 1},
     "path",
 )
+MODEL_ASKED = Parameter(
+    "model",
+    "The model's name; it may be left out where one model alone is served.",
+    {"type": "string", "minLength": 1},
+    "query",
+)
 GENERATION = Parameter(
     "generation",
     "The id that every chunk and every response of it has.",

@@ -12,6 +12,10 @@ from services.gateway.readers.reading import GenerationState as GenerationState
 from services.gateway.rest import Model
 from services.gateway.text.formats import Usage
 
+StopReason = str | int | None
+"""vLLM's: the stop string or the client's stop token id that has ended the text; null: neither has."""
+TokenIds = list[int]
+"""Where `return_token_ids` asks for them."""
 FinishReason = Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
 
 
@@ -61,6 +65,8 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     """null while it goes on."""
+    stop_reason: StopReason = None
+    token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -74,6 +80,7 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     system_fingerprint: str | None = None
     prompt_logprobs: "PromptLogprobs | msgspec.UnsetType" = msgspec.UNSET
+    prompt_token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -90,6 +97,9 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: StopReason | msgspec.UnsetType = msgspec.UNSET
+    """With the finish reason."""
+    token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct):
@@ -102,6 +112,8 @@ class ChatCompletionChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str | None = None
+    prompt_token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
+    """In each choice's first chunk."""
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -130,6 +142,11 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    stop_reason: StopReason | msgspec.UnsetType = msgspec.UNSET
+    """In a chunk: with the finish reason."""
+    prompt_token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
+    """In a stream: in each choice's first chunk."""
+    token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):

@@ -212,12 +212,13 @@ class Run:
             if (first := self._shape.first(index)) is not None:
                 batch.append(self._chunk(first))
         position = output.tokens
-        if piece.visible or (piece.scored and not output.finish):
+        if piece.visible or ((piece.scored or piece.ids) and not output.finish):
             self._shown[index] = position + END_OF_TEXT if output.finish else position
             batch.append(self._chunk(self._shape.delta(index, piece)))
             piece = Piece("", ())
         if output.finish and self._after[index] < position + END_OF_CHOICE:
             self._shown[index] = position + END_OF_CHOICE
+            piece = piece._replace(stop_reason=output.stop_reason)
             batch.append(self._chunk(self._shape.last(index, output.finish, piece)))
 
     def _chunk(self, data: bytes) -> Chunk:
@@ -269,15 +270,22 @@ class Run:
 
     def _whole(self) -> bytes:
         choices = []
-        for output in self._outputs:
+        for number, output in enumerate(self._outputs):
             piece = output.take()
-            scored = list[ScoredToken](piece.scored)
-            shown = Choice(
-                piece.text, output.finish or None, scored, piece.reasoning, piece.calls, piece.tokens
+            choice = Choice(
+                piece.text,
+                output.finish or None,
+                list[ScoredToken](piece.scored),
+                piece.reasoning,
+                piece.calls,
+                piece.tokens,
+                mean_logprob=output.mean_logprob,
+                prompt=piece.prompt or b"",
+                number=number,
+                ids=piece.ids,
+                stop_reason=output.stop_reason,
             )
-            choices.append(
-                msgspec.structs.replace(shown, mean_logprob=output.mean_logprob, prompt=piece.prompt or b"")
-            )
+            choices.append(choice)
         return self._shape.whole(choices, self._usage())
 
     async def _advance(self) -> list[int]:

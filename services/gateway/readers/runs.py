@@ -8,7 +8,7 @@ from services.gateway.life.answer import Answer
 from services.gateway.metrics import ModelMetrics
 from services.gateway.readers.run import Owner, Run
 from services.gateway.responses.run import ResponseRun
-from services.gateway.text.formats import ChatFormat, CompletionFormat, Format
+from services.gateway.text.formats import ChatFormat, CompletionFormat, Format, PromptIds
 from services.gateway.text.prompt_scores import EchoedPrompt, PromptList
 from services.gateway.text.shown import Shown
 from services.gateway.text.text_output import Output, TextOutput
@@ -75,6 +75,8 @@ def output_of(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) 
         min_tokens=request.sampling.min_tokens,
         prompt_scores=request.prompt_logprobs >= 0,
         score_end=record.echo and request.prompt_logprobs >= 0,
+        token_ids=record.token_ids,
+        told_stop_ids=record.stop_token_ids,
     )
     if record.parsing is None:
         return output
@@ -87,6 +89,7 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
     logprobs = record.requests[0].sampling.logprobs >= 0 and not record.hide_logprobs
     requests = [generation.request for generation in answer.generations]
     prompts = PromptList(requests, record.prompt_logprobs, tokenizer) if record.prompt_logprobs >= 0 else None
+    ids = PromptIds(requests) if record.token_ids else None
     identity, model, created = record.identity, record.requests[0].model, int(record.created)
     usage, fingerprint, tier = record.include_usage, record.fingerprint, record.service_tier
     if record.endpoint == "chat.completions":
@@ -102,6 +105,7 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
             logprobs=logprobs,
             prompts=prompts,
             tokens_as_ids=record.tokens_as_ids,
+            ids=ids,
         )
     shape = CompletionFormat(
         identity,
@@ -114,6 +118,7 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
         logprobs=logprobs,
         prompts=prompts,
         tokens_as_ids=record.tokens_as_ids,
+        ids=ids,
     )
     return shown_as_asked(shape, record, tokenizer)
 

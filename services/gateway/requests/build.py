@@ -137,6 +137,8 @@ class Build:
             response=self._response.record(self._sampling) if self._response else None,
         )
         validation.check_prompt_logprobs(record.requests, count)
+        if request.return_token_ids:
+            validation.check_prompt_ids(record.requests, count)
         self._check_wire(record.requests, count)
         record = extra_fields.noted(record, request, self._card)
         self._context.answer_headers[validation.EXACT_HEADER] = "true" if self._card.exact else "false"

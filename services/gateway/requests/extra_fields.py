@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.errors import InvalidParameter
+from services.gateway.requests import sampling
 from services.gateway.requests.refusals import check_metadata_sizes, check_size, unsupported
 from services.gateway.requests.schemas import (
     ChatCompletionRequest,
@@ -277,6 +278,8 @@ def noted(record: GenerationRecord, request: GenerationFields, card: ModelCard) 
         "metadata": request.metadata or {},
         "user": request.safety_identifier or request.user or "",
         "tokens_as_ids": bool(request.return_tokens_as_token_ids),
+        "token_ids": bool(request.return_token_ids),
+        "stop_token_ids": sampling.told_stop_ids(request, card),
         "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
     }
     if request.store and isinstance(request, ChatCompletionRequest):

@@ -54,6 +54,12 @@ def stop_token_ids(request: GenerationFields, card: ModelCard) -> list[int]:
     return given if request.ignore_eos else [*card.eos_token_ids, *given]
 
 
+def told_stop_ids(request: GenerationFields, card: ModelCard) -> list[int]:
+    """Those of the client's stop token ids that are a stop reason where they end a text: not the model's own."""
+    own = () if request.ignore_eos else card.eos_token_ids
+    return [token for token in request.stop_token_ids or () if token not in own]
+
+
 def check_size(
     request: GenerationFields, card: ModelCard, prompt: str, tokenizer: Tokenizer, prompt_limit: int
 ) -> None:

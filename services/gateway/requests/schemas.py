@@ -115,13 +115,13 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     cache_salt: str | None = None
     request_id: str | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
 
     # vLLM's, ignored or refused
     length_penalty: Any = None
     early_stopping: Any = None
     spaces_between_special_tokens: Any = None
     use_beam_search: Any = None
-    return_token_ids: Any = None
 
     # OpenAI's, here for completions too
     response_format: ResponseFormat | None = None
@@ -188,7 +188,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "return_token_ids": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "web_search_options": (),

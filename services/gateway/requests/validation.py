@@ -121,8 +121,11 @@ def _wrong_type(param: str, expected: str, got: str) -> InvalidParameter:
     kinds = [_WORDS.get(kind, kind) for kind in expected.split(" | ") if kind != "null"]
     wanted = kinds[0] if len(kinds) == 1 else "one of " + " or ".join(kinds)
     what = f"for '{param}'" if param else "of the body"
+    given = _WORDS.get(got, got)
+    if got == "float" and "int" in expected.split(" | "):
+        given = "a number with a fraction, or one beyond 64 bits,"
     return InvalidParameter(
-        f"Invalid type {what}: expected {wanted}, but got {_WORDS.get(got, got)} instead.",
+        f"Invalid type {what}: expected {wanted}, but got {given} instead.",
         param=param or None,
         reason="invalid_type",
     )
@@ -248,6 +251,18 @@ def check_prompt_logprobs(prompts: Sequence[GenerationRequest], choices: int) ->
                 param=name,
                 reason="array_above_max_length",
             )
+
+
+def check_prompt_ids(prompts: Sequence[GenerationRequest], choices: int) -> None:
+    """Raises `InvalidParameter` when the token ids of `prompts`, shown with so many choices each, are too many."""
+    count = choices * sum(len(one.prompt) for one in prompts)
+    if count > limits.PROMPT_TOKEN_IDS.value:
+        raise InvalidParameter(
+            f"Invalid 'return_token_ids': with all choices it asks for {count:,} token ids of prompts; send fewer or "
+            f"shorter prompts, or ask for fewer choices ({limits.PROMPT_TOKEN_IDS.cited()}).",
+            param="return_token_ids",
+            reason="array_above_max_length",
+        )
 
 
 class _Streamable(Protocol):

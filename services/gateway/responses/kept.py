@@ -18,10 +18,11 @@ _SOURCE = "store"
 
 
 def stored_of(answer: Answer, response: bytes) -> StoredResponse:
-    """`response`: the object as JSON. Only the length of the prompt is of interest from now on."""
+    """`response`: the object as JSON. Only the length of the prompt is of interest from now on, unless its token ids
+    are shown."""
     (generation,) = answer.generations
     request = generation.request
-    prompt = [0] * len(request.prompt)
+    prompt = request.prompt if answer.record.token_ids else [0] * len(request.prompt)
     wire = msgspec.structs.replace(request, prompt=prompt, generated=[], attempt=0)
     error = generation.error
     return StoredResponse(

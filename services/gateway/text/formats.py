@@ -10,14 +10,15 @@ from typing import Any, Protocol
 import msgspec
 
 from services.gateway.text.prompt_scores import PromptList
-from services.gateway.text.text_output import Piece, ScoredToken
+from services.gateway.text.text_output import Piece, ScoredToken, StopReason
 from services.gateway.text.tokenization import Tokenizer
 from services.gateway.tools import presented
 from services.gateway.tools.calls import CallDelta
-from shared.messages import TokenLogprobs
+from shared.messages import GenerationRequest, TokenLogprobs
 from shared.records import Parsing
 
 _json = msgspec.json.Encoder()
+PROMPT_IDS = "prompt_token_ids"
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -58,6 +59,39 @@ class Choice(msgspec.Struct, frozen=True):
     """Of its tokens, where they have log probabilities."""
     prompt: bytes = b""
     """Log probabilities of its prompt's tokens, where they are shown."""
+    number: int = 0
+    """Of the candidate that it is."""
+    ids: Sequence[int] = ()
+    """Of its tokens, where they are shown beside the text."""
+    stop_reason: StopReason = None
+
+
+class PromptIds:
+    """Token ids of the prompts of an answer, as JSON; those of each are put together once."""
+
+    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        """`requests`: of each candidate."""
+        self._requests = requests
+        self._known: dict[int, bytes] = {}
+
+    def of(self, candidate: int) -> bytes:
+        prompt = self._requests[candidate].prompt
+        known = self._known.get(id(prompt))
+        if known is None:
+            known = self._known[id(prompt)] = _json.encode(prompt)
+        return known
+
+    def field(self, candidate: int) -> bytes:
+        """As a member of an object."""
+        return b'"%b":%b' % (PROMPT_IDS.encode(), self.of(candidate))
+
+
+def _ids(ids: Sequence[int]) -> bytes:
+    return b',"token_ids":' + _json.encode(ids)
+
+
+def _end(finish_reason: str, stop_reason: StopReason) -> bytes:
+    return b'"finish_reason":"%b","stop_reason":%b' % (finish_reason.encode(), _json.encode(stop_reason))
 
 
 class Format(Protocol):
@@ -70,7 +104,7 @@ class Format(Protocol):
     def delta(self, index: int, piece: Piece) -> bytes: ...
 
     def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
-        """The end of choice `index`; `piece` has no text, but may have log probabilities."""
+        """The end of choice `index`; `piece` has no text, but may have log probabilities and token ids."""
         ...
 
     def usage(self, usage: Usage) -> bytes: ...
@@ -86,8 +120,9 @@ class _Frame:
         self._before = _json.encode(head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}' if include_usage else b"]}"
 
-    def chunk(self, choice: bytes) -> bytes:
-        return self._before + choice + self._after
+    def chunk(self, choice: bytes, beside: bytes = b"") -> bytes:
+        """`beside`: a field beside the choice."""
+        return self._before + choice + (b"]," + beside + self._after[1:] if beside else self._after)
 
     def usage(self, usage: Usage) -> bytes:
         return self._before + b'],"usage":' + _json.encode(usage) + b"}"
@@ -132,10 +167,11 @@ class ChatFormat:
         logprobs: bool = False,
         prompts: PromptList | None = None,
         tokens_as_ids: bool = False,
+        ids: PromptIds | None = None,
     ) -> None:
         """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were; `tokens_as_ids`: tokens
-        are named by their ids."""
-        self._tokens_as_ids = tokens_as_ids
+        are named by their ids; `ids`: where those of prompt and output are shown."""
+        self._tokens_as_ids, self._ids = tokens_as_ids, ids
         head = _head(
             f"chatcmpl-{identity}", "chat.completion.chunk", created, model, fingerprint, service_tier
         )
@@ -146,10 +182,11 @@ class ChatFormat:
         self._asked, self._prompts = logprobs, prompts
 
     def first(self, index: int) -> bytes | None:
-        return self._frame.chunk(
+        role = (
             b'{"index":%d,"delta":{"role":"assistant","content":%b,"refusal":null},'
             b'"logprobs":null,"finish_reason":null}' % (index, b"null" if self._tools else b'""')
         )
+        return self._frame.chunk(role, b"" if self._ids is None else self._ids.field(index))
 
     def delta(self, index: int, piece: Piece) -> bytes:
         if self._parsing is not None:
@@ -157,14 +194,19 @@ class ChatFormat:
         else:
             delta = b'{"content":%b}' % _json.encode(piece.text)
         return self._frame.chunk(
-            b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null}'
-            % (index, delta, self._logprobs(piece.scored))
+            b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}'
+            % (index, delta, self._logprobs(piece.scored), b"" if self._ids is None else _ids(piece.ids))
         )
 
     def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
         return self._frame.chunk(
-            b'{"index":%d,"delta":{},"logprobs":%b,"finish_reason":"%b"}'
-            % (index, self._logprobs(piece.scored), finish_reason.encode())
+            b'{"index":%d,"delta":{},"logprobs":%b,%b%b}'
+            % (
+                index,
+                self._logprobs(piece.scored),
+                _end(finish_reason, piece.stop_reason),
+                b"" if self._ids is None else _ids(piece.ids),
+            )
         )
 
     def usage(self, usage: Usage) -> bytes:
@@ -177,12 +219,16 @@ class ChatFormat:
                 "message": presented.message(choice.text, choice.reasoning, choice.calls, self._parsing),
                 "logprobs": msgspec.Raw(self._logprobs(choice.scored, whole=True)),
                 "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
             }
+            | ({} if self._ids is None else {"token_ids": choice.ids})
             for index, choice in enumerate(choices)
         ]
-        if self._prompts is None:
-            return self._frame.whole("chat.completion", shown, usage)
-        beside = {"prompt_logprobs": self._prompts.of(0, choices[0].prompt)}
+        beside: dict[str, object] = {}
+        if self._prompts is not None:
+            beside["prompt_logprobs"] = self._prompts.of(0, choices[0].prompt)
+        if self._ids is not None:
+            beside[PROMPT_IDS] = msgspec.Raw(self._ids.of(0))
         return self._frame.whole("chat.completion", shown, usage, beside)
 
     def _logprobs(self, scored: Sequence[ScoredToken], *, whole: bool = False) -> bytes:
@@ -218,10 +264,11 @@ class CompletionFormat:
         logprobs: bool = False,
         prompts: PromptList | None = None,
         tokens_as_ids: bool = False,
+        ids: PromptIds | None = None,
     ) -> None:
         """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were; `tokens_as_ids`: tokens
-        are named by their ids."""
-        self._tokens_as_ids = tokens_as_ids
+        are named by their ids; `ids`: where those of prompt and output are shown."""
+        self._tokens_as_ids, self._ids = tokens_as_ids, ids
         head = _head(f"cmpl-{identity}", "text_completion", created, model, fingerprint, service_tier)
         self._frame = _Frame(head, include_usage=include_usage)
         self._tokenizer = tokenizer
@@ -229,18 +276,26 @@ class CompletionFormat:
         self._texts: dict[int, str] = {}
 
     def first(self, index: int) -> bytes | None:
-        return None
+        return None if self._ids is None else self.delta(index, Piece("", (), begins=True))
 
     def delta(self, index: int, piece: Piece) -> bytes:
+        ids = b""
+        if self._ids is not None:
+            ids = b"%b%b" % (_ids(piece.ids), b"," + self._ids.field(index) if piece.begins else b"")
         return self._frame.chunk(
-            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}'
-            % (index, _json.encode(piece.text), self._logprobs(piece.scored))
+            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}'
+            % (index, _json.encode(piece.text), self._logprobs(piece.scored), ids)
         )
 
     def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
         return self._frame.chunk(
-            b'{"index":%d,"text":"","logprobs":%b,"finish_reason":"%b"}'
-            % (index, self._logprobs(piece.scored), finish_reason.encode())
+            b'{"index":%d,"text":"","logprobs":%b,%b%b}'
+            % (
+                index,
+                self._logprobs(piece.scored),
+                _end(finish_reason, piece.stop_reason),
+                b"" if self._ids is None else _ids(piece.ids),
+            )
         )
 
     def usage(self, usage: Usage) -> bytes:
@@ -253,11 +308,21 @@ class CompletionFormat:
                 "text": choice.text,
                 "logprobs": msgspec.Raw(self._logprobs(choice.scored, whole=True)),
                 "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
             }
-            | ({} if self._prompts is None else {"prompt_logprobs": self._prompts.of(index, choice.prompt)})
+            | self._beside(choice)
             for index, choice in enumerate(choices)
         ]
         return self._frame.whole("text_completion", shown, usage)
+
+    def _beside(self, choice: Choice) -> dict[str, Any]:
+        """What is shown of its prompt and its tokens beside the text."""
+        fields: dict[str, Any] = {}
+        if self._prompts is not None:
+            fields["prompt_logprobs"] = self._prompts.of(choice.number, choice.prompt)
+        if self._ids is not None:
+            fields |= {PROMPT_IDS: msgspec.Raw(self._ids.of(choice.number)), "token_ids": choice.ids}
+        return fields
 
     def _logprobs(self, scored: Sequence[ScoredToken], *, whole: bool = False) -> bytes:
         """Offsets count from the beginning of the choice's text. `whole`: of a whole answer, which says that there

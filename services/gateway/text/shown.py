@@ -44,9 +44,9 @@ class Shown:
 
     def first(self, index: int) -> bytes | None:
         prompt = self._prompt_of(index)
-        if prompt is None:
+        if prompt is None or prompt.has_scores:
             return self._shape.first(index)
-        return None if prompt.has_scores else self._shape.delta(index, Piece(prompt.text, ()))
+        return self._shape.delta(index, Piece(prompt.text, (), begins=True))
 
     def delta(self, index: int, piece: Piece) -> bytes:
         return self._shape.delta(index, self._behind_prompt(index, piece))

@@ -23,7 +23,8 @@ class StopStrings:
         self._included = included
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
-        self.matched = False
+        self.matched = ""
+        """The one that has ended the text."""
 
     def feed(self, text: str) -> str:
         """The text that can be shown now. Once `matched`, nothing more comes."""
@@ -34,8 +35,8 @@ class StopStrings:
         text = self._held + text
         match = self._first_match(text)
         if match is not None:
-            self.matched, self._held = True, ""
             end, start = match
+            self.matched, self._held = text[start:end], ""
             return text[: end if self._included else start]
         keep = self._length_to_hold(text)
         self._held = text[len(text) - keep :]

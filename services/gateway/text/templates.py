@@ -6,6 +6,13 @@ from typing import Any, Protocol
 import msgspec
 
 from services.gateway.tools.traits import Traits
+from shared.limits import TOKENIZER_INFO
+
+
+_AROUND = 8
+"""Bytes around a member of a JSON object, at most."""
+_NAMED = 16
+"""Fields that are named where they are left out."""
 
 
 class TemplateOptions(msgspec.Struct, frozen=True):
@@ -52,6 +59,26 @@ def templates_of(files: Mapping[str, bytes]) -> Templates | None:
     source, with_tools = _source(files, config), _source(files, config, "tool_use")
     either = source or with_tools
     return Templates(either, with_tools or either, _special_tokens(config)) if either else None
+
+
+_OF_ITS_PLACE = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "auto_map")
+"""What tokenizer_config.json says of where the files lay when it was written."""
+
+
+def tokenizer_info(files: Mapping[str, bytes]) -> bytes:
+    """A tokenizer's configuration as JSON, as vLLM shows it: tokenizer_config.json, with the chat template where that
+    is a file of its own. Of one that is too large its largest fields are left out and named in `omitted_fields`."""
+    config = _read(files, "tokenizer_config.json")
+    info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    info |= {name: value for name, value in config.items() if name not in _OF_ITS_PLACE and value is not None}
+    if (source := _source(files, config)) is not None and "chat_template.jinja" in files:
+        info["chat_template"] = source
+    sizes = {name: len(msgspec.json.encode(value)) + len(name) for name, value in info.items()}
+    omitted: list[str] = []
+    while sum(sizes.values()) > TOKENIZER_INFO.value - len(info) * _AROUND:
+        omitted.append(max(sizes, key=lambda name: sizes[name]))
+        del info[omitted[-1]], sizes[omitted[-1]]
+    return msgspec.json.encode(info | {"omitted_fields": omitted[:_NAMED]} if omitted else info)
 
 
 def _read(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from services.gateway.text.stop_strings import StopStrings
 from services.gateway.tools.calls import CallDelta
 from shared.messages import FinishReason, TokenEntry, TokenLogprobs
 
+StopReason = str | int | None
+"""vLLM's: the stop string that has ended a text, or the id of the client's stop token; None: neither has."""
+
 
 class ScoredToken(NamedTuple):
     """A token with its log probabilities, and where its text begins in the choice's text."""
@@ -35,6 +38,12 @@ class Piece(NamedTuple):
     """Where token ids are shown instead of text."""
     prompt: bytes | None = None
     """Log probabilities of the prompt, with the first piece of an answer that they are to be shown with."""
+    ids: Sequence[int] = ()
+    """Ids of all tokens read since the last piece, where they are shown beside the text."""
+    begins: bool = False
+    """Whether nothing of its choice precedes it."""
+    stop_reason: StopReason = None
+    """With the end of its choice."""
 
     @property
     def visible(self) -> bool:
@@ -54,6 +63,9 @@ class Output(Protocol):
     def finish(self) -> str:
         """OpenAI's finish reason, "" while it goes on."""
         ...
+
+    @property
+    def stop_reason(self) -> StopReason: ...
 
     @property
     def mean_logprob(self) -> float:
@@ -79,10 +91,13 @@ class TextOutput:
         min_tokens: int = 0,
         prompt_scores: bool = False,
         score_end: bool = False,
+        token_ids: bool = False,
+        told_stop_ids: Sequence[int] = (),
     ) -> None:
         """`include_stop`: what ends the text is part of it; `min_tokens`: tokens whose text ends at no stop string;
         `prompt_scores`: whether those of the prompt are shown; `score_end`: whether a token that ends the text and is
-        no part of it has its log probability shown all the same."""
+        no part of it has its log probability shown all the same; `token_ids`: whether those of all tokens are shown;
+        `told_stop_ids`: those of `stop_token_ids` that are a stop reason."""
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, included=include_stop)
         self._include_stop = include_stop
@@ -94,6 +109,8 @@ class TextOutput:
         self._awaits_prompt = prompt_scores
         self._prompt: bytes | None = None
         self._score_end = score_end
+        self._ids: list[int] | None = [] if token_ids else None
+        self._told_stop_ids = told_stop_ids
         self._decoded = 0
         """Characters decoded, those held back included."""
         self._shown = 0
@@ -101,6 +118,7 @@ class TextOutput:
         self.tokens = 0
         """Output tokens, as usage counts them, and where this reader stands in the log."""
         self.finish: FinishReason = ""
+        self.stop_reason: StopReason = None
 
     def feed(self, entry: TokenEntry) -> None:
         """Takes the next entry; what follows a stop string is ignored."""
@@ -110,6 +128,7 @@ class TextOutput:
         if self._awaits_prompt and (tokens or entry.finish):
             self._awaits_prompt, self._prompt = False, entry.prompt_scores
         scores = (entry.logprobs or []) if self._logprobs else []
+        before = self.tokens
         for index, token in enumerate(tokens):
             self.tokens += 1
             if index < len(scores):
@@ -125,6 +144,8 @@ class TextOutput:
             self._show(self._detokenizer.feed([token]))
             if self._stops.matched:
                 break
+        if self._ids is not None:
+            self._ids += tokens[: self.tokens - before]
         self._end(entry)
 
     def _show(self, text: str) -> None:
@@ -138,10 +159,12 @@ class TextOutput:
 
     def _end(self, entry: TokenEntry) -> None:
         if entry.finish in ("stop", "length") and not self._stops.matched:
+            if entry.finish == "stop" and entry.tokens and entry.tokens[-1] in self._told_stop_ids:
+                self.stop_reason = entry.tokens[-1]
             self._show(self._detokenizer.flush())
             self.finish = entry.finish
         if self._stops.matched:
-            self.finish = "stop"
+            self.finish, self.stop_reason = "stop", self._stops.matched
             self._scored = [scored for scored in self._scored if scored.offset < self._shown]
         elif self.finish:
             self._text.append(self._stops.flush())
@@ -160,4 +183,7 @@ class TextOutput:
             ready -= 1  # its text is held back, and may be cut
         scored, self._scored = self._scored[:ready], self._scored[ready:]
         prompt, self._prompt = self._prompt, None
-        return Piece(text, scored, prompt=prompt)
+        ids: list[int] = []
+        if self._ids:
+            ids, self._ids = self._ids, ids
+        return Piece(text, scored, prompt=prompt, ids=ids)

@@ -18,7 +18,7 @@ from services.gateway.text.detokenization import (
 )
 from services.gateway.text.encoding import Encoding
 from services.gateway.text.special_text import SpecialText, pieces
-from services.gateway.text.templates import Renderer, TemplateOptions, templates_of
+from services.gateway.text.templates import Renderer, TemplateOptions, templates_of, tokenizer_info
 from services.gateway.text.token_bound import TokenBound, TokenizerJson
 from services.gateway.tools.traits import Traits
 from shared.errors import InternalError
@@ -48,6 +48,11 @@ class Tokenizer(Protocol):
     @property
     def traits(self) -> Traits:
         """What the chat template can do."""
+        ...
+
+    @property
+    def info(self) -> bytes:
+        """Its configuration, as a JSON object."""
         ...
 
     async def render_chat(
@@ -122,6 +127,7 @@ class ModelTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
             file = msgspec.json.decode(files["tokenizer.json"], type=TokenizerJson)
             self._renderer = renderer or _in_process(files)
+            self.info = tokenizer_info(files)
         except KeyError:
             raise InternalError("The tokenizer bundle of the model lacks tokenizer.json.") from None
         except ValueError as error:
@@ -229,6 +235,7 @@ class StubTokenizer:
     """For the stub engine: a token is a byte, text is Latin-1, a conversation its contents line by line."""
 
     traits = Traits()
+    info = b'{"tokenizer_class":"StubTokenizer"}'
 
     async def render_chat(
         self,

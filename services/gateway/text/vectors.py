@@ -22,6 +22,7 @@ class VectorOutput:
 
     tokens = 0
     """Output tokens: there are none."""
+    stop_reason = None
     mean_logprob = 0.0
 
     def __init__(self, dimensions: int) -> None:

@@ -4,7 +4,7 @@ What the parser holds back depends on the tokens alone, as with stop strings (`c
 many tokens in silence goes on within a call exactly where another stood.
 """
 
-from services.gateway.text.text_output import Piece, ScoredToken, TextOutput
+from services.gateway.text.text_output import Piece, ScoredToken, StopReason, TextOutput
 from services.gateway.tools.calls import CallNumbering
 from services.gateway.tools.families import FAMILIES
 from services.gateway.tools.parser import Parser
@@ -30,11 +30,16 @@ class ParsedOutput:
         self._events: list[Event] = []
         self._scored: list[ScoredToken] = []
         self._prompt: bytes | None = None
+        self._ids: list[int] = []
         self._ended = False
 
     @property
     def tokens(self) -> int:
         return self._output.tokens
+
+    @property
+    def stop_reason(self) -> StopReason:
+        return self._output.stop_reason
 
     @property
     def mean_logprob(self) -> float:
@@ -56,6 +61,7 @@ class ParsedOutput:
         self._output.feed(entry)
         piece = self._output.take()
         self._scored += piece.scored
+        self._ids += piece.ids
         self._prompt = self._prompt if piece.prompt is None else piece.prompt
         self._events += self._parser.feed(piece.text)
         if self._output.finish:
@@ -67,10 +73,12 @@ class ParsedOutput:
         events, self._events = self._events, []
         scored, self._scored = self._scored, []
         prompt, self._prompt = self._prompt, None
+        ids, self._ids = self._ids, []
         return Piece(
             "".join(event.text for event in events if isinstance(event, Text)),
             scored,
             "".join(event.text for event in events if isinstance(event, Thought)),
             self._calls.deltas(events),
             prompt=prompt,
+            ids=ids,
         )

@@ -299,3 +299,54 @@ async def test_what_cannot_be_done_is_refused_by_name(
         answer = await http.post(path, json=body | fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_token_ids_and_what_ended_the_text_are_shown_on_any_gateway(
+    http: httpx.AsyncClient, nats_settings: CommonSettings, path: str
+) -> None:
+    asked: dict[str, Any] = {"prompt": "xy"} if path == COMPLETIONS else {"messages": HELLO}
+    body = {"model": MODEL, "return_token_ids": True, "stop": ["w"], "n": 2} | asked
+    whole = (await http.post(path, json=body)).json()
+    prompt = [*b"xy"] if path == COMPLETIONS else [*b"Hi\n"]
+    told = [whole] if path == CHAT else whole["choices"]
+    assert [one["prompt_token_ids"] for one in told] == [prompt] * len(told)
+    for choice in whole["choices"]:
+        assert (choice["token_ids"], choice["stop_reason"]) == ([*b"Hello, w"], "w")
+    async with http.stream("POST", path, json=body | {"stream": True, "n": 1}) as answer:
+        events = await read_events(answer)
+    async with run_gateway(nats_settings) as other, other.http() as theirs:
+        url = f"/v1/generations/{public_id(events)}/stream"
+        async with theirs.stream("GET", url, headers={"Last-Event-ID": events[2][1]}) as answer:
+            rest = await read_events(answer)
+    for way in (events, events[:3] + rest):
+        chunks = [json.loads(data) for data, _ in way if data != "[DONE]"]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        told = chunks if path == CHAT else choices
+        assert [one.get("prompt_token_ids") for one in told] == [prompt] + [None] * (len(chunks) - 1)
+        assert [token for choice in choices for token in choice.get("token_ids", ())] == [*b"Hello, w"]
+        assert ["stop_reason" in choice for choice in choices] == [False] * (len(chunks) - 1) + [True]
+        assert choices[-1]["stop_reason"] == "w"
+
+
+async def test_each_candidate_is_shown_with_its_own_prompt(http: httpx.AsyncClient, ring: FakeRing) -> None:
+    ring.behave = candidates
+    body = {
+        "prompt": ["x", "y"],
+        "best_of": 2,
+        "echo": True,
+        "return_token_ids": True,
+        "stop_token_ids": [49, 51],
+    }
+    choices = (await http.post(COMPLETIONS, json={"model": MODEL} | body)).json()["choices"]
+    assert [one["prompt_token_ids"] for one in choices] == [[120], [121]]
+    assert [one["token_ids"] for one in choices] == [[49, 49], [51, 51]]
+    assert [one["stop_reason"] for one in choices] == [49, 51]
+
+
+async def test_an_echoed_prompt_comes_with_its_token_ids(http: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": "x", "echo": True, "return_token_ids": True, "stream": True}
+    async with http.stream("POST", COMPLETIONS, json=body) as answer:
+        events = await read_events(answer)
+    first = json.loads(events[0][0])["choices"][0]
+    assert (first["text"], first["prompt_token_ids"], first["token_ids"]) == ("x", [120], [])

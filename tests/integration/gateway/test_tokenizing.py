@@ -137,3 +137,15 @@ async def test_what_cannot_fit_is_refused_by_its_size(
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert "or more" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_the_configuration_of_a_tokenizer_is_told(
+    http: httpx.AsyncClient, tiny: str, prefix: str
+) -> None:
+    told = (await http.get(f"{prefix}/tokenizer_info", params={"model": tiny})).json()
+    assert told["chat_template"] == tiny_files()["chat_template.jinja"].decode()
+    assert told["tokenizer_class"]
+    for query, status in (("model=other", 404), ("model=tiny&modle=x", 400), ("", 400)):
+        answer = await http.get(f"{prefix}/tokenizer_info?{query}")
+        assert (answer.status_code, "error" in answer.json()) == (status, True)

@@ -50,12 +50,21 @@ class Alone:
         pass
 
 
-def answer_of(stop: list[str], choices: int, logprobs: int) -> Answer:
+def answer_of(stop: list[str], choices: int, logprobs: int, *, token_ids: bool = False) -> Answer:
     request = GenerationRequest(
         "i-0", "r", "m", "g", [5, 6], 64, sampling=SamplingParams(logprobs=logprobs), stop_token_ids=[1]
     )
     record = GenerationRecord(
-        "i", "chat.completions", 0.0, [request], choices=choices, stop=stop, stream=True, include_usage=True
+        "i",
+        "chat.completions",
+        0.0,
+        [request],
+        choices=choices,
+        stop=stop,
+        stream=True,
+        include_usage=True,
+        token_ids=token_ids,
+        stop_token_ids=[1],
     )
     generations = [
         Generation(wire, index, LIMITS, now=0.0, started_at=0.0)
@@ -89,16 +98,20 @@ class Reader:
         return found
 
 
-def shown(chunks: list[Chunk], choices: int) -> list[tuple[str, list[str], list[int]]]:
-    """Text, finish reasons and scored tokens of each choice."""
-    found: list[tuple[str, list[str], list[int]]] = [("", [], []) for _ in range(choices)]
+Choice = tuple[str, list[Any], list[int], list[int]]
+
+
+def shown(chunks: list[Chunk], choices: int) -> list[Choice]:
+    """Text, finish and stop reasons, scored tokens and token ids of each choice."""
+    found: list[Choice] = [("", [], [], []) for _ in range(choices)]
     for chunk in chunks:
         for choice in json.loads(chunk.data)["choices"]:
-            text, ends, scored = found[choice["index"]]
+            text, ends, scored, ids = found[choice["index"]]
             text += choice["delta"].get("content") or ""
-            ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+            ends += [(choice["finish_reason"], choice["stop_reason"])] if choice["finish_reason"] else []
             scored += [len(item["bytes"]) for item in (choice["logprobs"] or {}).get("content", ())]
-            found[choice["index"]] = (text, ends, scored)
+            ids += choice.get("token_ids", ())
+            found[choice["index"]] = (text, ends, scored, ids)
     return found
 
 
@@ -143,7 +156,7 @@ def test_any_event_is_a_place_to_go_on_from(
     scored: bool,
     data: st.DataObject,
 ) -> None:
-    answer = answer_of(stop, len(choices), 0 if scored else -1)
+    answer = answer_of(stop, len(choices), 0 if scored else -1, token_ids=True)
     first = Reader(answer, None)
     feeds = [entries_of(index, log, scored) for index, log in enumerate(choices)]
     chunks: list[Chunk] = []
@@ -153,6 +166,11 @@ def test_any_event_is_a_place_to_go_on_from(
         chunks += first.news()
     whole = shown(chunks, len(choices))
     assert first.run.finished
+    for (_, ends, _, ids), (tokens, finish, cuts) in zip(whole, choices, strict=True):
+        assert ids == tokens[: len(ids)]
+        if ends[0][1] not in stop:
+            with_its_end = finish == "stop" and tokens[-1:] == [1] and cuts[-1:] != [len(tokens)]
+            assert (ids, ends) == (tokens, [(finish, 1 if with_its_end else None)])
     for cut in range(1, len(chunks) + 1):
         before = chunks[:cut]
         positions = cursor.parse(before[-1].position.decode())

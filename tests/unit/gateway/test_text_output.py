@@ -26,6 +26,26 @@ def output(*stops: str, logprobs: bool = False) -> TextOutput:
     return TextOutput(detokenizer, stops, [0], logprobs=logprobs)
 
 
+def test_what_ended_the_text_is_told() -> None:
+    for stops, tokens, finish, reason in (
+        (["lo", "o"], b"hello", "", "lo"),
+        ([], b"ab!", "stop", ord("!")),
+        ([], b"ab\0", "stop", None),  # the model's own end of sequence
+        ([], b"a!b", "stop", None),
+        ([], b"ab!", "length", None),
+        (["!"], b"ab!", "stop", "!"),
+    ):
+        detokenizer = StubTokenizer().detokenizer([], skip_special_tokens=True)
+        target = TextOutput(
+            detokenizer, stops, [0, 33], logprobs=False, include_stop=True, token_ids=True, told_stop_ids=[33]
+        )
+        for half in ([*tokens[:2]], [*tokens[2:]]):
+            last = finish if half == [*tokens[2:]] else ""
+            target.feed(TokenEntry("g", 0, 0, half, last))  # type: ignore[arg-type]
+        assert target.stop_reason == reason
+        assert [*target.take().ids] == [*tokens]
+
+
 def feed(target: TextOutput, text: str, finish: FinishReason = "", tail: list[int] | None = None) -> None:
     tokens = [*text.encode(), *(tail or [])]
     scores = [TokenLogprobs(-1.0) for _ in tokens]

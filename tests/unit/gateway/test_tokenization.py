@@ -1,11 +1,15 @@
 """Text to tokens and back."""
 
+import json
+
 import pytest
 
 from services.gateway.errors import InvalidParameter
 from services.gateway.text.encoding import INLINE
+from services.gateway.text.templates import tokenizer_info
 from services.gateway.text.tokenization import ModelTokenizer, StubTokenizer
 from shared.errors import InternalError
+from shared.limits import TOKENIZER_INFO
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
@@ -130,3 +134,29 @@ async def test_the_stub_is_bytes() -> None:
     assert await stub.encode_rendered(await stub.render_chat(CHAT)) == list(b"Be kind.\nHi\n")
     assert stub.detokenizer([], skip_special_tokens=True).feed([0x41, 0x1E9]) == "A\xe9"
     assert stub.token_bytes(0x41) == b"A"
+
+
+def test_what_is_told_of_a_tokenizer_is_bounded_and_says_nothing_of_its_place() -> None:
+    files = tiny_files()
+    config = json.loads(files["tokenizer_config.json"]) | {
+        "name_or_path": "/home/me/model",
+        "model_max_length": 8,
+    }
+    files["tokenizer_config.json"] = json.dumps(config).encode()
+    told = json.loads(tokenizer_info(files))
+    assert told == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": {"content": "<|end|>"},
+        "bos_token": "<|start|>",
+        "model_max_length": 8,
+        "chat_template": files["chat_template.jinja"].decode(),
+    }
+    large = {"added_tokens_decoder": {str(number): {"content": "x" * 99} for number in range(4096)}}
+    many = {f"field_{number}": "x" * 9 for number in range(12_000)}
+    for more, omitted in ((large, ["added_tokens_decoder"]), (large | many, None)):
+        files["tokenizer_config.json"] = json.dumps(config | more).encode()
+        data = tokenizer_info(files)
+        assert len(data) <= TOKENIZER_INFO.value + 1024
+        told = json.loads(data)
+        assert omitted is None or told["omitted_fields"] == omitted
+        assert told["omitted_fields"][0] == "added_tokens_decoder"

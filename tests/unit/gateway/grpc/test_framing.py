@@ -46,7 +46,9 @@ def test_an_inflated_message_has_the_same_limit() -> None:
         MessageReader(100, "gzip").feed(framed(gzip.compress(b"x" * 101), 1))
 
 
-@pytest.mark.parametrize("data", [b"", b"x", gzip.compress(b"x")[:-1], gzip.compress(b"x") + b"y"])
+@pytest.mark.parametrize(
+    "data", [b"", b"x", gzip.compress(b"x", mtime=0)[:-1], gzip.compress(b"x", mtime=0) + b"y"]
+)
 def test_what_is_no_gzip_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidParameter, match="gzip"):
         MessageReader(100, "gzip").feed(framed(data, 1))
