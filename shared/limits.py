@@ -131,7 +131,14 @@ USER_CHARACTERS = Limit(
         "EmbeddingRequest.user",
     ),
 )
-CACHE_SALT = Limit("cache_salt", 256, "characters", "`cache_salt`", "request", fields=_both("cache_salt"))
+CACHE_SALT = Limit(
+    "cache_salt",
+    256,
+    "characters",
+    "`cache_salt`",
+    "request",
+    fields=(*_both("cache_salt"), "ResponseRequest.cache_salt"),
+)
 METADATA_ENTRIES = Limit(
     "metadata_entries",
     16,

@@ -7,11 +7,12 @@ A property test holds these bytes against the generated classes.
 """
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.readers.run import Chunk
 from services.gateway.text.formats import Choice, Usage
+from services.gateway.text.prompt_scores import PromptList
 from services.gateway.text.text_output import Output, Piece, ScoredToken
 from services.gateway.text.tokenization import Tokenizer
 from services.gateway.tools.calls import CallDelta
@@ -49,8 +50,11 @@ def field(number: int, data: bytes) -> bytes:
 class EventFormat:
     """Chunks are parts of `GenerationEvent`s; `event` makes messages of them."""
 
-    def __init__(self, public_id: str, tokenizer: Tokenizer, *, tokens: bool) -> None:
-        """`tokens`: token ids instead of text."""
+    def __init__(
+        self, public_id: str, tokenizer: Tokenizer, *, tokens: bool, prompts: PromptList | None = None
+    ) -> None:
+        """`tokens`: token ids instead of text; `prompts`: where log probabilities of the prompt are shown."""
+        self._prompts = prompts
         self._head = field(1, public_id.encode())
         self._tokenizer = tokenizer
         self._tokens = tokens
@@ -90,7 +94,18 @@ class EventFormat:
             self.last(index, choice.finish_reason or "stop", _piece_of(choice))
             for index, choice in enumerate(choices)
         ]
-        return b"".join((head, *deltas, self.usage(usage)))
+        return b"".join((head, *deltas, self.usage(usage), *self._prompt(choices[0])))
+
+    def _prompt(self, choice: Choice) -> Iterator[bytes]:
+        """One prompt has all choices."""
+        if self._prompts is None:
+            return
+        of = self._tokenizer.token_bytes
+        for token, row in self._prompts.rows(choice.number, choice.prompt):
+            shown = pb.PromptTokenLogprob(token_id=token, token=of(token), logprob=row.logprob, rank=row.rank)
+            for other, logprob in row.top:
+                shown.top.add(token_id=other, token=of(other), logprob=logprob)
+            yield field(5, shown.SerializeToString())
 
     def _delta(self, index: int, piece: Piece) -> bytes:
         data = b"\x08" + varint(index) if index else b""
@@ -104,7 +119,8 @@ class EventFormat:
         if piece.calls:
             data += b"".join(field(7, _call(call).SerializeToString()) for call in piece.calls)
         if piece.scored:
-            data += b"".join(field(5, self._scored(token).SerializeToString()) for token in piece.scored)
+            scored = (self._scored(token) for token in piece.scored if token.logprobs is not None)
+            data += b"".join(field(5, token.SerializeToString()) for token in scored)
         return data
 
     def _scored(self, scored: ScoredToken) -> pb.TokenLogprob:
@@ -151,8 +167,10 @@ class EmbedFormat:
 class TokenOutput:
     """One choice's output as token ids. Text is only made where stop strings have to be found in it."""
 
-    def __init__(self, text: Output | None, *, logprobs: bool) -> None:
-        """`text`: finds the stop strings; None where there are none."""
+    def __init__(self, text: Output | None, *, logprobs: bool, prompt_scores: bool = False) -> None:
+        """`text`: finds the stop strings; None where there are none. `prompt_scores`: whether those are shown."""
+        self._awaits_prompt = prompt_scores
+        self._prompt: bytes | None = None
         self._text = text
         self._logprobs = logprobs
         self._ids: list[int] = []
@@ -169,6 +187,8 @@ class TokenOutput:
         if self.finish:
             return
         finish: str = entry.finish
+        if self._awaits_prompt and entry.prompt_scores:
+            self._awaits_prompt, self._prompt = False, entry.prompt_scores
         count = len(entry.tokens)
         if self._text is not None:
             self._text.feed(entry)
@@ -185,7 +205,8 @@ class TokenOutput:
         """What has come since the last call."""
         ids, self._ids = self._ids, []
         scored, self._scored = self._scored, []
-        return Piece("", scored, tokens=ids)
+        prompt, self._prompt = self._prompt, None
+        return Piece("", scored, tokens=ids, prompt=prompt)
 
 
 def _scored(entry: TokenEntry, count: int) -> Iterable[ScoredToken]:

@@ -14,7 +14,7 @@ from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.refusals import missing, object_in
 from services.gateway.grpc.tools import calls_of, choice_of, format_of, tools_of
 from services.gateway.life.answer import Answer
-from services.gateway.readers.runs import output_of, shown_as_asked
+from services.gateway.readers.runs import output_of, prompt_list, shown_as_asked
 from services.gateway.requests.embeddings import EmbeddingRequest
 from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
 from services.gateway.text.formats import Format
@@ -48,6 +48,7 @@ _SAME = frozenset(
         "min_tokens",
         "skip_special_tokens",
         "truncate_prompt_tokens",
+        "prompt_logprobs",
     )
 )
 """Fields of SamplingParameters that a request has under the same name."""
@@ -208,11 +209,14 @@ class EventView:
         """Of the reading that it was last asked for."""
 
     def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format:
-        self.format = EventFormat(answer.public_id, tokenizer, tokens=self._tokens)
+        self.format = EventFormat(
+            answer.public_id, tokenizer, tokens=self._tokens, prompts=prompt_list(answer, tokenizer)
+        )
         return self.format if self._tokens else shown_as_asked(self.format, answer.record, tokenizer)
 
     def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
         if not self._tokens:
             return output_of(answer, request, tokenizer)
         text = output_of(answer, request, tokenizer) if answer.record.stop else None
-        return TokenOutput(text, logprobs=request.sampling.logprobs >= 0)
+        scored = answer.record.prompt_logprobs >= 0
+        return TokenOutput(text, logprobs=request.sampling.logprobs >= 0, prompt_scores=scored)

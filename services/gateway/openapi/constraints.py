@@ -7,9 +7,17 @@ less than the server does would be found by `make fuzz`.
 from services.gateway.batches.constraints import constrain_batches
 from services.gateway.openapi.bounds import bound
 from services.gateway.openapi.extra_constraints import TOKEN, constrain_extras, constrain_others
-from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow, refuse
+from services.gateway.openapi.narrowing import (
+    NULL,
+    REQUEST_ID_FIELD,
+    Schema,
+    given_needs,
+    ignore,
+    narrow,
+    refuse,
+)
 from services.gateway.requests.messages import OTHER_PARTS, PARTS, ROLES
-from services.gateway.requests.schemas import IGNORED, NEUTRAL, NEUTRAL_IN_MESSAGE
+from services.gateway.requests.schemas import NEUTRAL, NEUTRAL_IN_MESSAGE
 from services.gateway.requests.validation import LARGEST_BIAS, OPEN_BELOW, RANGES
 from services.gateway.responses.constraints import constrain_responses
 from shared import limits
@@ -53,12 +61,8 @@ def _constrain_request(schema: Schema) -> None:
     for name, neutral in NEUTRAL.items():
         if name in properties:
             refuse(properties, name, neutral)
-    for name in IGNORED:
-        if name in properties:
-            properties[name] = {
-                "description": "Changes nothing here, and is named in x-ryzanstein-ignored-fields."
-            }
-    narrow(properties["request_id"], "string", pattern="^[!-~]{1,128}$", maxLength=128)
+    ignore(properties)
+    narrow(properties["request_id"], "string", **REQUEST_ID_FIELD)
     narrow(properties["model"], "string", minLength=1)
     narrow(properties["stop"], "string", minLength=1)
     narrow(properties["stop"], "array", items={"type": "string", "minLength": 1})

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from services.gateway.requests.schemas import IGNORED
+
 Schema = dict[str, Any]
 
 NULL: Schema = {"type": "null"}
+REQUEST_ID_FIELD: Schema = {"pattern": "^[!-~]{1,128}$", "maxLength": 128}
 UNSUPPORTED = "Not supported: refused, unless its value asks for nothing."
 
 
@@ -19,6 +22,15 @@ def given_needs(field: str, values: Schema, others: Schema) -> Schema:
 
 def refuse(properties: dict[str, Schema], name: str, neutral: tuple[Any, ...]) -> None:
     properties[name] = {"description": UNSUPPORTED, **only(neutral)}
+
+
+def ignore(properties: dict[str, Schema]) -> None:
+    """Of all fields that change nothing."""
+    for name in IGNORED:
+        if name in properties:
+            properties[name] = {
+                "description": "Changes nothing here, and is named in x-ryzanstein-ignored-fields."
+            }
 
 
 def only(values: tuple[Any, ...]) -> Schema:

@@ -87,9 +87,8 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
     """How a chat completion's answer, or a completion's, is shown."""
     record = answer.record
     logprobs = record.requests[0].sampling.logprobs >= 0 and not record.hide_logprobs
-    requests = [generation.request for generation in answer.generations]
-    prompts = PromptList(requests, record.prompt_logprobs, tokenizer) if record.prompt_logprobs >= 0 else None
-    ids = PromptIds(requests) if record.token_ids else None
+    prompts = prompt_list(answer, tokenizer)
+    ids = PromptIds([item.request for item in answer.generations]) if record.token_ids else None
     identity, model, created = record.identity, record.requests[0].model, int(record.created)
     usage, fingerprint, tier = record.include_usage, record.fingerprint, record.service_tier
     if record.endpoint == "chat.completions":
@@ -121,6 +120,12 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
         ids=ids,
     )
     return shown_as_asked(shape, record, tokenizer)
+
+
+def prompt_list(answer: Answer, tokenizer: Tokenizer) -> PromptList | None:
+    """Log probabilities of the prompts, where they are shown in a list."""
+    top = answer.record.prompt_logprobs
+    return PromptList([item.request for item in answer.generations], top, tokenizer) if top >= 0 else None
 
 
 def shown_as_asked(shape: Format, record: GenerationRecord, tokenizer: Tokenizer) -> Format:

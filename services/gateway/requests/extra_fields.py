@@ -71,8 +71,8 @@ def check(request: GenerationFields) -> None:
         )
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidParameter(
-            "Invalid value for 'prompt_logprobs': they are not streamed; leave out 'stream', or ask for a completion "
-            "with 'echo' and 'logprobs'.",
+            "Invalid value for 'prompt_logprobs': they are not streamed; leave out 'stream' (over gRPC set "
+            "output.whole), or ask for a completion with 'echo' and 'logprobs'.",
             param="prompt_logprobs",
             reason="invalid_value",
         )

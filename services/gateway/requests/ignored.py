@@ -3,8 +3,10 @@
 import re
 from collections.abc import Iterable, MutableMapping
 
+import msgspec
+
 from services.gateway.requests.refusals import asks_for_nothing, unsupported
-from services.gateway.requests.schemas import IGNORED, GenerationFields
+from services.gateway.requests.schemas import IGNORED
 
 HEADER = "x-ryzanstein-ignored-fields"
 """Of an answer: the fields of the request that changed nothing, with commas."""
@@ -12,7 +14,7 @@ MOST, LONGEST = 16, 64
 _OTHER = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
 
-def given(request: GenerationFields) -> list[str]:
+def given(request: msgspec.Struct) -> list[str]:
     """Fields of `request` that change nothing and are not neutral either."""
     return [
         name

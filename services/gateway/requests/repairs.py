@@ -20,7 +20,7 @@ _WITH_EXPONENT = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?[eE][+-]?[0-9]+")
 _LONGEST = 20
 """Characters of a number with an exponent that is read here, and digits of what comes of it: no field takes more."""
 _MANY = 4096
-"""Bytes of numbers of which only fractions are looked at: these are the tokens of a prompt, and there may be millions."""
+"""Bytes of numbers; of more only fractions are looked at: these are the tokens of a prompt, and may be millions."""
 _KNOWN = frozenset(field.encode_name for field in msgspec.structs.fields(Message))
 
 _Fields = dict[str, msgspec.Raw]

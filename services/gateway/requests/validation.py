@@ -142,6 +142,7 @@ def _join(path: str | None, name: str) -> str:
 
 # --- ranges --------------------------------------------------------------------------------------
 
+PRIORITIES = -(2**31), 2**31 - 1
 RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0, 2),
     ("top_p", 0, 1),
@@ -157,7 +158,7 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_logprobs", 0, limits.LOGPROBS.value),
     ("prompt_logprobs", 0, limits.LOGPROBS.value),
     ("seed", -(2**63), 2**64 - 1),
-    ("priority", -(2**31), 2**31 - 1),
+    ("priority", *PRIORITIES),
 )
 OPEN_BELOW = ("top_p", "repetition_penalty")
 """Fields that may come close to their lower bound of 0 but not be it."""

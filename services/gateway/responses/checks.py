@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from services.gateway.errors import InvalidParameter
 from services.gateway.requests.refusals import check_metadata_sizes, check_size
-from services.gateway.requests.validation import check_range
+from services.gateway.requests.validation import PRIORITIES, check_range, check_request_id_field
 from services.gateway.responses.schemas import (
     NEUTRAL,
     NEUTRAL_IN_TOOL,
@@ -85,6 +85,10 @@ def check_request(request: ResponseRequest) -> None:
             param="store",
             reason="invalid_value",
         )
+    if request.priority is not None:
+        check_range("priority", request.priority, *PRIORITIES)
+    check_size("cache_salt", request.cache_salt, limits.CACHE_SALT)
+    check_request_id_field(request.request_id)
     check_metadata_sizes(request.metadata)
     check_size("safety_identifier", request.safety_identifier, limits.USER_CHARACTERS)
     check_size("user", request.user, limits.USER_CHARACTERS)

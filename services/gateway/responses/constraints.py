@@ -1,6 +1,16 @@
 """What the checks of responses enforce beyond types, written into the schemas of their requests."""
 
-from services.gateway.openapi.narrowing import NULL, Schema, given_needs, narrow, only, refuse
+from services.gateway.openapi.narrowing import (
+    NULL,
+    REQUEST_ID_FIELD,
+    Schema,
+    given_needs,
+    ignore,
+    narrow,
+    only,
+    refuse,
+)
+from services.gateway.requests.validation import PRIORITIES
 from services.gateway.responses.checks import INCLUDABLE
 from services.gateway.responses.schemas import NEUTRAL
 
@@ -40,6 +50,9 @@ def _constrain_request(schema: Schema) -> None:
     narrow(properties["temperature"], "number", minimum=0, maximum=2)
     narrow(properties["top_p"], "number", exclusiveMinimum=0, maximum=1)
     narrow(properties["include"], "array", items={"type": "string", "enum": list(INCLUDABLE)})
+    narrow(properties["priority"], "integer", minimum=PRIORITIES[0], maximum=PRIORITIES[1])
+    narrow(properties["request_id"], "string", **REQUEST_ID_FIELD)
+    ignore(properties)
     options = {"include_usage": only((False,)), "include_obfuscation": only((False,))}
     properties["stream_options"] = {
         "anyOf": [{"type": "object", "properties": options, "additionalProperties": False}, NULL],

@@ -10,6 +10,7 @@ import msgspec
 
 from services.gateway.life.identity import new_identity
 from services.gateway.readers.run import Run
+from services.gateway.requests import ignored
 from services.gateway.requests.schemas import ChatCompletionRequest
 from services.gateway.requests.validation import check_streamed, decode
 from services.gateway.responses.checks import check_input_fields, check_request, unsupported
@@ -77,6 +78,7 @@ class ResponseIntake:
             check_streamed(request)
             request = msgspec.structs.replace(request, stream=True)
         check_request(request)
+        ignored.tell(ignored.given(request), {}, strict=self._settings.strict_fields)
         return request
 
     async def count(self, body: bytes, tenant: str) -> int:

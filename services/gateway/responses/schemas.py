@@ -37,8 +37,11 @@ class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     truncation: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's, as a chat's: variables for the chat template."""
 
     # refused unless neutral
+    chat_template: Any = None
     conversation: Any = None
 
 
@@ -67,6 +70,17 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     top_p: float | None = None
     user: str | None = None
 
+    # vLLM's, as a chat's
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+    # vLLM's, ignored
+    early_stopping: Any = None
+    length_penalty: Any = None
+    mm_processor_kwargs: Any = None
+    spaces_between_special_tokens: Any = None
+
     # refused unless neutral
     access_programs: Any = None
     context_management: Any = None
@@ -79,6 +93,7 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
+    "chat_template": (),
     "context_management": ([],),
     "conversation": (),
     "image": ({}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
@@ -88,7 +103,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory", "in-memory"),
 }
-"""Fields of OpenAI's API that are not supported, with the values that ask for nothing (null always)."""
+"""Fields of OpenAI's API and vLLM's that are not supported, with the values that ask for nothing (null always)."""
 
 NEUTRAL_IN_TOOL: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),

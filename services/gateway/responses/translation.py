@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.errors import InvalidParameter
-from services.gateway.requests.schemas import ChatCompletionRequest
+from services.gateway.requests.schemas import IGNORED, ChatCompletionRequest
 from services.gateway.requests.validation import decode
 from services.gateway.responses.checks import wants_logprobs
 from services.gateway.responses.items import Item, chat_messages
@@ -32,6 +32,8 @@ _NAMES = {
     "verbosity": "text.verbosity",
 }
 """The chat's fields, and what they are called here; a longer name before its beginning."""
+_AS_A_CHATS = ("cache_salt", "priority", "request_id", *IGNORED)
+"""Fields of a chat under the same name, with the same meaning."""
 _decoder = msgspec.json.Decoder(ChatCompletionRequest)
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
 _MESSAGE = re.compile(r"^messages\b.*$")
@@ -42,6 +44,7 @@ def chat_request(
 ) -> ChatCompletionRequest:
     """Raises `InvalidParameter`."""
     body: dict[str, Any] = {
+        "chat_template_kwargs": request.chat_template_kwargs,
         "model": request.model,
         "messages": chat_messages(items, request.instructions),
         "parallel_tool_calls": request.parallel_tool_calls,
@@ -52,6 +55,7 @@ def chat_request(
         "verbosity": request.text.verbosity if request.text else None,
     }
     if isinstance(request, ResponseRequest):
+        body |= {name: getattr(request, name) for name in _AS_A_CHATS}
         body |= {
             "logprobs": wants_logprobs(request) or None,
             "max_completion_tokens": request.max_output_tokens,

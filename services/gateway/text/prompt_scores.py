@@ -4,6 +4,7 @@ prompt        t0      t1       t2
 told                  row      row          `TokenEntry.prompt_scores`: nothing comes before t0
 echo          null    -1.2     -0.4         among the log probabilities of a completion (OpenAI's)
 list          null    {t1: ..} {t2: ..}     `prompt_logprobs` (vLLM's): by token id, the prompt's own token first
+gRPC                  message  message      `GenerationEvent.prompt_logprobs`
 """
 
 import struct
@@ -55,7 +56,7 @@ class EchoedPrompt:
 
 
 class PromptList:
-    """The list `prompt_logprobs` of one answer's prompts, for JSON."""
+    """The list `prompt_logprobs` of one answer's prompts."""
 
     def __init__(self, requests: Sequence[GenerationRequest], top: int, tokenizer: Tokenizer) -> None:
         """`requests`: of each choice; `top`: most likely tokens that are shown."""
@@ -63,13 +64,17 @@ class PromptList:
         self._texts: dict[int, str] = {}
 
     def of(self, choice: int, data: bytes) -> list[dict[str, dict[str, Any]] | None]:
+        return [None, *(self._row(token, row) for token, row in self.rows(choice, data))]
+
+    def rows(self, choice: int, data: bytes) -> Iterator[tuple[int, PromptRow]]:
+        """Each token of the prompt but the first, with what is shown of it."""
         request = self._requests[choice]
-        rows = zip(request.prompt[1:], rows_of(data, request.prompt_logprobs), strict=False)
-        return [None, *(self._row(token, row) for token, row in rows)]
+        for token, row in zip(request.prompt[1:], rows_of(data, request.prompt_logprobs), strict=False):
+            yield token, row._replace(top=row.top[: self._top])
 
     def _row(self, token: int, row: PromptRow) -> dict[str, dict[str, Any]]:
         shown = {str(token): self._entry(token, row.logprob, row.rank)}
-        for rank, (other, logprob) in enumerate(row.top[: self._top], 1):
+        for rank, (other, logprob) in enumerate(row.top, 1):
             if other != token:
                 shown[str(other)] = self._entry(other, logprob, rank)
         return shown

@@ -8,7 +8,6 @@ import msgspec
 from services.gateway.tools.traits import Traits
 from shared.limits import TOKENIZER_INFO
 
-
 _AROUND = 8
 """Bytes around a member of a JSON object, at most."""
 _NAMED = 16

@@ -52,6 +52,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": ["x"]}, "input[0]", "invalid_type"),
     ({"input": 5}, "input", "invalid_type"),
     ({"previous_response_id": "nonsense"}, "previous_response_id", "previous_response_not_found"),
+    ({"chat_template": "{{ messages }}"}, "chat_template", "unsupported_parameter"),
+    ({"cache_salt": "s" * 257}, "cache_salt", "string_above_max_length"),
+    ({"priority": 2**31}, "priority", "integer_above_max_value"),
+    ({"request_id": "with space"}, "request_id", "invalid_value"),
     ({"nonsense": 1}, "nonsense", "unknown_parameter"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
     (

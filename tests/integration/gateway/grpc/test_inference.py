@@ -1,12 +1,16 @@
 """The methods of the gRPC API, called by grpcio's client."""
 
+from typing import Any
+
 import grpc
+import pytest
 
 from services.gateway.grpc.generated import inference_pb2 as pb
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import FakeRing, saying
 from tests.integration.gateway.grpc.conftest import MODEL, PROMPT, QUESTION, Client, text_of
 from tests.integration.gateway.grpc.test_errors import failure
+from tests.integration.gateway.test_prompt_logprobs import scoring
 
 
 async def test_generate_streams_text_and_ends_with_usage(client: Client) -> None:
@@ -113,3 +117,41 @@ async def test_variables_of_the_chat_template(client: Client, ring: FakeRing) ->
         error = await failure(client.Chat(wrong))
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert "'chat_template_kwargs_json'" in (error.details() or "")
+
+
+@pytest.mark.parametrize("kind", [pb.OUTPUT_KIND_TEXT, pb.OUTPUT_KIND_TOKENS])
+async def test_log_probabilities_of_a_prompt_are_those_of_rest(
+    client: Client, ring: FakeRing, kind: Any
+) -> None:
+    ring.behave = scoring
+    request = pb.GenerateRequest(
+        model=MODEL,
+        text="xyz",
+        sampling=pb.SamplingParameters(max_tokens=1, prompt_logprobs=1),
+        output=pb.OutputOptions(kind=kind, whole=True),
+    )
+    (event,) = [event async for event in client.Generate(request)]
+    assert [(one.token_id, one.token, one.logprob, one.rank) for one in event.prompt_logprobs] == [
+        (ord("y"), b"y", -1.0, 2),
+        (ord("z"), b"z", -2.0, 3),
+    ]
+    assert [[(top.token, top.logprob) for top in one.top] for one in event.prompt_logprobs] == [
+        [(b"a", 0.0)]
+    ] * 2
+    request.output.whole = False
+    refused = await failure(client.Generate(request))
+    assert "output.whole" in str(refused.details())
+
+
+async def test_an_echo_has_log_probabilities_of_all_tokens_but_the_first(
+    client: Client, ring: FakeRing
+) -> None:
+    ring.behave = scoring
+    sampling = pb.SamplingParameters(max_tokens=1, logprobs=0)
+    for whole in (True, False):
+        output = pb.OutputOptions(whole=whole)
+        request = pb.GenerateRequest(model=MODEL, text="xy", sampling=sampling, echo=True, output=output)
+        events = [event async for event in client.Generate(request)]
+        assert text_of(events) == "xyo"
+        scores = [score for event in events for delta in event.choices for score in delta.logprobs]
+        assert [score.token for score in scores] == [b"y", b"o"]
