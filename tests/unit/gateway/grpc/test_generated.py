@@ -49,6 +49,7 @@ SAMPLING: dict[str, Any] = {
     "min_tokens": 0,
     "skip_special_tokens": False,
     "logprobs": 0,
+    "prompt_logprobs": 2,
 }
 
 
