@@ -29,18 +29,19 @@ def index_table() -> str:
         name = rules.kebab(alert["alert"])
         text = (runbooks.RUNBOOKS / f"{name}.md").read_text()
         means, expected = (
-            _first(r"(?m)^\*\*\w+\*\* · (.+)$", text),
-            _first(r"(?m)^\*\*Expected\*\*: (.+)$", text),
+            _paragraph(r"\*\*\w+\*\* · ", text),
+            _paragraph(r"\*\*Expected\*\*: ", text),
         )
         severity = alert["labels"]["severity"]
         rows.append(f"| [{alert['alert']}]({name}.md) | {severity} | {means} | {_plain(expected)} |")
     return "\n".join(rows)
 
 
-def _first(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    assert found is not None, pattern
-    return found[1]
+def _paragraph(beginning: str, text: str) -> str:
+    """What follows the `beginning`, a pattern, up to the paragraph's end, as one line."""
+    found = re.search(rf"(?m)^{beginning}((?:.+\n?)+)", text)
+    assert found is not None, beginning
+    return " ".join(found[1].split())
 
 
 def _plain(text: str) -> str:

@@ -5,12 +5,14 @@ from tests.monitoring.catalogue import Entry, catalogue
 _HEAD = """<!-- Printed by `python -m tests.monitoring > docs/metrics.md` -->
 # Metrics
 
-Every service answers `/metrics` in Prometheus' format: the gateway on its API port (`RYZANSTEIN_METRICS_NEED_KEY` asks for an API key), the others on `RYZANSTEIN_OPS_PORT`.
-Figures are those of the moment of the scrape, so with a scrape and a refresh every 2 s a dashboard is 4 s behind at most. [Dashboards](dashboards.md).
+Every service answers `/metrics` in Prometheus' format: the gateway on its API port (`RYZANSTEIN_METRICS_NEED_KEY` asks
+for an API key), the others on `RYZANSTEIN_OPS_PORT`. Figures are those of the moment of the scrape, so with a scrape
+and a refresh every 2 s a dashboard is 4 s behind at most. [Dashboards](dashboards.md).
 
 ```
  client ─▶ gateway ─▶ scheduler: queue, placement ─▶ ring: queue ─▶ prefill ─▶ decode ─▶ gateway: delivery ─▶ client
 ```
+
 | stage | histogram |
 | --- | --- |
 | queue | `ryzanstein_scheduler_queue_seconds`, until a ring has accepted the request; then `ryzanstein_executor_queue_seconds`, until it has a place in the batch |
@@ -20,16 +22,22 @@ Figures are those of the moment of the scrape, so with a scrape and a refresh ev
 | delivery | `ryzanstein_gateway_delivery_seconds`, per arrival of a stream's tokens |
 | all of it | `ryzanstein_gateway_first_token_seconds`, `_between_tokens_seconds`, `_generation_seconds`, as clients feel it |
 
-- **The executor's figures are read from the ring's board** (shared memory) by the orchestrator: a scrape costs the ring nothing, and is answered when the leader is hung. They
-  begin at 0 with each life of a ring. `communication_seconds_total / step_seconds_total` is the communication share of a step; on GPUs one collective of 17 is timed, by CUDA events.
-- **GPUs** are asked for by NVML (`nvidia-ml-py`) when there are any; parts of a partitioned GPU have memory and no utilization.
-- **Labels are bounded.** `model` is a model that is or was served, never what a client has made up; of more than 100 models that requests wait for, the others are `(others)`.
-  `route` is one of the API's paths, or `other`. A group that is gone leaves the scheduler's metrics after 300 s, and the health monitor's when it forgets the group.
-- **vLLM's names.** Autoscalers and dashboards made for vLLM find `vllm:...` with the label `model_name`, each on the service that has the figure: the same samples under another name,
-  renamed at the scrape. `sum by (model_name) (vllm:num_requests_waiting)` counts requests in rings and those that schedulers hold, which is what to scale by, from zero too.
-  `RYZANSTEIN_METRICS_ALIASES=false` leaves them out.
+- **The executor's figures are read from the ring's board** (shared memory) by the orchestrator: a scrape costs the ring
+  nothing, and is answered when the leader is hung. They begin at 0 with each life of a ring.
+  `communication_seconds_total / step_seconds_total` is the communication share of a step; on GPUs one collective of 17
+  is timed, by CUDA events.
+- **GPUs** are asked for by NVML (`nvidia-ml-py`) when there are any; parts of a partitioned GPU have memory and no
+  utilization.
+- **Labels are bounded.** `model` is a model that is or was served, never what a client has made up; of more than 100
+  models that requests wait for, the others are `(others)`. `route` is one of the API's paths, or `other`. A group that
+  is gone leaves the scheduler's metrics after 300 s, and the health monitor's when it forgets the group.
+- **vLLM's names.** Autoscalers and dashboards made for vLLM find `vllm:...` with the label `model_name`, each on the
+  service that has the figure: the same samples under another name, renamed at the scrape.
+  `sum by (model_name) (vllm:num_requests_waiting)` counts requests in rings and those that schedulers hold, which is
+  what to scale by, from zero too. `RYZANSTEIN_METRICS_ALIASES=false` leaves them out.
 
-`promtool check metrics` finds nothing to say about ours (`tests/monitoring`); it takes the colon in vLLM's names for a fault.
+`promtool check metrics` finds nothing to say about ours (`tests/monitoring`); it takes the colon in vLLM's names for a
+fault.
 """
 
 _TITLES = {
