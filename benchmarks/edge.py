@@ -31,8 +31,9 @@ from services.gateway.requests.build import Parts
 from services.gateway.requests.intake import Intake
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.tokenization import StubTokenizer
-from shared.http_server import HttpServer, bind
+from shared.http_server import HttpServer
 from shared.lifecycle import tame_collector
+from shared.listener import bind
 from shared.logs import configure_logging
 from shared.messages import ModelCard, TokenEntry
 from shared.telemetry import Health, OpsApp

@@ -2,51 +2,19 @@
 
 import asyncio
 import contextlib
-import errno
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 
-from shared.errors import ConfigurationError, PortInUse
+from shared.errors import ConfigurationError
 from shared.listener import Admission, Listener
 
 SETTLE = 0.1
 """Seconds for which requests are still read from connections without one, once there are no new connections."""
 TICKS = 10
 """uvicorn's of a second; at each tenth it writes the date that answers bear."""
-
-
-def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
-    """A listening socket; port 0: the system chooses. `option` sets it, for the words of an error.
-
-    Raises `PortInUse`, `ConfigurationError`.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ConfigurationError(
-            f"The address {host!r} cannot be resolved ({error.strerror}); set RYZANSTEIN_HOST or --host."
-        ) from None
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit it: a token must not wait for the acknowledgement of the last one.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.bind(address)
-        sock.listen(2048)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"Port {port} on {host} is taken by another program; stop it, or choose another with {option}."
-            ) from None
-        raise ConfigurationError(f"Cannot listen on {host}:{port}: {error.strerror}.") from None
-    sock.setblocking(False)
-    return sock
 
 
 class _Uvicorn(uvicorn.Server):

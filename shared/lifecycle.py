@@ -28,7 +28,8 @@ from shared import subjects, tracing
 from shared.bus import Bus
 from shared.config import CommonSettings, SettingsT, parse_settings
 from shared.errors import RyzansteinError
-from shared.http_server import HttpServer, bind
+from shared.http_server import HttpServer
+from shared.listener import bind
 from shared.logs import LEVELS, Change, configure_logging, level, set_level
 from shared.messages import GroupBeat, Heartbeat, LogLevel, ServiceName, ServiceStatus, SetLogLevel
 from shared.metrics import Reconnections

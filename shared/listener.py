@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import structlog
 
+from shared.errors import ConfigurationError, PortInUse
+
 log = structlog.get_logger(__name__)
 
 AT_ONCE = 64
@@ -32,6 +34,37 @@ class Admission(NamedTuple):
     """A protocol's connection is accepted, and shakes hands."""
     failed: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
     """It never came to be: `connection_made` will not be called."""
+
+
+def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """A listening socket; port 0: the system chooses. `option` sets it, for the words of an error.
+
+    Raises `PortInUse`, `ConfigurationError`.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigurationError(
+            f"The address {host!r} cannot be resolved ({error.strerror}); set RYZANSTEIN_HOST or --host."
+        ) from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it: a token must not wait for the acknowledgement of the last one.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Port {port} on {host} is taken by another program; stop it, or choose another with {option}."
+            ) from None
+        raise ConfigurationError(f"Cannot listen on {host}:{port}: {error.strerror}.") from None
+    sock.setblocking(False)
+    return sock
 
 
 class Listener:

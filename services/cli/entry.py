@@ -1,10 +1,11 @@
 """Entry point of the command `ryzanstein`.
 
 `serve` and `probe` are handled before the command line's own packages are imported: a container installs one
-service's extra and nothing else.
+service's extra and nothing else. `up` is handled before the other commands' are: no service starts meanwhile.
 """
 
 import sys
+from collections.abc import Callable
 
 from shared.errors import RyzansteinError
 
@@ -20,7 +21,10 @@ def main() -> None:
             from services.cli.probe import probe
 
             raise SystemExit(probe(sys.argv[2:]))
-        from services.cli.main import main as command_line
+        if sys.argv[1:2] == ["up"]:
+            from services.cli.up_command import main as command_line
+        else:
+            from services.cli.main import app as command_line
     except RyzansteinError as error:
         _end(str(error))
     except ModuleNotFoundError as error:
@@ -31,7 +35,19 @@ def main() -> None:
             f"The command line needs the package {package}, which is not installed here; install it with: "
             "pip install 'ryzanstein[cli]'"
         )
-    command_line()
+    _run(command_line)
+
+
+def _run(command_line: Callable[[], object]) -> None:
+    from shared.logs import configure_logging
+
+    configure_logging("cli", "cli", level="error", fmt="console", whole_process=False)
+    try:
+        command_line()
+    except RyzansteinError as error:
+        _end(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def _end(sentence: str) -> None:

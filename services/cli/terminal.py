@@ -1,11 +1,14 @@
 """The terminal: what is printed comes out as it is, and answers break between words."""
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
-from rich.markdown import Markdown
+
+if TYPE_CHECKING:
+    from rich.markdown import Markdown
 
 _CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 
@@ -118,8 +121,10 @@ def end_of_paragraph(text: str) -> int | None:
     return None
 
 
-def _markdown(text: str) -> Markdown:
+def _markdown(text: str) -> "Markdown":
     """Links stay visible: where one leads is not hidden behind what it says."""
+    from rich.markdown import Markdown  # for conversations alone: a start of the stack does not wait for it
+
     return Markdown(text, hyperlinks=False)
 
 

@@ -17,7 +17,6 @@ import msgspec
 from rich.console import Console
 
 from services.cli.bars import LoadBars, model_bars
-from services.cli.chat import KeyNeeded, NoChatTemplate, answer_once, trust_of
 from services.cli.gpus import find_gpus, share_out
 from services.cli.nats_address import existing_nats, without_credentials
 from services.cli.prepare import prepare_model
@@ -28,7 +27,7 @@ from services.cli.stack import LocalStack, StackPlan
 from services.cli.terminal import AnswerPrinter, print_columns
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, PortInUse, RyzansteinError
-from shared.http_server import bind
+from shared.listener import bind
 
 T = TypeVar("T")
 
@@ -222,6 +221,9 @@ class Up:
 
     async def _prove(self, url: str) -> bool:
         """One answer, streamed: the whole way works. Whether the model has a chat template, as far as that is known."""
+        # With httpx: the services are to start before it.
+        from services.cli.chat import KeyNeeded, NoChatTemplate
+
         chats = True
         if self._settings.tls_client_ca:
             self._say("(no answer is asked for as proof: clients need a certificate)")
@@ -246,6 +248,8 @@ class Up:
 
     async def _show_answer(self, url: str, prompt: str, *, plain: bool = False) -> None:
         """Raises as `answer_once`."""
+        from services.cli.chat import answer_once, trust_of
+
         self._say(f"\n> {prompt}", "bold")
         printer = AnswerPrinter(self._console)
         key, trust = self._settings.api_key.get_secret_value(), trust_of(self._settings.tls_certificate)

@@ -23,7 +23,7 @@ from services.gateway.readers.mailbox import ClientGone
 from services.gateway.rest import log_failure
 from services.gateway.settings import GatewaySettings
 from shared.errors import InvalidRequest
-from shared.http_server import bind
+from shared.listener import bind
 from shared.telemetry import Health
 
 log = structlog.get_logger(__name__)

@@ -15,7 +15,8 @@ from services.cli.settings import StackSettings
 from services.cli.stack import LocalStack, StackPlan, _Pauses, bracketed, reachable
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError
-from shared.http_server import HttpServer, bind
+from shared.http_server import HttpServer
+from shared.listener import bind
 from shared.messages import Heartbeat
 
 

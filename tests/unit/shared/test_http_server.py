@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from shared import http_server
-from shared.http_server import HttpServer, bind
+from shared.http_server import HttpServer
+from shared.listener import bind
 
 HOURS = 3600.0
 

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import trustme
 
-from shared.http_server import bind
-from shared.listener import Admission, Listener
+from shared.listener import Admission, Listener, bind
 
 
 class Seen(asyncio.Protocol):

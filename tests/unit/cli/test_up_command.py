@@ -1,0 +1,25 @@
+"""`ryzanstein up` before it starts anything."""
+
+import subprocess
+import sys
+
+WATCHED = ("httpx", "markdown_it", "uvicorn", "psutil", "services.cli.main", "services.cli.chat", "torch")
+
+
+def test_services_do_not_wait_for_what_other_commands_import() -> None:
+    code = f"import sys, services.cli.up_command; print([name for name in {WATCHED} if name in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+def test_what_is_wrong_with_its_options_is_told_in_a_sentence() -> None:
+    command = [sys.executable, "-m", "services.cli", "up", "--engine", "steam"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.returncode == 1
+    assert said.stderr == "error: --engine cannot be 'steam'; it is one of torch, stub.\n"
+
+
+def test_its_usage_names_the_command() -> None:
+    command = [sys.executable, "-m", "services.cli", "up", "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert said.stdout.strip().startswith("Usage: ryzanstein up [OPTIONS]")
