@@ -159,12 +159,13 @@ class Leader:
             )
         card, group = with_parsers(card, self._settings), self._spec.group
         await check_name(self._bus, card, group)
-        await asyncio.to_thread(self._grammars.load, card, bundle)
         if bundle:
             store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)
             if await store.get(card.tokenizer) is None:
                 await store.put(card.tokenizer, bundle)
         await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).put(self._model, card)
+        # Gateways take the tokenizer in meanwhile.
+        await asyncio.to_thread(self._grammars.load, card, bundle)
         await self._bus.subscribe(subjects.dispatch(group), DispatchBatch, self._on_dispatch)
         await self._bus.subscribe(subjects.control(group), ControlCommand, self._on_control)  # type: ignore[arg-type]
         await self._handover.open(self._bus, card.fingerprint)
