@@ -115,7 +115,8 @@ def configure_logging(
     structlog.configure(
         processors=[_by_level, *shared, *renderer, _without_keys],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # One write for each line: the processes of a group share a log, and lines must not meet within each other.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     if whole_process:

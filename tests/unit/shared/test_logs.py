@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -66,6 +67,36 @@ def test_whoever_writes_a_line_it_has_the_same_form() -> None:
     assert "ZeroDivisionError" in thread["exception"]
     assert finalizer["event"] == "unraisable_exception"
     assert "RuntimeError: the end" in end["exception"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("fmt", ["json", "console"])
+def test_each_line_is_one_write(fmt: str, unbuffered: str) -> None:
+    """Ranks of a group share a log: a line in two writes would have another rank's line in its middle."""
+    ours, theirs = socket.socketpair(
+        socket.AF_UNIX, socket.SOCK_SEQPACKET
+    )  # each write is a packet of its own
+    code = (
+        "import logging, structlog; from shared import logs; "
+        f"logs.configure_logging('s', 'i', level='info', fmt='{fmt}'); "
+        "structlog.get_logger().info('short', at='begin'); structlog.get_logger().info('long', text='a' * 20_000); "
+        "logging.getLogger('lib').warning('of a library'); structlog.get_logger().info('end')"
+    )
+    env = {**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": unbuffered}
+    with ours:
+        with theirs:
+            process = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, env=env)
+        packets = []
+        while packet := ours.recv(65536):
+            packets.append(packet.decode())
+    assert process.wait(60) == 0
+    assert [re.findall("short|aaa|of a library|end", packet)[0] for packet in packets] == [
+        "short",
+        "aaa",
+        "of a library",
+        "end",
+    ]
+    assert all(packet.endswith("\n") and packet.count("\n") == 1 for packet in packets)
 
 
 def test_a_task_that_nobody_waits_for_is_in_the_log() -> None:
