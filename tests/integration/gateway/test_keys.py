@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
@@ -272,3 +273,23 @@ async def test_sessions_are_each_tenants_own_and_kv_cache_where_it_is_set(
         assert len({request.cache_salt for request in requests}) == 1
     assert not {request.session for request in acme} & {request.session for request in other}
     assert (acme[0].cache_salt != other[0].cache_salt) == isolated == bool(acme[0].cache_salt)
+
+
+async def warns_when_it_starts(nats: CommonSettings, **settings: Any) -> bool:
+    with capture_logs() as logs:
+        async with run_gateway(nats, **settings):
+            pass
+    warnings = [line for line in logs if line["event"] == "open_to_the_network"]
+    assert all("ryzanstein keys create" in line["advice"] for line in warnings)
+    return len(warnings) == 1
+
+
+async def test_who_serves_the_network_without_keys_is_warned(
+    nats_settings: CommonSettings, keys: Keys
+) -> None:
+    everywhere = "0.0.0.0"
+    assert await warns_when_it_starts(nats_settings, host=everywhere)
+    assert not await warns_when_it_starts(nats_settings, host="127.0.0.1")
+    assert not await warns_when_it_starts(nats_settings, host=everywhere, require_key=True)
+    await keys.make("acme")
+    assert not await warns_when_it_starts(nats_settings, host=everywhere)
