@@ -32,6 +32,7 @@ from services.cli.where import DataDir, Gateway, NatsUrl, find_stack, gateway_of
 from services.cli.where import nats_of_stack as _nats_of_stack
 from shared.config import load_settings
 from shared.errors import DeadlineExceeded
+from shared.version import VERSION
 
 app = typer.Typer(
     name="ryzanstein",
@@ -42,12 +43,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(models_app, name="models")
-app.add_typer(keys_app, name="keys")
-app.add_typer(debug_app, name="debug")
-app.command("nats-config")(nats_config)
-app.command()(sla)
-app.command("log-level")(log_level)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ryzanstein {VERSION}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command()(up)
 
 
@@ -78,11 +90,16 @@ def status(
 ) -> None:
     """Show services, groups and ranks: process ids, states, load, KV use."""
     settings = _nats_of_stack(data_dir, nats_url)
-    found = asyncio.run(read_status(settings))
+    stack = None if nats_url else find_stack(data_dir, starting=True)
+    starting = stack is not None and not stack.gateway_url
+    found = asyncio.run(read_status(settings, stack.started if stack is not None and starting else ()))
     if json:
         print(msgspec.json.encode(found.status).decode())  # noqa: T201
     else:
-        print_status(found, console())
+        screen = console()
+        if starting:
+            screen.print("The stack is starting.\n", style="yellow")
+        print_status(found, screen)
 
 
 @app.command()
@@ -223,3 +240,9 @@ def models_list() -> None:
 app.add_typer(
     BatchCommands(lambda directory: gateway_of_stack(directory).url, _nats_of_stack).app(), name="batch"
 )
+app.add_typer(models_app, name="models")
+app.add_typer(keys_app, name="keys")
+app.add_typer(debug_app, name="debug")
+app.command("log-level")(log_level)
+app.command()(sla)
+app.command("nats-config")(nats_config)

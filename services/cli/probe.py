@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from shared.errors import ConfigurationError
 
+HELP = "Ask the service beside this command whether it is ready, as a container's health check does."
 TIMEOUT = 3.0
 """Seconds to wait for the connection, and for each part of the answer."""
 API_PORT = 8000
@@ -26,6 +27,9 @@ def probe(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
 
     Raises `ConfigurationError` where the arguments or the environment do not say what to ask.
     """
+    if list(arguments) in (["--help"], ["-h"]):
+        print(f"Usage: ryzanstein probe {'|'.join(SERVICES)}\n\n{HELP}")  # noqa: T201
+        return 0
     if len(arguments) != 1 or arguments[0] not in SERVICES:
         raise ConfigurationError(f"`ryzanstein probe` takes the name of a service: {', '.join(SERVICES)}.")
     reason = ask(host_of(environment), port_of(arguments[0], environment), trust_of(environment))

@@ -1,4 +1,4 @@
-"""The note that a running stack leaves, so that `status` and `chat` find it.
+"""The note that a stack leaves once its NATS runs, and anew when it is up, so that `status` and `chat` find it.
 
 It holds the password of the stack's NATS server and is readable by its owner alone.
 """
@@ -13,11 +13,20 @@ import msgspec
 from shared.errors import ConfigurationError
 
 
+class Started(msgspec.Struct, frozen=True):
+    """A process of a service."""
+
+    service: str
+    instance: str
+    pid: int
+
+
 class RunFile(msgspec.Struct, frozen=True):
-    """A local stack that is up."""
+    """A local stack that is up, or starts."""
 
     pid: int
     gateway_url: str
+    """Empty while it starts."""
     nats_url: str
     nats_user: str
     nats_password: str
@@ -26,23 +35,29 @@ class RunFile(msgspec.Struct, frozen=True):
     model: str = ""
     """What it serves, and where that lies."""
     directory: str = ""
+    started: list[Started] = []
+    """Its services as they were first started."""
 
 
 def write_run_file(data_dir: Path, content: RunFile) -> None:
     path = _path(data_dir)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    fresh = path.with_name(f"{path.name}.new")  # whoever reads finds the old note or the new one, whole
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(content))
+    fresh.replace(path)
 
 
-def read_run_file(data_dir: Path) -> RunFile | None:
-    """The stack that runs on `data_dir`; None when there is none (a note left by a dead one counts not)."""
+def read_run_file(data_dir: Path, *, starting: bool = False) -> RunFile | None:
+    """The stack that is up on `data_dir`, or with `starting` also one that starts; None when there is none (a note
+    left by a dead one counts not)."""
     try:
         content = msgspec.json.decode(_path(data_dir).read_bytes(), type=RunFile)
         os.kill(content.pid, 0)
     except (OSError, msgspec.DecodeError):
         return None
-    return content
+    return content if content.gateway_url or starting else None
 
 
 def remove_run_file(data_dir: Path) -> None:

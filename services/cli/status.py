@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from services.cli.run_file import Started
 from services.cli.sizes import megabytes
 from shared import subjects
 from shared.bus import Bus
@@ -45,6 +46,8 @@ class GroupStatus(msgspec.Struct, frozen=True):
     ranks: list[RankStatus]
     kv_bytes: int = 0
     """Most memory that the ranks' KV caches take together; they grow to it as they are used."""
+    message: str = ""
+    """Why it is not ready, or how far its start has come."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -67,35 +70,50 @@ class Snapshot(NamedTuple):
     """Whose ranks they are, by group."""
 
 
-async def read_status(settings: CommonSettings) -> Snapshot:
-    """Reads the health monitor's buckets. Raises `BrokerUnavailable`."""
+async def read_status(settings: CommonSettings, started: Iterable[Started] = ()) -> Snapshot:
+    """Reads the health monitor's buckets; `started` as of `snapshot`. Raises `BrokerUnavailable`."""
     bus = await Bus.connect(settings, "ryzanstein status")
     try:
         services = await (await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)).items()
         groups = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
     finally:
         await bus.close()
-    return snapshot(services.values(), groups.values())
+    return snapshot(services.values(), groups.values(), started)
 
 
-def snapshot(services: Iterable[ServiceRecord], groups: Iterable[GroupRecord]) -> Snapshot:
-    """From the monitor's records."""
+def snapshot(
+    services: Iterable[ServiceRecord], groups: Iterable[GroupRecord], started: Iterable[Started] = ()
+) -> Snapshot:
+    """From the monitor's records. `started`: processes of a stack that is not up yet, some of which the monitor has
+    not heard; what it knows of their names is of an earlier stack's then."""
     services, groups = list(services), sorted(groups, key=lambda one: one.group)
+    heard = {(service.instance, service.pid) for service in services}
+    silent = {one.instance: one for one in started if (one.instance, one.pid) not in heard}
+    services = [service for service in services if service.instance not in silent]
+    groups = [group for group in groups if group.instance not in silent]
     status = Status(
-        services=sorted(map(_service, services), key=lambda one: (one.name, one.instance)),
+        services=sorted(
+            [*map(_service, services), *map(_unheard, silent.values())],
+            key=lambda one: (one.name, one.instance),
+        ),
         groups=list(map(_group, groups)),
     )
     own = pid_namespace()
     return Snapshot(
         status,
         {group.group: group.weight for group in groups},
-        frozenset(service.instance for service in services if own and service.pid_namespace == own),
+        frozenset(service.instance for service in services if own and service.pid_namespace == own)
+        | silent.keys(),
         {group.group: group.instance for group in groups},
     )
 
 
 def _service(record: ServiceRecord) -> ServiceStatus:
     return ServiceStatus(record.name, record.instance, record.pid, record.state)
+
+
+def _unheard(process: Started) -> ServiceStatus:
+    return ServiceStatus(process.service, process.instance, process.pid, "starting")
 
 
 def _group(record: GroupRecord) -> GroupStatus:
@@ -110,7 +128,17 @@ def _group(record: GroupRecord) -> GroupStatus:
         kv_used=round(used, 4),
         ranks=[RankStatus(rank.rank, rank.pid, rank.step) for rank in record.ranks],
         kv_bytes=record.kv_bytes,
+        message="" if record.state in ("ready", "busy") else record.message or _phase(record),
     )
+
+
+def _phase(record: GroupRecord) -> str:
+    """How far a group's start has come."""
+    if record.state != "starting":
+        return ""
+    if not record.loaded:
+        return "its ranks are started"
+    return f"{record.loaded:.0%} of its weights are read" + ("; it gets ready" if record.loaded >= 1 else "")
 
 
 def print_status(snapshot: Snapshot, console: Console) -> None:
@@ -135,6 +163,9 @@ def print_status(snapshot: Snapshot, console: Console) -> None:
     for table in (services, groups, ranks):
         console.print(table)
         console.print()
+    for group in snapshot.status.groups:
+        if group.message:
+            console.print(f"{group.group}: {group.message}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(title: str, *columns: str) -> Table:

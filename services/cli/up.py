@@ -20,7 +20,7 @@ from services.cli.bars import LoadBars, model_bars
 from services.cli.gpus import find_gpus, share_out
 from services.cli.nats_address import existing_nats, without_credentials
 from services.cli.prepare import prepare_model
-from services.cli.run_file import RunFile, lock, remove_run_file, write_run_file
+from services.cli.run_file import RunFile, Started, lock, remove_run_file, write_run_file
 from services.cli.settings import StackSettings
 from services.cli.sizes import megabytes
 from services.cli.stack import LocalStack, StackPlan
@@ -168,21 +168,26 @@ class Up:
 
     async def _bring_up(self, stack: LocalStack) -> None:
         await stack.start()
+        self._leave_note(stack, "")
         with LoadBars(self._console) as bars:
             await stack.wait_ready(bars.update)
+        self._leave_note(stack, stack.gateway_url)
+        self._print_where(stack)
+
+    def _leave_note(self, stack: LocalStack, gateway_url: str) -> None:
         settings = stack.nats_settings
         note = RunFile(
             pid=os.getpid(),
-            gateway_url=stack.gateway_url,
+            gateway_url=gateway_url,
             nats_url=settings.nats_url,
             nats_user=settings.nats_user,
             nats_password=settings.nats_password.get_secret_value(),
             certificate=self._settings.tls_certificate,
             model=stack.plan.served_model_name,
             directory=stack.plan.model,
+            started=[Started(child.service, child.instance, child.pid or 0) for child in stack.children],
         )
         write_run_file(self._options.data_dir, note)
-        self._print_where(stack)
 
     def _print_where(self, stack: LocalStack) -> None:
         nats = without_credentials(stack.nats_settings.nats_url)

@@ -32,9 +32,13 @@ class Gateway(NamedTuple):
     """File of the one to trust, of a gateway on this machine; empty: those of known authorities."""
 
 
-def find_stack(data_dir: Path | None) -> RunFile | None:
-    settings = load_settings(LocalSettings, data_dir=data_dir)
-    return read_run_file(settings.data_dir.expanduser())
+def find_stack(data_dir: Path | None, *, starting: bool = False) -> RunFile | None:
+    """The local stack, if it is up; with `starting` also while it starts."""
+    return read_run_file(_directory(data_dir), starting=starting)
+
+
+def _directory(data_dir: Path | None) -> Path:
+    return load_settings(LocalSettings, data_dir=data_dir).data_dir.expanduser()
 
 
 def nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
@@ -42,7 +46,7 @@ def nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
     environment = load_settings(CommonSettings, nats_connect_timeout=5.0)
     if nats_url:
         return existing_nats(environment, nats_url)
-    stack = find_stack(data_dir)
+    stack = find_stack(data_dir, starting=True)
     if stack is not None:
         return load_settings(
             CommonSettings,
@@ -53,8 +57,7 @@ def nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
         )
     if "nats_url" in environment.model_fields_set:
         return existing_nats(environment, environment.nats_url)
-    directory = load_settings(LocalSettings, data_dir=data_dir).data_dir
-    raise no_stack(directory, "name its NATS with --nats-url")
+    raise no_stack(_directory(data_dir), "name its NATS with --nats-url")
 
 
 def gateway_of_stack(data_dir: Path | None) -> Gateway:
@@ -62,18 +65,24 @@ def gateway_of_stack(data_dir: Path | None) -> Gateway:
     stack = find_stack(data_dir)
     if stack is not None:
         return Gateway(stack.gateway_url, stack.certificate)
-    if data_dir is not None:
-        raise no_stack(data_dir, "name its gateway with --url")
-    return Gateway(load_settings(LocalSettings).url or "http://127.0.0.1:8000")
+    url = load_settings(LocalSettings).url
+    directory = _directory(data_dir)
+    if data_dir is not None or (is_locked(directory) and not url):
+        raise no_stack(directory, "name its gateway with --url")
+    return Gateway(url or "http://127.0.0.1:8000")
 
 
 def no_stack(directory: Path, instead: str) -> ConfigurationError:
-    directory = directory.expanduser()
-    if is_locked(directory):
+    if not is_locked(directory):
         return ConfigurationError(
-            f"The stack on the data directory {directory} is starting: it fetches its model, or waits for its services "
-            f"and for the ring to load. `ryzanstein up` shows how far it is; logs are in {directory / 'logs'}."
+            f"No stack runs on the data directory {directory}; start one with `ryzanstein up`, or {instead}."
+        )
+    if read_run_file(directory, starting=True) is None:
+        return ConfigurationError(
+            f"The stack on the data directory {directory} is starting: it fetches its model or makes it ready, and has "
+            "started no service yet. `ryzanstein up` shows how far it is."
         )
     return ConfigurationError(
-        f"No stack runs on the data directory {directory}; start one with `ryzanstein up`, or {instead}."
+        f"The stack on the data directory {directory} is starting: `ryzanstein status` shows how far each service is; "
+        f"logs are in {directory / 'logs'}."
     )

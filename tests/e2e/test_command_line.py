@@ -12,6 +12,7 @@ import pytest
 
 from services.cli.models import DEFAULT_MODEL
 from services.cli.run_file import read_run_file
+from shared.version import VERSION
 from tests.e2e.stack import CLI, Stack, run_cli
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -59,7 +60,17 @@ def test_status_has_its_promised_shape(two_groups: Stack) -> None:
         assert psutil.pid_exists(service["pid"])
     assert len(status["groups"]) == 2
     for group in status["groups"]:
-        assert set(group) == {"group", "model", "state", "running", "waiting", "kv_used", "ranks", "kv_bytes"}
+        assert set(group) == {
+            "group",
+            "model",
+            "state",
+            "running",
+            "waiting",
+            "kv_used",
+            "ranks",
+            "kv_bytes",
+            "message",
+        }
         assert group["model"] == DEFAULT_MODEL
         assert [set(rank) for rank in group["ranks"]] == [{"rank", "pid", "step"}]
     table = run_cli("status", "--data-dir", str(two_groups.data_dir), COLUMNS="160").stdout
@@ -189,7 +200,7 @@ def test_status_without_a_stack_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_help_is_there_for_every_command() -> None:
-    for command in ([], ["up"], ["status"], ["chat"], ["models"], ["models", "pull"], ["serve"]):
+    for command in ([], ["up"], ["status"], ["chat"], ["models"], ["models", "pull"], ["serve"], ["probe"]):
         result = run_cli(*command, "--help")
         assert result.returncode == 0, command
         assert "sage" in result.stdout
@@ -197,3 +208,10 @@ def test_help_is_there_for_every_command() -> None:
         result = run_cli("serve", service, "--help")
         assert result.returncode == 0, result.stderr
         assert "--nats-url" in result.stdout
+
+
+def test_the_version_and_the_commands_in_the_order_of_their_use() -> None:
+    assert run_cli("--version").stdout == f"ryzanstein {VERSION}\n"
+    commands = run_cli("--help").stdout.partition("Commands:")[2].split("\n")
+    names = [line.split()[0] for line in commands if line.startswith("  ") and line[2] != " "]
+    assert names[0] == "up"

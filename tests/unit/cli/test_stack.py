@@ -5,6 +5,7 @@ import signal
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.cli.child import Child, ending, set_aside
@@ -13,6 +14,7 @@ from services.cli.run_file import RunFile, lock, read_run_file, remove_run_file,
 from services.cli.serve import MODULES
 from services.cli.settings import StackSettings
 from services.cli.stack import LocalStack, StackPlan, _Pauses, bracketed, reachable
+from services.cli.where import gateway_of_stack, nats_of_stack
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError
 from shared.http_server import HttpServer
@@ -36,6 +38,23 @@ def test_the_note_of_a_running_stack_is_found_and_private(tmp_path: Path) -> Non
 def test_the_note_of_a_dead_stack_counts_not(tmp_path: Path) -> None:
     write_run_file(tmp_path, note(2**22 + 1))
     assert read_run_file(tmp_path) is None
+
+
+def test_a_stack_that_starts_is_found_by_who_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RYZANSTEIN_DATA_DIR", str(tmp_path))
+    monkeypatch.delenv("RYZANSTEIN_URL", raising=False)
+    with lock(tmp_path):
+        with pytest.raises(ConfigurationError, match="has started no service yet"):
+            nats_of_stack(None, "")
+        write_run_file(tmp_path, msgspec.structs.replace(note(os.getpid()), gateway_url=""))
+        assert read_run_file(tmp_path) is None
+        assert nats_of_stack(None, "").nats_user == "user"
+        with pytest.raises(ConfigurationError, match="`ryzanstein status` shows how far each service is"):
+            gateway_of_stack(None)  # and not whatever else answers on port 8000
+        write_run_file(tmp_path, note(os.getpid()))
+        assert gateway_of_stack(None).url == note(0).gateway_url
 
 
 def test_one_stack_per_data_directory(tmp_path: Path) -> None:
