@@ -31,12 +31,11 @@ from services.gateway.requests.build import Parts
 from services.gateway.requests.intake import Intake
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.tokenization import StubTokenizer
-from shared.http_server import HttpServer
-from shared.lifecycle import tame_collector
-from shared.listener import bind
-from shared.logs import configure_logging
 from shared.messages import ModelCard, TokenEntry
-from shared.telemetry import Health, OpsApp
+from shared.service.endpoints import Health, OpsApp
+from shared.service.http_server import HttpServer, bind
+from shared.service.lifecycle import freeze_gc_after_startup
+from shared.service.logs import configure_logging
 
 FRAME = 3
 """Tokens of an answer that come at a time."""
@@ -129,7 +128,7 @@ async def serve(port: int, grpc_port: int) -> None:
     options = {"http": "httptools", "timeout_keep_alive": 75, "server_header": False, "proxy_headers": False}
     await HttpServer(parts.app, bind(HOST, port), **options).start()
     await make_server(parts.backend, parts.settings, parts.health, parts.metrics, grpc_port).start()
-    tame_collector()
+    freeze_gc_after_startup()
     print("serving", flush=True)
     await parts.answers.run()
 

@@ -17,7 +17,7 @@ from services.executor.metrics import Labels, RingCollector, vllm_aliases
 from services.gateway import metrics as gateway
 from services.gateway.readers.mailbox import Mailbox
 from shared.messages import GroupLoad, TokenEntry
-from shared.metrics import LATENCY
+from shared.service.metrics import LATENCY
 
 ROUNDS = 7
 

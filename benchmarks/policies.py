@@ -5,12 +5,11 @@ from array import array
 from typing import ClassVar
 
 from benchmarks.virtual_cluster import Cluster, Request, Ring
-from services.scheduler.batcher import Batcher
-from services.scheduler.costs import cost
-from services.scheduler.groups import GroupTable
-from services.scheduler.placement import Decision, Placement
-from services.scheduler.queue import RequestQueue
-from services.scheduler.waiting import WaitingRequest
+from services.scheduler.dispatcher import Batcher
+from services.scheduler.placement.groups import GroupTable
+from services.scheduler.placement.policy import Decision, Placement
+from services.scheduler.queue.fair_queue import RequestQueue
+from services.scheduler.queue.request import WaitingRequest, cost
 from shared.messages import GroupEvent, GroupRecord, SessionPin
 
 MODEL = "model"

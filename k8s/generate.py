@@ -1,6 +1,6 @@
 """Writes what the manifests repeat of other files: `python -m k8s.generate`, from the repository's root.
 
-    shared/permissions.py      ──▶ base/nats/ryzanstein.conf            users of NATS and their rights
+    shared/nats/permissions.py      ──▶ base/nats/ryzanstein.conf            users of NATS and their rights
     monitoring/rules/*.yml     ──▶ components/monitoring/generated/     PrometheusRule
     monitoring/dashboards/*    ──▶ monitoring/kustomization.yaml        a ConfigMap per dashboard, for Grafana's sidecar
 

@@ -7,7 +7,7 @@ kubectl --namespace ryzanstein create secret generic ryzanstein-nats --from-env-
 import secrets
 import sys
 
-from shared.permissions import USERS
+from shared.nats.permissions import USERS
 
 CLUSTER = "cluster"
 """Key of the password that NATS' servers show each other."""

@@ -14,8 +14,9 @@ os.environ.setdefault("RYZANSTEIN_WEIGHT_CACHE_BYTES", "0")
 
 from benchmarks.on_gpu.interpreter import choose
 from services.cli.nats_server import LocalNats
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
+from shared.nats.streams import ensure_streams
 
 # Before anything imports Triton, transformers among it: what is decorated first decides for the whole process.
 choose()
@@ -50,6 +51,6 @@ async def nats_settings(tmp_path: Path) -> AsyncIterator[CommonSettings]:
 async def bus(nats_settings: CommonSettings) -> AsyncIterator[Bus]:
     """A connection of the test's own, with the streams in place."""
     connection = await Bus.connect(nats_settings, "test")
-    await connection.ensure_streams()
+    await ensure_streams(connection)
     yield connection
     await connection.close()

@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
-from shared import lifecycle
 from shared.config import CommonSettings
-from shared.lifecycle import Service
 from shared.messages import ServiceName
+from shared.service import lifecycle
+from shared.service.lifecycle import Service
 
 
 class Example(Service):

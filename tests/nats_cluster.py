@@ -13,8 +13,8 @@ import msgspec
 from pydantic import SecretStr
 
 from services.cli.nats_server import LocalNats
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 
 SIZE = 3
 

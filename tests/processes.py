@@ -8,10 +8,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import Heartbeat
+from shared.nats import subjects
+from shared.nats.bus import Bus
 from shared.process import die_with_parent
 
 

@@ -35,9 +35,7 @@ from services.gateway.life.generation import Generation
 from services.gateway.life.generations import Generations
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
-from shared.bus import Bus, encode
 from shared.config import CommonSettings
-from shared.logs import configure_logging
 from shared.messages import (
     DispatchBatch,
     GenerationRequest,
@@ -49,7 +47,9 @@ from shared.messages import (
     TokenEntry,
     TokenFrame,
 )
-from shared.records import GenerationRecord, GenerationRecords
+from shared.messages.records import GenerationRecord, GenerationRecords
+from shared.nats.bus import Bus, encode
+from shared.service.logs import configure_logging
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks/recorded/counts.json"

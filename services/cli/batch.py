@@ -17,8 +17,8 @@ from rich.progress import (
 
 from services.cli.batch_clients import FILE_FIELDS, Batch, BatchClient, Kind, Wanted
 from services.cli.terminal import print_columns
-from shared.batches import OVER
 from shared.errors import ConfigurationError, Unavailable
+from shared.messages.batches import OVER
 
 POLL = 0.5
 """Seconds between two looks at a batch that is waited for."""

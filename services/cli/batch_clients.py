@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol
 import httpx
 import msgspec
 
-from shared import subjects
-from shared.batches import BatchAsk, BatchListing, BatchReply, BatchSubmit
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
-from shared.objects import CHUNK, MissingObject, Objects
+from shared.messages.batches import BatchAsk, BatchListing, BatchReply, BatchSubmit
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.objects import CHUNK, MissingObject, Objects
 
 Batch = dict[str, Any]
 """A batch as `GET /v1/batches/{id}` shows it."""

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from services.cli.drain import known_group
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.debugging import (
+from shared.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded, NobodyThere
+from shared.messages import GroupRecord
+from shared.messages.debugging import (
     DebugCommand,
     Dump,
     DumpCommand,
@@ -23,9 +23,9 @@ from shared.debugging import (
     ProfileSummary,
     ResultCommand,
 )
-from shared.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded, NobodyThere
-from shared.messages import GroupRecord
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 ANSWER_TIMEOUT = 5.0
 """Seconds that an orchestrator has to answer a command: it does so at once."""

@@ -12,8 +12,8 @@ from services.cli.debug import fetch_dump, fetch_profile
 from services.cli.debug_print import print_dump, print_plans, print_profile
 from services.cli.terminal import console
 from services.cli.where import DataDir, NatsUrl, nats_of_stack
-from shared.debugging import Dump, ProfileCommand
 from shared.errors import ConfigurationError
+from shared.messages.debugging import Dump, ProfileCommand
 
 debug_app = typer.Typer(
     help="Look into a group's ring: what its ranks do, also when it is hung (docs/debugging.md).",

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from rich.console import Console
 
-from shared.debugging import (
+from shared.messages.debugging import (
     AllocatorDump,
     Dump,
     LeaderDump,

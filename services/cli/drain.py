@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError
 from shared.messages import ControlCommand, ControlReply, Drain, GroupRecord, Undrain
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 ANSWER_TIMEOUT = 5.0
 """Seconds that a leader has to answer a command."""

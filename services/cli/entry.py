@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _run(command_line: Callable[[], object]) -> None:
-    from shared.logs import configure_logging
+    from shared.service.logs import configure_logging
 
     configure_logging("cli", "cli", level="error", fmt="console", whole_process=False)
     try:

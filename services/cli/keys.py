@@ -14,12 +14,12 @@ import typer
 
 from services.cli.terminal import console, print_columns
 from services.cli.where import DataDir, NatsUrl, nats_of_stack
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.keys import KeyLimits, KeyRecord, NewKey, new_key, parse
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 T = TypeVar("T")
 

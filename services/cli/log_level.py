@@ -13,13 +13,13 @@ from rich.table import Table
 
 from services.cli.terminal import console
 from services.cli.where import DataDir, NatsUrl, nats_of_stack
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, RyzansteinError
-from shared.logs import LEVELS
 from shared.messages import GroupRecord, LogLevel, ServiceRecord, SetLogLevel
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.service.logs import LEVELS
 
 ANSWER_TIMEOUT = 3.0
 """Seconds that a service has to answer."""

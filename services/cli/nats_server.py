@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from services.cli.nats_config import MAX_PAYLOAD, accounts, one_user, quoted, service_users
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
-from shared.permissions import USERS
+from shared.nats.permissions import USERS
 
 START_TIMEOUT = 20.0
 

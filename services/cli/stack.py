@@ -19,11 +19,12 @@ from services.cli.child import Child, ending, set_aside
 from services.cli.nats_server import LocalNats
 from services.cli.settings import StackSettings
 from services.cli.store_watch import StoreWatch
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.messages import Heartbeat
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.streams import ensure_streams
 from shared.process import die_with_parent
 
 STOP_ORDER = ("gateway", "scheduler", "executor", "health-monitor")
@@ -118,7 +119,7 @@ class LocalStack:
             await self._nats.start(die_with_parent())
             self.nats_settings = self._nats.settings()
         self._bus = await Bus.connect(self.nats_settings, "ryzanstein up")
-        await self._bus.ensure_streams()
+        await ensure_streams(self._bus)
         await self._bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
         self.children = self._make_children()
         # What takes longest to be ready begins first; what is equal stays in order.

@@ -11,12 +11,12 @@ from rich.table import Table
 
 from services.cli.run_file import Started
 from services.cli.sizes import megabytes
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GroupRecord, ServiceRecord
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from shared.process import pid_namespace
-from shared.stores import Bucket
 
 UNKNOWN = ("-", "-")
 """CPU time and memory of a process on another machine, or in another container."""

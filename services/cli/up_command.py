@@ -14,7 +14,7 @@ from services.cli.up import Up, UpOptions
 from services.cli.where import DataDir, NatsUrl
 from shared.config import load_settings
 from shared.errors import ConfigurationError
-from shared.parsers import REASONING_PARSERS, TOOL_PARSERS
+from shared.models import REASONING_PARSERS, TOOL_PARSERS
 
 
 def up(

@@ -10,7 +10,7 @@ if __name__ == "__main__":
 from services.executor.nodes.node import RingNode
 from services.executor.orchestrator import ExecutorService
 from services.executor.settings import ExecutorSettings
-from shared import lifecycle
+from shared.service import lifecycle
 
 
 def make(settings: ExecutorSettings) -> ExecutorService | RingNode:

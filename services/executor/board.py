@@ -24,8 +24,8 @@ from services.executor.figures import GpuRow, Kind, RingFigures, words_of
 from services.executor.gpu.device_progress import DeviceProgress, Marks
 from services.executor.progress import Progress
 from services.executor.rank_times import WORDS, RankClock, RankTime
-from shared.logs import Change
 from shared.messages import GroupLoad, RankBeat
+from shared.service.logs import Change
 
 _WORD = 8
 

@@ -33,10 +33,7 @@ from services.executor.recent_frames import RecentFrames
 from services.executor.ring import Drained, RankSpec, Ready
 from services.executor.settings import ExecutorSettings
 from services.executor.stepping import Stepping, looks_ahead
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
-from shared.lifecycle import tame_collector
 from shared.messages import (
     Cancel,
     Claimed,
@@ -51,7 +48,11 @@ from shared.messages import (
     Refusal,
     TokenFrame,
 )
-from shared.stores import Bucket, ObjectStore
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.objects import ObjectStore
+from shared.service.lifecycle import freeze_gc_after_startup
 
 if TYPE_CHECKING:
     from services.executor.rank import Orchestrator
@@ -170,7 +171,7 @@ class Leader:
         await self._bus.subscribe(subjects.control(group), ControlCommand, self._on_control)  # type: ignore[arg-type]
         await self._handover.open(self._bus, card.fingerprint)
         await self._bus.flush()
-        tame_collector()
+        freeze_gc_after_startup()
         self._board.set_state(RingState.READY)
         self._orchestrator.send(Ready(self._model, engine_spec.kv_bytes, engine_spec.imports))
         log.info(

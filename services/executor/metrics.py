@@ -13,7 +13,7 @@ from services.executor.board import RingBoard
 from services.executor.figures import Kind
 from services.executor.gpus import GpuReader
 from shared.messages import RING_CAUSES
-from shared.metrics import MODEL, Alias, Aliases
+from shared.service.metrics import MODEL, Alias, Aliases
 
 _LABELS = ("group", "model")
 _PREFIX = "ryzanstein_executor"

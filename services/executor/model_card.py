@@ -8,9 +8,9 @@ from typing import Any
 
 from services.executor.engine.protocol import EngineSpec
 from services.executor.fingerprint import files_digest
-from shared.bus import encode
 from shared.errors import ModelLoadError
 from shared.messages import ModelCard, TokenizerBundle
+from shared.nats.bus import encode
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -22,13 +22,13 @@ from services.executor.nodes.head import NodesHead
 from services.executor.ring import Ring, RingEnd, fork_client
 from services.executor.ring_watch import LoadWatch, RingWatch
 from services.executor.settings import ExecutorSettings
-from shared import subjects
 from shared.errors import BrokerUnavailable, ConfigurationError, RingLost, error_from_code
-from shared.lifecycle import Service
-from shared.logs import Change
 from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupWork, RankBeat, RingDeath, ServiceName
-from shared.stores import Bucket
-from shared.telemetry import Health
+from shared.nats import subjects
+from shared.nats.kv import Bucket
+from shared.service.endpoints import Health
+from shared.service.lifecycle import Service
+from shared.service.logs import Change
 
 log = structlog.get_logger(__name__)
 

@@ -23,10 +23,10 @@ from services.executor.fork_server import leave
 from services.executor.ring import Failed, RankEvent, RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
 from shared import tracing
-from shared.debugging import LeaderDump
 from shared.errors import InternalError, RingLost, RyzansteinError
-from shared.logs import configure_logging
-from shared.logs import follow as follow_level
+from shared.messages.debugging import LeaderDump
+from shared.service.logs import configure_logging
+from shared.service.logs import follow as follow_level
 from shared.tracing import Attributes
 
 log = structlog.get_logger(__name__)

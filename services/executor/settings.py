@@ -11,7 +11,7 @@ from services.executor.debug.slow_steps import SlowSteps
 from services.executor.engine.draft_limit import most_drafts
 from services.executor.kv_cache.dtypes import KvDType, parse_layers
 from shared.config import CommonSettings
-from shared.parsers import ReasoningParser, ToolParser
+from shared.models import ReasoningParser, ToolParser
 
 DType = Literal["auto", "bf16", "fp32"]
 WeightDType = Literal["auto", "bf16", "fp8", "int8"]

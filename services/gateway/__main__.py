@@ -2,8 +2,9 @@
 
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewaySettings
-from shared import lifecycle, memory
+from shared import process
+from shared.service import lifecycle
 
 if __name__ == "__main__":
-    memory.keep_little()
+    process.keep_little()
     raise SystemExit(lifecycle.main(GatewayService, GatewaySettings, "ryzanstein serve gateway"))

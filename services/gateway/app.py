@@ -37,7 +37,7 @@ from services.gateway.traces.http import begin_request, end_request
 from services.gateway.websocket import StreamSocket
 from shared import tracing
 from shared.errors import InvalidRequest
-from shared.telemetry import OpsApp, Receive, Scope, Send
+from shared.service.endpoints import OpsApp, Receive, Scope, Send
 from shared.version import VERSION
 
 log = structlog.get_logger(__name__)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import structlog
 
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import UnknownModel
 from shared.messages import GroupRecord, ModelCard
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 log = structlog.get_logger(__name__)
 

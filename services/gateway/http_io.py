@@ -8,7 +8,7 @@ import msgspec
 from services.gateway.errors import InvalidParameter, RequestTimeout, RouteError
 from services.gateway.readers.mailbox import ClientGone, Mailbox
 from shared.errors import PayloadTooLarge
-from shared.telemetry import Receive, Scope, Send
+from shared.service.endpoints import Receive, Scope, Send
 
 RETRY = 500
 """Milliseconds after which a client that was cut off should come back: shorter than the grace it has."""

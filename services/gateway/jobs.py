@@ -19,7 +19,7 @@ from services.gateway.catalog import Catalog
 from services.gateway.files.store import Files
 from services.gateway.requests.intake import Intake
 from services.gateway.settings import GatewaySettings
-from shared.bus import Bus
+from shared.nats.bus import Bus
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 

@@ -20,7 +20,7 @@ from services.gateway.requests.validation import check_background, check_idempot
 from services.gateway.settings import GatewaySettings
 from shared.errors import InternalError, InvalidRequest, RyzansteinError, Unavailable
 from shared.messages import ModelCard
-from shared.telemetry import Receive, Scope, Send
+from shared.service.endpoints import Receive, Scope, Send
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ import msgspec
 from services.gateway.backend import Backend
 from services.gateway.http_io import send_json, watch_disconnect
 from services.gateway.rest import positions_of, stream
-from shared.telemetry import Receive, Scope, Send
+from shared.service.endpoints import Receive, Scope, Send
 
 
 class Cancelled(msgspec.Struct, frozen=True):

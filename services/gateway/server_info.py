@@ -4,7 +4,7 @@ import msgspec
 
 from services.gateway.backend import Backend
 from services.gateway.http_io import send_json
-from shared.telemetry import Receive, Scope, Send
+from shared.service.endpoints import Receive, Scope, Send
 
 PING = "/ping"
 

@@ -19,9 +19,9 @@ from services.gateway.metrics import GatewayMetrics, vllm_aliases
 from services.gateway.settings import GatewaySettings
 from services.gateway.work import Work
 from shared.errors import ConfigurationError
-from shared.lifecycle import Service
 from shared.messages import ServiceName
-from shared.telemetry import OpsApp
+from shared.service.endpoints import OpsApp
+from shared.service.lifecycle import Service
 from shared.tls import Certificates, server_context
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from services.gateway.text.encoding import INLINE
 from services.gateway.text.tokenization import Tokenizer
 from services.gateway.tools.schemas import Tool
 from shared.messages import ModelCard
-from shared.telemetry import Receive, Scope, Send
+from shared.service.endpoints import Receive, Scope, Send
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 

@@ -62,7 +62,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.traces.http import begin_message, handshake_context
 from shared import tracing
 from shared.errors import QueueFull
-from shared.telemetry import Receive, Scope, Send
+from shared.service.endpoints import Receive, Scope, Send
 from shared.tracing import Span, TraceContext
 
 log = structlog.get_logger(__name__)

@@ -34,9 +34,9 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.stored_chats.chats import StoredChats
 from services.gateway.stored_chats.index import ChatIndex, ChatShelf
 from services.gateway.text.tokenizer_store import TokenizerStore
-from shared.bus import Bus
 from shared.errors import BrokerUnavailable
-from shared.tenants import Quota
+from shared.nats.bus import Bus
+from shared.nats.tenants import Quota
 
 Spawn = Callable[[Coroutine[Any, Any, Any], str], object]
 

@@ -2,7 +2,7 @@
 
 from services.health_monitor.service import HealthMonitorService
 from services.health_monitor.settings import HealthMonitorSettings
-from shared import lifecycle
+from shared.service import lifecycle
 
 if __name__ == "__main__":
     raise SystemExit(

@@ -8,16 +8,14 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
-from services.health_monitor.clocks import Clocks
-from services.health_monitor.detector import Detector
-from services.health_monitor.metrics import HealthMetrics
-from services.health_monitor.presence import ConnectionEvent
+from services.health_monitor.clock_skew import Clocks
+from services.health_monitor.detector import ConnectionEvent, Detector
+from services.health_monitor.metrics import HealthMetrics, StreamWatch
 from services.health_monitor.registry import Registry
 from services.health_monitor.settings import HealthMonitorSettings
-from services.health_monitor.streams import StreamWatch
-from shared import subjects
-from shared.lifecycle import Service
 from shared.messages import GroupRecord, Heartbeat, ServiceRecord
+from shared.nats import subjects
+from shared.service.lifecycle import Service
 
 log = structlog.get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
-from shared import lifecycle
+from shared.service import lifecycle
 
 if __name__ == "__main__":
     raise SystemExit(lifecycle.main(SchedulerService, SchedulerSettings, "ryzanstein serve scheduler"))

@@ -14,19 +14,85 @@ goes to another group than the one that has not answered, that one is told to le
 
 import asyncio
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 import structlog
 
-from services.scheduler.batcher import Batcher
-from services.scheduler.groups import Group, GroupTable
 from services.scheduler.metrics import SchedulerMetrics, code_label
-from services.scheduler.waiting import WaitingRequest
-from shared import subjects
-from shared.bus import Bus
+from services.scheduler.placement.groups import Group, GroupTable
+from services.scheduler.queue.request import WaitingRequest
 from shared.errors import BrokerUnavailable, LinkLost, PayloadTooLarge, RyzansteinError
 from shared.messages import Cancel, DispatchReply, Refusal
+from shared.nats import subjects
+from shared.nats.bus import Bus
+
+MAX_BATCH = 128
+"""Requests of one dispatch batch, at most."""
+
+
+@dataclass(slots=True)
+class _Gathering:
+    since: float
+    items: list[WaitingRequest] = field(default_factory=list)
+
+
+class Batcher:
+    """Gathers requests by destination into dispatch batches. Waiting buys throughput only while a group is busy and
+    more is on its way; otherwise a request goes at once. Times are monotonic seconds."""
+
+    def __init__(self, max_wait: float, max_bytes: int) -> None:
+        self._max_wait = max_wait
+        self._max_bytes = max_bytes
+        self._gathered: dict[str, _Gathering] = {}
+
+    def add(self, group: str, item: WaitingRequest, now: float) -> None:
+        self._gathered.setdefault(group, _Gathering(now)).items.append(item)
+
+    def groups(self) -> list[str]:
+        """Groups that something is gathered for."""
+        return list(self._gathered)
+
+    def take(self, group: str, now: float, *, hurry: bool) -> list[WaitingRequest]:
+        """The next batch for `group`; empty while it is worth waiting.
+
+        It goes when it is full, when its first request has waited long enough, or on `hurry` (the
+        group is idle, or nothing else is coming). A batch exceeds `max_bytes` only with a single request.
+        """
+        gathering = self._gathered.get(group)
+        if gathering is None:
+            return []
+        count = self._fitting(gathering.items)
+        full = count == MAX_BATCH or count < len(gathering.items)
+        if not (hurry or full or now >= gathering.since + self._max_wait):
+            return []
+        batch, rest = gathering.items[:count], gathering.items[count:]
+        if rest:
+            # They have waited as long as the batch that goes: their time is not counted anew.
+            gathering.items = rest
+        else:
+            del self._gathered[group]
+        return batch
+
+    def take_back(self, group: str) -> list[WaitingRequest]:
+        """Everything gathered for a group that shall not have it any more."""
+        gathering = self._gathered.pop(group, None)
+        return gathering.items if gathering is not None else []
+
+    def due(self) -> float | None:
+        """When the oldest gathered request has waited long enough."""
+        oldest = min((gathering.since for gathering in self._gathered.values()), default=None)
+        return None if oldest is None else oldest + self._max_wait
+
+    def _fitting(self, items: list[WaitingRequest]) -> int:
+        size = 0
+        for count, item in enumerate(items[:MAX_BATCH]):
+            size += len(item.raw)
+            if size > self._max_bytes and count:
+                return count
+        return min(len(items), MAX_BATCH)
+
 
 IN_FLIGHT = 2
 """Batches that one group has to answer at a time: one may be under way while the other is decided."""

@@ -30,13 +30,13 @@ from nats.aio.subscription import Subscription
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.queue.request import WaitingRequest
+from services.scheduler.queue.traces import trace_of
 from services.scheduler.settings import SchedulerSettings
-from services.scheduler.traces import trace_of
-from services.scheduler.waiting import WaitingRequest
-from shared import subjects
-from shared.broker_errors import BROKER_ERRORS, reason_of, translated
-from shared.bus import Bus
 from shared.messages import LANES, GenerationRequest, Lane
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.errors import BROKER_ERRORS, reason_of, translated
 
 PULL_MARGIN = 1.0
 """Seconds that the news of a pull's end may take."""
@@ -166,7 +166,7 @@ class Intake:
                 await self._touch(asyncio.get_running_loop().time())
                 await self._revive()
             except BROKER_ERRORS as error:
-                log.warning("intake_not_looked_after", error=reason_of(error))
+                log.warning("intake_keepalive_failed", error=reason_of(error))
 
     async def stop_pulling(self) -> None:
         """Takes nothing more; what arrives meanwhile goes back at once."""
@@ -178,7 +178,7 @@ class Intake:
         try:
             await asyncio.wait_for(asyncio.gather(*drains), STOP_TIMEOUT)
         except BROKER_ERRORS as error:  # its pulls end with the connection, or with their time
-            log.warning("pulls_not_ended", error=reason_of(error))
+            log.warning("pull_drain_failed", error=reason_of(error))
 
     async def give_back(self) -> None:
         """Returns everything held to the stream, for another scheduler."""
@@ -187,7 +187,7 @@ class Intake:
             try:
                 await delivery.message.nak()
             except BROKER_ERRORS as error:  # after `ack_wait` it goes to another one by itself
-                log.warning("request_not_given_back", order=delivery.order, error=reason_of(error))
+                log.warning("nak_failed", order=delivery.order, error=reason_of(error))
 
     # --- held messages ---------------------------------------------------------------------------
 

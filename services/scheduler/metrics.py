@@ -9,11 +9,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.scheduler.breaker import STATES, State
-from services.scheduler.placement import Reason
+from services.scheduler.placement.circuit_breaker import STATES, State
+from services.scheduler.placement.policy import Reason
 from shared.errors import DeadlineExceeded, NoGroupAvailable, QueueFull, error_from_code
 from shared.messages import LANES, Lane
-from shared.metrics import MODEL, Alias, Aliases, begin_at_zero
+from shared.service.metrics import MODEL, Alias, Aliases, begin_at_zero
 
 _PREFIX = "ryzanstein_scheduler"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0, 60.0)

@@ -9,22 +9,21 @@ from typing import Any
 import msgspec
 import structlog
 
-from services.scheduler.batcher import Batcher
-from services.scheduler.dispatcher import Dispatcher
-from services.scheduler.endings import Endings
-from services.scheduler.groups import GroupTable
-from services.scheduler.memory import GenerationMemory, Holder
+from services.scheduler.dispatcher import Batcher, Dispatcher
 from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.placement import Decision, Placement
-from services.scheduler.queue import RequestQueue
-from services.scheduler.sessions import SessionPins
+from services.scheduler.placement.groups import GroupTable
+from services.scheduler.placement.policy import Decision, Placement
+from services.scheduler.placement.session_pins import SessionPins
+from services.scheduler.queue.dispatch_history import DispatchHistory, Holder
+from services.scheduler.queue.fair_queue import RequestQueue
+from services.scheduler.queue.request import WaitingRequest
+from services.scheduler.rejections import Rejections
 from services.scheduler.settings import SchedulerSettings
-from services.scheduler.waiting import WaitingRequest
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import BrokerUnavailable, DeadlineExceeded, NoGroupAvailable, QueueFull
 from shared.messages import Cancel, CancelRequest, ControlReply, Lane, Refusal, SessionPin
-from shared.pins import pin_key
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.subjects import pin_key
 
 TICK = 0.02
 """Seconds between two looks at deadlines and closed groups."""
@@ -49,7 +48,7 @@ class Router:
         settings: SchedulerSettings,
         table: GroupTable,
         pins: SessionPins,
-        endings: Endings,
+        rejections: Rejections,
         metrics: SchedulerMetrics,
         more_coming: Callable[[], bool],
     ) -> None:
@@ -57,12 +56,12 @@ class Router:
         self._settings = settings
         self._table = table
         self._pins = pins
-        self._endings = endings
+        self._rejections = rejections
         self._metrics = metrics
         self._more_coming = more_coming
         self._queue = RequestQueue()
         self._placement = Placement(table, settings.sticky_tokens)
-        self._memory = GenerationMemory()
+        self._history = DispatchHistory()
         self._dispatcher = Dispatcher(
             bus,
             table,
@@ -85,10 +84,10 @@ class Router:
         `crowded`: much of what intake may hold is held. Then the requests of a model that nobody serves
         stay in the stream, so that those of other models still come through.
         """
-        if self._memory.cancelled(item.generation_id, item.claim):
-            self._endings.cancel(item)
+        if self._history.cancelled(item.generation_id, item.claim):
+            self._rejections.cancel(item)
         elif self._is_taken(item):
-            self._endings.settle(item)
+            self._rejections.settle(item)
         elif crowded and not self._is_late(item) and not self._is_served(item.model):
             return False
         elif self._is_full(item):
@@ -96,14 +95,14 @@ class Router:
                 f"{self._settings.max_waiting:,} requests for the model {item.model} wait already; "
                 "try again in a few seconds."
             )
-            self._endings.fail(item, error.code, str(error), retryable=error.retryable)
+            self._rejections.fail(item, error.code, str(error), retryable=error.retryable)
         else:
             self._enqueue(item)
         return True
 
     def _is_taken(self, item: WaitingRequest) -> bool:
         """Whether a delivery is a repeat: a living ring has this attempt, or a later one has been placed."""
-        holder = self._memory.holder(item.generation_id)
+        holder = self._history.holder(item.generation_id)
         if holder is None or holder.attempt != item.attempt:
             return holder is not None and holder.attempt > item.attempt
         group = self._table.get(holder.group)
@@ -124,12 +123,12 @@ class Router:
         now = asyncio.get_running_loop().time()
         by_group: dict[str, list[str]] = {}
         for generation_id in request.generation_ids:
-            self._memory.cancel(generation_id, now, request.claim)
+            self._history.cancel(generation_id, now, request.claim)
             item = self._queue.get(generation_id)
-            if item is not None and self._memory.cancelled(generation_id, item.claim):
+            if item is not None and self._history.cancelled(generation_id, item.claim):
                 self._queue.remove(generation_id)
-                self._endings.cancel(item)
-            elif item is None and (holder := self._memory.holder(generation_id)) is not None:
+                self._rejections.cancel(item)
+            elif item is None and (holder := self._history.holder(generation_id)) is not None:
                 by_group.setdefault(holder.group, []).append(generation_id)
         for group, generation_ids in by_group.items():
             self._spawn(self._forward_cancel(group, Cancel(generation_ids, claim=request.claim)))
@@ -196,7 +195,7 @@ class Router:
         now = asyncio.get_running_loop().time()
         if not item.delivery.ours(now):
             self._queue.take(item)
-            self._let_go(item)
+            self._release_lost(item)
             return True
         key = pin_key(item.model, item.session) if item.session else ""
         pin = self._pins.cached(key, now) if key else None
@@ -278,9 +277,9 @@ class Router:
     # --- outcomes of dispatches ------------------------------------------------------------------
 
     def accepted(self, item: WaitingRequest, group: str, epoch: int) -> None:
-        self._memory.taken(item.generation_id, Holder(item.attempt, group, epoch))
+        self._history.taken(item.generation_id, Holder(item.attempt, group, epoch))
         item.trace.accepted(epoch)
-        self._endings.settle(item)
+        self._rejections.settle(item)
         self._metrics.groups.dispatched(group)
         self._metrics.queue_seconds.observe(asyncio.get_running_loop().time() - item.arrived)
         log.info(
@@ -292,18 +291,18 @@ class Router:
             attempt=item.attempt,
             **item.trace.ids,
         )
-        if self._memory.cancelled(item.generation_id, item.claim):
-            claim = self._memory.claim_of_cancel(item.generation_id)
+        if self._history.cancelled(item.generation_id, item.claim):
+            claim = self._history.claim_of_cancel(item.generation_id)
             self._spawn(self._forward_cancel(group, Cancel([item.generation_id], claim=claim)))
 
     def rejected(self, item: WaitingRequest, refusal: Refusal) -> None:
-        self._endings.fail(item, refusal.code, refusal.message, retryable=False)
+        self._rejections.fail(item, refusal.code, refusal.message, retryable=False)
 
     def returned(self, item: WaitingRequest) -> None:
         """A request comes back: it waits again, in its old place."""
         item.trace.returned()
-        if self._memory.cancelled(item.generation_id, item.claim):
-            self._endings.cancel(item)
+        if self._history.cancelled(item.generation_id, item.claim):
+            self._rejections.cancel(item)
         else:
             self._enqueue(item)
 
@@ -313,14 +312,14 @@ class Router:
     def _enqueue(self, item: WaitingRequest) -> None:
         displaced = self._queue.push(item)
         if displaced is not None:
-            self._endings.settle(displaced)
+            self._rejections.settle(displaced)
         self.wake()
 
     def _expire(self) -> None:
         now = asyncio.get_running_loop().time()
         for item in self._queue.expire(time.time()):
             if not item.delivery.ours(now):
-                self._let_go(item)
+                self._release_lost(item)
                 continue
             if any(group.up for group in self._table.of(item.model)):
                 error: DeadlineExceeded | NoGroupAvailable = DeadlineExceeded(
@@ -331,9 +330,9 @@ class Router:
                     f"No executor group serves the model {item.model} at the moment; "
                     "start one, or try again later."
                 )
-            self._endings.fail(item, error.code, str(error), retryable=error.retryable)
+            self._rejections.fail(item, error.code, str(error), retryable=error.retryable)
 
-    def _let_go(self, item: WaitingRequest) -> None:
+    def _release_lost(self, item: WaitingRequest) -> None:
         """We have been silent for so long that the broker has given the request to another scheduler."""
         log.warning(
             "request_lost",

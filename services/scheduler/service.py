@@ -5,18 +5,18 @@ import contextlib
 
 import structlog
 
-from services.scheduler.endings import Endings
-from services.scheduler.groups import GroupTable
 from services.scheduler.intake import Intake
 from services.scheduler.metrics import SchedulerMetrics, WaitingCollector, vllm_aliases
+from services.scheduler.placement.groups import GroupTable
+from services.scheduler.placement.session_pins import SessionPins
+from services.scheduler.queue.request import WaitingRequest
+from services.scheduler.rejections import Rejections
 from services.scheduler.router import Router
-from services.scheduler.sessions import SessionPins
 from services.scheduler.settings import SchedulerSettings
-from services.scheduler.waiting import WaitingRequest
-from shared import subjects
-from shared.lifecycle import Service
 from shared.messages import CancelRequest, GroupEvent, GroupRecord, SessionPin
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.kv import Bucket
+from shared.service.lifecycle import Service
 
 SETTLE_TIMEOUT = 5.0
 """Seconds that a leaving scheduler takes to settle what was decided; the rest is delivered again."""
@@ -41,20 +41,20 @@ class SchedulerService(Service):
             self.registry.register(vllm_aliases(waiting))
         self._intake: Intake | None = None
         self._router: Router | None = None
-        self._endings: Endings | None = None
+        self._rejections: Rejections | None = None
 
     async def start(self) -> None:
         sessions = await Bucket.open(
             self.bus, subjects.SESSIONS_BUCKET, SessionPin, ttl=self._settings.session_ttl
         )
         pins = SessionPins(sessions, self._settings.session_ttl, self._settings.session_cache)
-        endings = self._endings = Endings(self.bus, self._metrics)
+        rejections = self._rejections = Rejections(self.bus, self._metrics)
         intake = self._intake = Intake(self.bus, self._settings, self._metrics, self._admit)
         router = self._router = Router(
-            self.bus, self._settings, self._table, pins, endings, self._metrics, intake.more_coming
+            self.bus, self._settings, self._table, pins, rejections, self._metrics, intake.more_coming
         )
         self.spawn(pins.follow(), "sessions")
-        self.spawn(endings.run(), "endings")
+        self.spawn(rejections.run(), "rejections")
         self.spawn(router.tick(), "tick")
         await self.bus.subscribe(subjects.CANCEL, CancelRequest, router.cancel)
         await self.bus.subscribe(subjects.HEALTH_EVENTS, GroupEvent, self._on_event)
@@ -63,12 +63,12 @@ class SchedulerService(Service):
         await intake.start()
 
     async def stop(self) -> None:
-        if self._intake is None or self._router is None or self._endings is None:
+        if self._intake is None or self._router is None or self._rejections is None:
             return
         await self._intake.stop_pulling()
         await self._router.stop()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._endings.drained(), SETTLE_TIMEOUT)
+            await asyncio.wait_for(self._rejections.drained(), SETTLE_TIMEOUT)
         await self._intake.give_back()
 
     def _admit(self, item: WaitingRequest, *, crowded: bool) -> bool:

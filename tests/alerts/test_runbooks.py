@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from services.cli.where import nats_of_stack
-from shared import subjects
-from shared.bus import Bus
 from shared.messages import ServiceRecord
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from tests.alerts import rules, runbooks
 from tests.alerts.test_rules import run_promtool
 from tests.e2e.stack import Stack

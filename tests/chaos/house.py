@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 
 from services.cli.serve import MODULES
-from shared.bus import Bus
+from shared.nats.bus import Bus
+from shared.nats.streams import ensure_streams
 from shared.process import die_with_parent
 from tests.chaos.broker import Broker, SmallDisk
 from tests.chaos.links import Direct, Link, NamespaceLink, Pass, ProxyLink, namespaces_work
@@ -188,7 +189,7 @@ class House:
             **self.plan.environment,
         }
         self._bus = await Bus.connect(common, "chaos")
-        await self._bus.ensure_streams()
+        await ensure_streams(self._bus)
         self._watch = Watch(self._bus)
         await self._watch.start()
         if self.plan.cuttable:

@@ -12,8 +12,8 @@ import re
 
 from nats.aio.msg import Msg
 
-from shared import subjects
-from shared.bus import Bus
+from shared.nats import subjects
+from shared.nats.bus import Bus
 
 DROPPED, REPEATED, KEPT_BACK = 0.02, 0.10, 0.15
 """Shares of the token messages that this happens to."""

@@ -21,8 +21,8 @@ import trustme
 from nats.js.api import StreamConfig
 from nats.js.errors import APIError
 
-from shared import subjects
 from shared.messages import ControlReply, Drain
+from shared.nats import subjects
 from tests.alerts.prometheus import need
 from tests.alerts.rules import PENDING
 from tests.chaos.alerting import askers, fires, hang, kill, signal_if_there, signal_ranks, start, watched

@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from shared import subjects
-from shared.batches import BatchJob
-from shared.bus import Bus
-from shared.journal import Begin, SubjectReader
 from shared.messages import TokenFrame
-from shared.records import GenerationRecords
-from shared.stores import Bucket
-from shared.tenants import tenant_key
+from shared.messages.batches import BatchJob
+from shared.messages.records import GenerationRecords
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.journal import Begin, SubjectReader
+from shared.nats.kv import Bucket
+from shared.nats.tenants import tenant_key
 from tests.chaos.house import House, Plan
 
 LINES = 800

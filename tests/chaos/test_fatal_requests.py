@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from services.executor.engine.stub import FAULT_TOKEN
-from shared import subjects
 from shared.messages import GroupEvent
+from shared.nats import subjects
 from tests.chaos.house import House, Plan
 
 CAUSES = {"crash": "crashed", "exit": "crashed", "error": "out_of_memory", "hang": "hung"}

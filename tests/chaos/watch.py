@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from shared import subjects
-from shared.bus import Bus
 from shared.messages import GroupEvent, Heartbeat, ServiceRecord, TokenFrame
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 T = TypeVar("T")
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared import messages
-from shared.bus import encode
 from shared.messages import (
     Cancel,
     Claimed,
@@ -25,6 +24,7 @@ from shared.messages import (
     TokenFrame,
     TokenLogprobs,
 )
+from shared.nats.bus import encode
 from tests.contract.strategies import messages as instances_of
 
 ALL = [

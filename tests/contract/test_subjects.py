@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import subjects
 from shared.messages import LANES
+from shared.nats import subjects
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 SAFE = re.compile(r"[A-Za-z0-9_=-]+")

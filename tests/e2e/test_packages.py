@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from tests.e2e.stack import run_cli
 from tests.processes import service_process
 

@@ -12,14 +12,16 @@ from nats.js.api import RetentionPolicy, StreamConfig
 from structlog.testing import capture_logs
 
 from services.cli.nats_server import LocalNats
-from shared import bus as bus_module
-from shared import subjects
-from shared.bus import Bus, encode
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, LinkLost, NobodyThere, PayloadTooLarge
-from shared.journal import Begin, replay
 from shared.messages import Cancel, ControlCommand, ControlReply, Drain, SessionPin, TokenEntry, TokenFrame
-from shared.stores import Bucket, ObjectStore
+from shared.nats import bus as bus_module
+from shared.nats import subjects
+from shared.nats.bus import Bus, encode
+from shared.nats.journal import Begin, replay
+from shared.nats.kv import Bucket
+from shared.nats.objects import ObjectStore
+from shared.nats.streams import ensure_streams
 from tests.chaos.links import Forwarder
 
 
@@ -172,7 +174,7 @@ async def test_a_broker_without_jetstream_is_told_with_the_remedy(tmp_path: Path
         settings = server.settings()
         connection = await Bus.connect(settings, "test")
         with pytest.raises(ConfigurationError, match="without JetStream; start nats-server with -js"):
-            await connection.ensure_streams()
+            await ensure_streams(connection)
         with pytest.raises(BrokerUnavailable, match="without JetStream; start nats-server with -js"):
             await Bucket.open(connection, subjects.GROUPS_BUCKET, SessionPin)
         with pytest.raises(BrokerUnavailable, match="tokenizers: it runs without JetStream"):
@@ -195,7 +197,7 @@ async def test_a_stream_in_the_way_is_named(nats_settings: CommonSettings, strea
     try:
         await connection.jetstream().add_stream(stream)
         with pytest.raises(ConfigurationError, match=r"the stream INTAKE as it must be \(.+\); delete"):
-            await connection.ensure_streams()
+            await ensure_streams(connection)
     finally:
         await connection.close()
 
@@ -205,7 +207,7 @@ async def test_a_broker_without_room_says_so(nats_settings: CommonSettings) -> N
     connection = await Bus.connect(settings, "test")
     try:
         with pytest.raises(BrokerUnavailable, match=r"create the stream JOURNAL: .*; free disk space"):
-            await connection.ensure_streams()
+            await ensure_streams(connection)
     finally:
         await connection.close()
 
@@ -256,7 +258,7 @@ async def test_what_a_broken_connection_has_lost_is_told_when_it_is_back(
     link = Forwarder((host, int(port)))
     url = f"nats://127.0.0.1:{await link.listen('127.0.0.1')}"
     bus = await Bus.connect(nats_settings.model_copy(update={"nats_url": url}), "test")
-    await bus.ensure_streams()
+    await ensure_streams(bus)
     pins = await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin)
     link.cut()
     asked: asyncio.Future[object] = asyncio.ensure_future(
@@ -379,7 +381,7 @@ async def test_more_replicas_than_there_are_servers_are_refused_in_one_sentence(
 ) -> None:
     connection = await Bus.connect(nats_settings.model_copy(update={"nats_replicas": 3}), "test")
     with pytest.raises(ConfigurationError, match=r"cannot keep 3 replicas .* RYZANSTEIN_NATS_REPLICAS"):
-        await connection.ensure_streams()
+        await ensure_streams(connection)
     await connection.close()
 
 
@@ -395,7 +397,7 @@ async def test_a_key_is_deleted_only_as_it_is_known(bus: Bus) -> None:
 
 
 async def test_durable_publishes_side_by_side_get_their_own_numbers(bus: Bus) -> None:
-    await bus.ensure_streams()
+    await ensure_streams(bus)
     frames = [TokenFrame("g", 1, step, []) for step in range(300)]
     sequences = await asyncio.gather(*(bus.publish_durable(subjects.tokens("c"), frame) for frame in frames))
     assert len(set(sequences)) == len(frames)

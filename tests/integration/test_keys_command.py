@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from services.cli.keys import keys_app, when
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.keys import KeyLimits, KeyRecord, digest_of, parse
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 
 class Command:

@@ -12,11 +12,12 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from shared import lifecycle, subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import InternalError, PortInUse
 from shared.messages import Heartbeat
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.service import lifecycle
 from tests.example_service import Example
 from tests.processes import service_process
 

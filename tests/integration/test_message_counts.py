@@ -6,9 +6,9 @@ from pathlib import Path
 import httpx
 
 from benchmarks.regressions.counts import grown, load
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats import subjects
+from shared.nats.bus import Bus
 from tests.integration.rollout.house import House, until_answered
 
 REQUESTS, TOKENS = 20, 12

@@ -15,15 +15,16 @@ from services.cli.nats_server import LocalNats, find_binary
 from services.gateway.files.store import Files
 from services.gateway.life.large_records import LargeRecords
 from services.gateway.settings import GatewaySettings
-from shared import subjects
-from shared.batches import FileRecord
-from shared.bus import Bus, encode
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable
 from shared.messages import GenerationRequest
-from shared.permissions import USERS, User, inbox_of
-from shared.records import GenerationRecord
-from shared.tenants import TenantBucket, tenant_key
+from shared.messages.batches import FileRecord
+from shared.messages.records import GenerationRecord
+from shared.nats import subjects
+from shared.nats.bus import Bus, encode
+from shared.nats.permissions import USERS, User, inbox_of
+from shared.nats.streams import ensure_streams
+from shared.nats.tenants import TenantBucket, tenant_key
 from tests.integration.gateway.fake_ring import until
 
 G, S, H, E, O, B = "gateway", "scheduler", "health-monitor", "executor", "operator", "batch"  # noqa: E741
@@ -143,7 +144,7 @@ async def server(tmp_path: Path) -> AsyncIterator[LocalNats]:
     made = LocalNats(tmp_path / "nats", least_rights=True)
     await made.start()
     bus = await Bus.connect(settings_of(made, O), "test")
-    await bus.ensure_streams()
+    await ensure_streams(bus)
     await bus.close()
     yield made
     await made.stop()

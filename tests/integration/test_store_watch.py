@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from services.cli.store_watch import StoreWatch
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import BrokerUnavailable
 from shared.messages import CancelRequest
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.streams import ensure_streams
 from shared.process import die_with_parent
 from tests.chaos.broker import Broker, SmallDisk
 
@@ -25,7 +26,7 @@ async def test_the_store_is_started_again_when_there_is_room(tmp_path: Path) -> 
     try:
         await server.up()
         bus = await Bus.connect(server.settings(journal_max_bytes=8 << 20), "test")
-        await bus.ensure_streams()
+        await ensure_streams(bus)
         told: asyncio.Queue[str] = asyncio.Queue()
         watch = asyncio.create_task(StoreWatch(server, disk.directory, told.put_nowait).run())
         disk.fill()

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from shared.batches import FileRecord
-from shared.bus import Bus
-from shared.stores import PAGE, Bucket
-from shared.tenants import SLACK, Quota, TenantBucket, Trimmed
+from shared.messages.batches import FileRecord
+from shared.nats.bus import Bus
+from shared.nats.kv import PAGE, Bucket
+from shared.nats.tenants import SLACK, Quota, TenantBucket, Trimmed
 
 NAME = "test"
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import httpx
 
 from services.cli.run_file import read_run_file
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings, load_settings
 from shared.messages import ServiceRecord
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from tests.e2e.stack import Stack
 from tests.monitoring.prometheus import Prometheus, until
 from tests.prometheus import PROMETHEUS, scraping, serving

@@ -15,14 +15,14 @@ from services.cli.sla.intervals import Interval
 from services.cli.sla.ledger import PATIENCE, Ledger
 from services.cli.sla.periods import shown
 from services.cli.sla.report import Scope
-from shared import subjects
-from shared.broker_errors import BROKER_ERRORS, broker_error
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, RyzansteinError
-from shared.journal import from_moment, read_messages
 from shared.messages import TokenFrame
-from shared.records import GenerationRecords
+from shared.messages.records import GenerationRecords
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.errors import BROKER_ERRORS, broker_error
+from shared.nats.journal import from_moment, read_messages
 
 Progress = Callable[[float], None]
 """Told the share of the reading that is done."""

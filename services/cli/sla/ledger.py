@@ -18,7 +18,7 @@ from services.cli.sla.latencies import Latencies
 from services.cli.sla.report import Failovers, Reason, Requests, Scope, Tokens, scope_of
 from services.cli.sla.requests import End, Request
 from shared.messages import TokenFrame
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 
 PATIENCE = 600.0
 """Seconds after which a request that says nothing has failed: a gateway gives up by then (token_timeout), unless

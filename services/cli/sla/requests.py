@@ -7,7 +7,7 @@ entry, entry, ... ──┴▶ first token, gaps, failovers ──▶ an end of 
 from typing import Literal
 
 from shared.messages import TokenEntry
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 
 End = Literal["completed", "failed", "refused", "cancelled"]
 

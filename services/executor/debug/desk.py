@@ -18,9 +18,8 @@ from services.executor.debug.profile_job import refusal, run_profile
 from services.executor.debug.stillness import Stillness
 from services.executor.ring import Ring
 from services.executor.settings import ExecutorSettings
-from shared import subjects
-from shared.bus import Bus
-from shared.debugging import (
+from shared.messages import RankBeat
+from shared.messages.debugging import (
     PIECE_BYTES,
     DebugCommand,
     Dump,
@@ -31,7 +30,8 @@ from shared.debugging import (
     ProfileCommand,
     ResultCommand,
 )
-from shared.messages import RankBeat
+from shared.nats import subjects
+from shared.nats.bus import Bus
 
 log = structlog.get_logger(__name__)
 

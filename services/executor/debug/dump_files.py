@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.debugging import Dump
+from shared.messages.debugging import Dump
 
 _NAME = re.compile(r"dump-[\w=-]+-\d{8}T\d{6}-\d{3}\.json")
 _UNSAFE = re.compile(r"[^\w=-]")

@@ -26,8 +26,8 @@ from services.executor.debug.stillness import Stillness
 from services.executor.debug.verdict import verdict
 from services.executor.ring import Ring
 from services.executor.settings import ExecutorSettings
-from shared.broker_errors import without_password
-from shared.debugging import (
+from shared.keys import redact
+from shared.messages.debugging import (
     DUMP_VERSION,
     CollectiveDump,
     Dump,
@@ -38,7 +38,7 @@ from shared.debugging import (
     StackDump,
     StepDump,
 )
-from shared.keys import redact
+from shared.nats.errors import without_password
 
 LOOK = 0.02
 """Seconds between two looks for answers."""

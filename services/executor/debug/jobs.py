@@ -11,8 +11,8 @@ from pathlib import Path
 
 import structlog
 
-from shared.debugging import JobFile, JobReply, Piece
 from shared.errors import RyzansteinError
+from shared.messages.debugging import JobFile, JobReply, Piece
 
 log = structlog.get_logger(__name__)
 

@@ -17,7 +17,7 @@ from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Row
 from services.executor.engine.protocol import EngineSpec
 from services.executor.ring import RankSpec
-from shared.debugging import LeaderDump
+from shared.messages.debugging import LeaderDump
 
 log = structlog.get_logger(__name__)
 

@@ -3,7 +3,7 @@
 from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.sequence import Sequence
 from services.executor.engine.views import BatcherView
-from shared.debugging import AllocatorDump, HolderDump, LeaderDump, PoolDump, QueuedDump
+from shared.messages.debugging import AllocatorDump, HolderDump, LeaderDump, PoolDump, QueuedDump
 
 MOST_QUEUED = 256
 """Requests that are listed; `counts` has all."""

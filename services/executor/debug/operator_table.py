@@ -9,7 +9,7 @@ torch has such a table too, which takes a hundred times as long to make, while t
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shared.debugging import OperatorTime
+from shared.messages.debugging import OperatorTime
 
 
 class Range(NamedTuple):

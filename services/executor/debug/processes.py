@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.debugging import ThreadDump
+from shared.messages.debugging import ThreadDump
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SIGNIFICANT = 0.005

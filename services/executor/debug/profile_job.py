@@ -10,8 +10,8 @@ import msgspec
 from services.executor.debug.rank_side import ProfileQuestion, ask
 from services.executor.ring import Ring
 from services.executor.settings import ExecutorSettings
-from shared.debugging import ProfileCommand, ProfileSummary
 from shared.errors import ConfigurationError, RingLost
+from shared.messages.debugging import ProfileCommand, ProfileSummary
 
 LOOK = 0.1
 """Seconds between two looks for what ranks have written."""

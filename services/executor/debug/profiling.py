@@ -22,7 +22,7 @@ from services.executor.debug import spans
 from services.executor.debug.operator_table import Range, operator_table
 from services.executor.debug.rank_side import ProfileQuestion, write_answer
 from services.executor.debug.recorder import RankRecorder
-from shared.debugging import OperatorTime, ProfileSummary
+from shared.messages.debugging import OperatorTime, ProfileSummary
 
 log = structlog.get_logger(__name__)
 

@@ -18,7 +18,7 @@ import structlog
 from services.executor.debug import stacks
 from services.executor.debug.log_tail import RecordedStream
 from services.executor.debug.recorder import FlightRecorder
-from shared.debugging import LeaderDump
+from shared.messages.debugging import LeaderDump
 
 if TYPE_CHECKING:
     from services.executor.ring import RankSpec

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from services.executor.debug.processes import catches
-from shared.debugging import StackDump
+from shared.messages.debugging import StackDump
 
 SIGNAL = signal.SIGUSR2
 MOST_BYTES = 512 << 10

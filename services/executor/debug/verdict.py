@@ -10,7 +10,7 @@ not come to it.
 from collections.abc import Callable, Sequence
 
 from services.executor.debug.processes import ENDED, STOPPED
-from shared.debugging import CollectiveDump, Dump, RankDump, StackDump
+from shared.messages.debugging import CollectiveDump, Dump, RankDump, StackDump
 
 PATIENCE = 1.0
 """Seconds for which a ring that works may stand still in one place."""

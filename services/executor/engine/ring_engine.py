@@ -47,8 +47,8 @@ from services.executor.plan_channel import PlanReceiver, PlanSender
 from services.executor.ring import RankSpec, Rendezvous, thread_count
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError
-from shared.logs import adopt_loggers
 from shared.messages import ModelCard
+from shared.service.logs import adopt_loggers
 
 if TYPE_CHECKING:  # they import Triton, which not every host has
     from services.executor.gpu.sampling import Pending

@@ -23,7 +23,7 @@ from services.executor.native.packed_file import ModelFacts
 from services.executor.native.weight_cache import Found, WeightCache
 from services.executor.ring import RankSpec, cores_of, thread_count
 from services.executor.settings import ExecutorSettings
-from shared.logs import adopt_loggers
+from shared.service.logs import adopt_loggers
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has
     from services.executor.gpu.steps import StepLimits

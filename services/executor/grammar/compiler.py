@@ -7,8 +7,7 @@ from llguidance import LLMatcher
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.vocabulary import Vocabulary
 from shared.errors import InvalidGrammar
-from shared.grammar_check import GrammarCheck
-from shared.grammars import limits, shortened, source_of
+from shared.grammars import GrammarCheck, limits, shortened, source_of
 from shared.limits import GRAMMAR_BYTES
 from shared.messages import GenerationRequest, Grammar
 
@@ -44,7 +43,7 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         """Where the grammar is one that takes minutes, gigabytes or the whole stack, another process is told so
-        by its end (`shared.grammar_check`); then here."""
+        by its end (`shared.grammars`); then here."""
         if len(grammar.text) > GRAMMAR_BYTES.value:
             raise InvalidGrammar(f"The answer's form is too long; make it smaller ({GRAMMAR_BYTES.cited()}).")
         problem = self._check.check(grammar).problem

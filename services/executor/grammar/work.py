@@ -20,7 +20,7 @@ from services.executor.grammar.state import GrammarState, compute_masks
 from services.executor.grammar.vocabulary import Vocabulary
 from shared.errors import InternalError, InvalidGrammar, RyzansteinError
 from shared.messages import GenerationRequest, ModelCard
-from shared.turns import Turns
+from shared.tasks import Turns
 
 log = structlog.get_logger(__name__)
 

@@ -21,10 +21,9 @@ from services.executor.handover.peers import Homes, is_coming, peers_of
 from services.executor.handover.pins import PinMover
 from services.executor.handover.polling import POLL, until
 from services.executor.handover.wire import IDLE_TIMEOUT
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import RyzansteinError
-from shared.handover import (
+from shared.messages import GroupRecord
+from shared.messages.handover import (
     BlockOffer,
     BlocksSent,
     HandoverEnd,
@@ -33,8 +32,9 @@ from shared.handover import (
     OfferedBlock,
     OfferedSession,
 )
-from shared.messages import GroupRecord
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 log = structlog.get_logger(__name__)
 

@@ -13,10 +13,10 @@ from services.executor.handover.pins import PinMover
 from services.executor.handover.taking import Taker
 from services.executor.ring import RankSpec
 from services.executor.settings import ExecutorSettings
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import RyzansteinError
-from shared.handover import HandoverMessage, HandoverReply
+from shared.messages.handover import HandoverMessage, HandoverReply
+from shared.nats import subjects
+from shared.nats.bus import Bus
 
 log = structlog.get_logger(__name__)
 

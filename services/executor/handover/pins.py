@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import structlog
 
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import RyzansteinError
 from shared.messages import SessionPin
-from shared.pins import pin_key
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.subjects import pin_key
 
 log = structlog.get_logger(__name__)
 

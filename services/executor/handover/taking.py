@@ -19,7 +19,7 @@ from services.executor.handover.commands import Receive, StopReceiving, encode_c
 from services.executor.handover.exchange import Exchange
 from services.executor.handover.polling import POLL, until
 from services.executor.kv_cache.prefix_index import PARENT_SIZES
-from shared.handover import BlockOffer, BlocksSent, HandoverMessage, HandoverReply
+from shared.messages.handover import BlockOffer, BlocksSent, HandoverMessage, HandoverReply
 
 log = structlog.get_logger(__name__)
 

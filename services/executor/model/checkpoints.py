@@ -14,7 +14,7 @@ from typing import Any
 
 from services.executor.model.weights import WeightFiles
 from shared.errors import ModelLoadError
-from shared.model_cache import converted_name, pulled_name
+from shared.models import converted_name, pulled_name
 
 ConversionProgress = Callable[[str, int, int], None]
 """Called with (stage, stages done, stages in all)."""

@@ -36,9 +36,9 @@ from services.executor.proofs import MessageMac, is_proof, proof
 from services.executor.rank_process import LocalRank
 from services.executor.ring import RankSpec, fork_client, thread_count
 from services.executor.settings import ExecutorSettings
-from shared.lifecycle import Service
 from shared.messages import ServiceName
-from shared.telemetry import Health
+from shared.service.endpoints import Health
+from shared.service.lifecycle import Service
 from shared.version import VERSION
 
 log = structlog.get_logger(__name__)

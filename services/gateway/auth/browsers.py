@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from services.gateway.errors import RouteError
 from services.gateway.http_io import header
-from shared.telemetry import Scope
+from shared.service.endpoints import Scope
 
 ANY = "*"
 SAFE = ("GET", "HEAD", "OPTIONS")

@@ -1,7 +1,7 @@
 """Where a client puts its key."""
 
 from services.gateway.http_io import header
-from shared.telemetry import OpsApp, Scope
+from shared.service.endpoints import OpsApp, Scope
 
 PUBLIC_PATHS = frozenset(OpsApp.paths)
 """Answered without a key: what load balancers and Prometheus ask for. /metrics can be closed by a setting."""

@@ -3,10 +3,10 @@
 import asyncio
 
 from services.gateway.auth.authenticator import Authenticator
-from shared import subjects
-from shared.bus import Bus
 from shared.keys import KeyRecord
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 
 class KeyWatch:

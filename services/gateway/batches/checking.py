@@ -12,8 +12,8 @@ import msgspec
 
 from services.gateway.batches.lines import Line
 from services.gateway.errors import InvalidParameter
-from shared.batches import BatchError
 from shared.errors import InvalidRequest
+from shared.messages.batches import BatchError
 
 MAX_ERRORS = 100
 CUSTOM_ID_CHARACTERS = 512

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 from services.gateway.batches.lines import Line, LineSplitter
 from services.gateway.files.store import Files
-from shared.batches import BatchJob
+from shared.messages.batches import BatchJob
 
 AT_ONCE = 32
 """Lines that are looked at before others get their turn."""

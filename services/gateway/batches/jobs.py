@@ -18,13 +18,13 @@ import msgspec
 import structlog
 
 from services.gateway.errors import QuotaExceeded
-from shared import subjects
-from shared.batches import OVER, BatchJob
-from shared.bus import Bus
 from shared.errors import Unavailable
 from shared.limits import KNOWN_BATCHES, TENANT_BATCHES
-from shared.stores import Entry
-from shared.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
+from shared.messages.batches import OVER, BatchJob
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Entry
+from shared.nats.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
 
 log = structlog.get_logger(__name__)
 

@@ -22,8 +22,8 @@ from services.gateway.batches.tasks import end_all
 from services.gateway.requests.build import Context
 from services.gateway.traces.lines import line_span
 from shared import tracing
-from shared.batches import BatchJob, LineResult
 from shared.errors import InternalError, RyzansteinError
+from shared.messages.batches import BatchJob, LineResult
 
 log = structlog.get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from shared.metrics import begin_at_zero
+from shared.service.metrics import begin_at_zero
 
 
 class BatchMetrics:

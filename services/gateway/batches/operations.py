@@ -8,7 +8,7 @@ from services.gateway.batches.service import BatchCreate
 from services.gateway.files.operations import AFTER
 from services.gateway.openapi import parameters
 from services.gateway.openapi.operation import Operation, Parameter
-from shared.batches import BatchStatus, Counts
+from shared.messages.batches import BatchStatus, Counts
 
 PATH = "/v1/batches"
 TAG = "Batches"

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.errors import describe, status_of
-from shared.batches import LineResult, TokenCounts
+from shared.messages.batches import LineResult, TokenCounts
 
 _encode = msgspec.json.Encoder().encode
 

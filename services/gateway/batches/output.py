@@ -12,7 +12,7 @@ from services.gateway.batches.results import Results
 from services.gateway.batches.states import file_id
 from services.gateway.batches.tally import Tally
 from services.gateway.files.store import Files
-from shared.batches import BatchJob, FileRecord
+from shared.messages.batches import BatchJob, FileRecord
 
 Kind = Literal["output", "errors"]
 

@@ -18,11 +18,11 @@ from services.gateway.errors import InvalidParameter, describe, status_of
 from services.gateway.files.store import Files
 from services.gateway.requests import validation
 from services.gateway.requests.validation import check_range
-from shared import subjects
-from shared.batches import BatchAsk, BatchJob, BatchListing, BatchReply, BatchSubmit
-from shared.broker_errors import BROKER_ERRORS, reason_of
-from shared.bus import Bus
 from shared.errors import RyzansteinError
+from shared.messages.batches import BatchAsk, BatchJob, BatchListing, BatchReply, BatchSubmit
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.errors import BROKER_ERRORS, reason_of
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from services.gateway.http_io import header, read_body, send_json
 from services.gateway.openapi.operation import ApiRoute
 from services.gateway.requests import validation
 from services.gateway.settings import GatewaySettings
-from shared.batches import BatchJob
-from shared.telemetry import Receive, Scope, Send
+from shared.messages.batches import BatchJob
+from shared.service.endpoints import Receive, Scope, Send
 
 USUAL = 20
 BODY_BYTES = 64 << 10

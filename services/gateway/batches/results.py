@@ -17,13 +17,13 @@ import structlog
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import NotFoundError
 
-from shared import subjects
-from shared.batches import LineResult, LineResults
-from shared.broker_errors import translated
-from shared.bus import Bus
 from shared.errors import RyzansteinError
-from shared.objects import Objects
-from shared.streams import ensure_stream
+from shared.messages.batches import LineResult, LineResults
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.errors import translated
+from shared.nats.objects import Objects
+from shared.nats.streams import ensure_stream
 
 log = structlog.get_logger(__name__)
 

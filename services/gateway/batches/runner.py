@@ -46,10 +46,10 @@ from services.gateway.batches.room import backoff
 from services.gateway.batches.tally import Tally
 from services.gateway.batches.tasks import end_all
 from services.gateway.errors import QuotaExceeded
-from shared.batches import OVER, BatchError, BatchJob, Ending
 from shared.errors import BrokerUnavailable, InternalError, RyzansteinError, StorageFull
 from shared.limits import TENANT_FILE_BYTES
-from shared.objects import MissingObject
+from shared.messages.batches import OVER, BatchError, BatchJob, Ending
+from shared.nats.objects import MissingObject
 
 log = structlog.get_logger(__name__)
 

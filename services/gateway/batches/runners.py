@@ -18,9 +18,9 @@ from services.gateway.batches.runner import BatchRunner
 from services.gateway.batches.states import needs_work
 from services.gateway.batches.tasks import end_all
 from services.gateway.batches.turns import Running, Waiting, next_of, to_yield
-from shared.batches import BatchJob
-from shared.bus import Bus
 from shared.errors import RyzansteinError
+from shared.messages.batches import BatchJob
+from shared.nats.bus import Bus
 
 log = structlog.get_logger(__name__)
 

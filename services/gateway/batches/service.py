@@ -17,7 +17,7 @@ from services.gateway.files.store import Files
 from services.gateway.requests.refusals import check_metadata_sizes
 from services.gateway.settings import GatewaySettings
 from shared import tracing
-from shared.batches import BatchJob, ExpiresAfter
+from shared.messages.batches import BatchJob, ExpiresAfter
 
 
 class BatchCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.requests.validation import check_range
-from shared.batches import OVER, BatchError, BatchJob, Counts, Ending, TokenCounts
+from shared.messages.batches import OVER, BatchError, BatchJob, Counts, Ending, TokenCounts
 
 WINDOW = "([0-9]{1,6})([smhd])"
 _WINDOW = re.compile(WINDOW)

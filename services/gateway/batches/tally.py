@@ -1,6 +1,6 @@
 """Which lines of a batch are done. Pure; a bit per line, whatever the lines say."""
 
-from shared.batches import Counts, LineResult, TokenCounts
+from shared.messages.batches import Counts, LineResult, TokenCounts
 
 
 class Tally:

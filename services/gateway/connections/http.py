@@ -36,7 +36,7 @@ from services.gateway.connections.limits import (
 from services.gateway.connections.places import Door
 from shared.limits import HEADERS
 from shared.limits import PIPELINED as MOST_PIPELINED
-from shared.telemetry import OpsApp
+from shared.service.endpoints import OpsApp
 
 log = structlog.get_logger(__name__)
 

@@ -16,12 +16,12 @@ from services.gateway.catalog import Catalog
 from services.gateway.http_io import send_json
 from services.gateway.life.answer import Answer
 from services.gateway.life.answers import Answers
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import Unavailable
 from shared.messages import GroupRecord, ServiceRecord
-from shared.stores import Bucket
-from shared.telemetry import Receive, Scope, Send
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.service.endpoints import Receive, Scope, Send
 
 FRESH = 1.0
 """Seconds for which the services are not asked for again, however many look at them."""

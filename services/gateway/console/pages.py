@@ -12,7 +12,7 @@ import msgspec
 from starlette.routing import Route
 
 from services.gateway.http_io import header
-from shared.telemetry import Receive, Scope, Send
+from shared.service.endpoints import Receive, Scope, Send
 
 TYPES = {
     "html": "text/html; charset=utf-8",

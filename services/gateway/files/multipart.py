@@ -17,7 +17,7 @@ from services.gateway.http_io import header
 from services.gateway.readers.mailbox import ClientGone
 from shared.errors import PayloadTooLarge
 from shared.limits import UPLOAD_BYTES, UPLOAD_FIELD, UPLOAD_FIELD_NAME, UPLOAD_FIELDS, UPLOAD_FORM
-from shared.telemetry import Receive, Scope
+from shared.service.endpoints import Receive, Scope
 
 FORM_ROOM = UPLOAD_FORM.value
 NAME_CHARACTERS = 255

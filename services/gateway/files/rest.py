@@ -17,8 +17,8 @@ from services.gateway.files.store import Files
 from services.gateway.http_io import send_json
 from services.gateway.openapi.operation import ApiRoute
 from services.gateway.settings import GatewaySettings
-from shared.batches import FileRecord
-from shared.telemetry import Receive, Scope, Send
+from shared.messages.batches import FileRecord
+from shared.service.endpoints import Receive, Scope, Send
 
 BATCH_EXPIRY = float(MOST_EXPIRY)
 """Seconds after which a batch's input goes when nothing was said, as in OpenAI's API."""

@@ -23,13 +23,13 @@ import structlog
 
 from services.gateway.errors import QuotaExceeded, RouteError
 from services.gateway.settings import GatewaySettings
-from shared import subjects
-from shared.batches import FileRecord
-from shared.bus import Bus
 from shared.errors import PayloadTooLarge, RyzansteinError, StorageFull, Unavailable
 from shared.limits import TENANT_FILE_BYTES, TENANT_FILES, UPLOAD_BYTES
-from shared.objects import MissingObject, Objects
-from shared.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
+from shared.messages.batches import FileRecord
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.objects import MissingObject, Objects
+from shared.nats.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
 
 log = structlog.get_logger(__name__)
 

@@ -23,8 +23,8 @@ from services.gateway.readers.mailbox import ClientGone
 from services.gateway.rest import log_failure
 from services.gateway.settings import GatewaySettings
 from shared.errors import InvalidRequest
-from shared.listener import bind
-from shared.telemetry import Health
+from shared.service.endpoints import Health
+from shared.service.http_server import bind
 
 log = structlog.get_logger(__name__)
 

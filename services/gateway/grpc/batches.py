@@ -18,8 +18,8 @@ from services.gateway.grpc.call import Call
 from services.gateway.grpc.generated import inference_pb2 as pb
 from services.gateway.grpc.refusals import missing
 from services.gateway.requests import validation
-from shared.batches import BatchJob, ExpiresAfter
 from shared.errors import InvalidRequest
+from shared.messages.batches import BatchJob, ExpiresAfter
 
 _KEYS_OF = "grpc "
 """Before an idempotency key: no key of the REST API has a space, so that the two APIs' are apart."""

@@ -9,7 +9,7 @@ from services.gateway.errors import RouteError
 from services.gateway.grpc.call import Call
 from services.gateway.grpc.requests import decode
 from services.gateway.grpc.server import Method
-from shared.telemetry import Health
+from shared.service.endpoints import Health
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 LOOK = 0.2

@@ -17,9 +17,9 @@ from services.gateway.life.generation import Generation
 from services.gateway.life.identity import PREFIXES
 from services.gateway.requests.sampling import seed_of_choice
 from shared.errors import FatalRequest
-from shared.journal import log_begin
 from shared.messages import GenerationRequest
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
+from shared.nats.journal import log_begin
 
 if TYPE_CHECKING:
     from services.gateway.traces.answers import AnswerTrace

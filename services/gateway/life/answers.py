@@ -21,9 +21,9 @@ from services.gateway.life.records import Misses, RecordReader, RecordWriter
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, limits_of
 from shared import limits
-from shared.bus import Bus
 from shared.errors import BrokerUnavailable, QueueFull, RyzansteinError, Unavailable
-from shared.records import GenerationRecord, Ownership
+from shared.messages.records import GenerationRecord, Ownership
+from shared.nats.bus import Bus
 
 log = structlog.get_logger(__name__)
 

@@ -22,11 +22,11 @@ from nats.js.errors import APIError
 from services.gateway.life.claims import Claims
 from services.gateway.life.generation import Generation
 from services.gateway.life.identity import of_choice
-from shared import subjects
-from shared.broker_errors import BROKER_ERRORS, broker_error
-from shared.bus import Bus
 from shared.errors import BrokerUnavailable, RyzansteinError
 from shared.messages import Cancel, CancelRequest, Claimed, ControlCommand, ControlReply
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.errors import BROKER_ERRORS, broker_error
 
 log = structlog.get_logger(__name__)
 

@@ -8,10 +8,10 @@ believes to own the generation hears of the entry by watching the bucket.
 
 from collections.abc import AsyncIterator, Sequence
 
-from shared import subjects
-from shared.bus import Bus
-from shared.records import Ownership
-from shared.stores import Bucket
+from shared.messages.records import Ownership
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 MAX_OWNERS = 16
 """Gateways in a row that one generation may outlive."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from shared import subjects
-from shared.broker_errors import BROKER_ERRORS, reason_of
-from shared.bus import Bus, Subscribed
-from shared.journal import Begin, JournalReader, earliest
 from shared.messages import TokenFrame
+from shared.nats import subjects
+from shared.nats.bus import Bus, Subscribed
+from shared.nats.errors import BROKER_ERRORS, reason_of
+from shared.nats.journal import Begin, JournalReader, earliest
 
 log = structlog.get_logger(__name__)
 

@@ -16,8 +16,8 @@ import msgspec
 from services.gateway.life.decisions import Decision, Limits
 from services.gateway.life.token_stream import TokenStream
 from shared.errors import FatalRequest, RingLost, RyzansteinError, Unavailable, error_from_code
-from shared.journal import CLOCK_MARGIN, Begin
 from shared.messages import FinishReason, GenerationRequest, RingDeath, TokenEntry, TokenLogprobs
+from shared.nats.journal import CLOCK_MARGIN, Begin
 
 if TYPE_CHECKING:
     from services.gateway.traces.answers import AnswerTrace

@@ -23,9 +23,6 @@ from services.gateway.life.suspects import Suspects
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
 from services.gateway.traces.answers import taken_over
-from shared import subjects
-from shared.broker_errors import BROKER_ERRORS, reason_of, translated
-from shared.bus import Bus
 from shared.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
@@ -35,8 +32,11 @@ from shared.errors import (
     QueueFull,
     RyzansteinError,
 )
-from shared.journal import CLOCK_MARGIN, Begin, JournalEnd, earliest
 from shared.messages import FinishReason, GenerationRequest, GroupEvent, RingDeath, TokenEntry, TokenFrame
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.errors import BROKER_ERRORS, reason_of, translated
+from shared.nats.journal import CLOCK_MARGIN, Begin, JournalEnd, earliest
 from shared.tracing import NONE
 
 log = structlog.get_logger(__name__)

@@ -23,14 +23,14 @@ import structlog
 from services.gateway.life.answers import Answers
 from services.gateway.life.identity import place, writer_of
 from services.gateway.life.ownership import Owners
-from shared import subjects
-from shared.broker_errors import BROKER_ERRORS, reason_of
-from shared.bus import Bus
 from shared.errors import RyzansteinError
-from shared.journal import CLOCK_MARGIN, earliest, log_begin, replay
 from shared.messages import ServiceRecord
-from shared.records import GenerationRecord, Inheritance, Unfinished
-from shared.stores import Bucket
+from shared.messages.records import GenerationRecord, Inheritance, Unfinished
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.errors import BROKER_ERRORS, reason_of
+from shared.nats.journal import CLOCK_MARGIN, earliest, log_begin, replay
+from shared.nats.kv import Bucket
 
 log = structlog.get_logger(__name__)
 

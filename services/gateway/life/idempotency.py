@@ -15,10 +15,10 @@ import time
 import msgspec
 
 from services.gateway.errors import KeyReused
-from shared import subjects
-from shared.bus import Bus
-from shared.records import GenerationRecord, Idempotency
-from shared.stores import Bucket, Entry
+from shared.messages.records import GenerationRecord, Idempotency
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket, Entry
 
 ABANDONED = 2.0
 """Seconds after which a key whose generation has no record stands for nothing: its gateway has died."""

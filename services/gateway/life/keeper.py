@@ -11,7 +11,7 @@ import structlog
 from services.gateway.life.answer import Answer
 from services.gateway.life.answers import Answers
 from shared.errors import RyzansteinError
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 
 log = structlog.get_logger(__name__)
 

@@ -15,12 +15,12 @@ import structlog
 
 from services.gateway.life.answer import merged
 from services.gateway.settings import GatewaySettings
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import BrokerUnavailable
 from shared.messages import SamplingParams
-from shared.records import GenerationRecord
-from shared.tenants import Quota, TenantBucket, Trimmed, tenant_key
+from shared.messages.records import GenerationRecord
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.tenants import Quota, TenantBucket, Trimmed, tenant_key
 
 log = structlog.get_logger(__name__)
 

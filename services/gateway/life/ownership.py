@@ -18,10 +18,10 @@ import structlog
 from services.gateway.life.answer import Answer
 from services.gateway.life.claims import Claims
 from services.gateway.metrics import GatewayMetrics
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import BrokerUnavailable, NobodyThere
-from shared.records import Listen, Listened, Ownership
+from shared.messages.records import Listen, Listened, Ownership
+from shared.nats import subjects
+from shared.nats.bus import Bus
 
 if TYPE_CHECKING:
     from services.gateway.life.answers import Answers

@@ -15,10 +15,10 @@ import structlog
 from nats.js.errors import NotFoundError
 
 from services.gateway.life.generation import Generation
-from shared import subjects
-from shared.broker_errors import BROKER_ERRORS, reason_of
-from shared.bus import Bus
 from shared.messages import GenerationRequest
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.errors import BROKER_ERRORS, reason_of
 
 log = structlog.get_logger(__name__)
 

@@ -21,12 +21,12 @@ from services.gateway.life.answer import merged
 from services.gateway.life.identity import Place, place
 from services.gateway.life.journal_lag import JournalLag
 from services.gateway.life.large_records import LARGE, LargeRecords, outline_of
-from shared import subjects
-from shared.broker_errors import BROKER_ERRORS, broker_error
-from shared.bus import Bus, encode
 from shared.errors import LinkLost, PayloadTooLarge, RyzansteinError
-from shared.journal import JournalEnd, recorded_in, recorded_since
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
+from shared.nats import subjects
+from shared.nats.bus import Bus, encode
+from shared.nats.errors import BROKER_ERRORS, broker_error
+from shared.nats.journal import JournalEnd, recorded_in, recorded_since
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ import math
 
 from services.gateway.limits import window as windows
 from services.gateway.limits.window import LEASE, Take
-from shared.records import Spent
+from shared.messages.records import Spent
 
 REFUSAL_HOLDS = 0.25
 """Seconds at most that a refusal is repeated without asking again: others may have given something back."""

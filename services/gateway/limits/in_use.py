@@ -6,7 +6,7 @@ Two gateways that admit within the time that news take (a few milliseconds, TELL
 
 from collections import Counter
 
-from shared.records import InUse
+from shared.messages.records import InUse
 
 TELL = 0.1
 """Seconds between two messages about changes."""

@@ -21,12 +21,12 @@ from services.gateway.limits import window as windows
 from services.gateway.limits.in_use import TELL, Counts
 from services.gateway.limits.shared_windows import SharedWindows
 from services.gateway.settings import GatewaySettings
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import RyzansteinError
 from shared.keys import KeyLimits
 from shared.messages import Lane
-from shared.records import InUse
+from shared.messages.records import InUse
+from shared.nats import subjects
+from shared.nats.bus import Bus
 
 CONCURRENT_WAIT = 1.0
 """Seconds after which a place may be free: nobody knows when a generation ends."""

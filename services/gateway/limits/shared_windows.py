@@ -10,11 +10,11 @@ import time
 
 from services.gateway.limits.account import Account
 from services.gateway.limits.window import KEPT, LEASE
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import RyzansteinError
-from shared.records import Spent
-from shared.stores import Bucket, Entry
+from shared.messages.records import Spent
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket, Entry
 
 TTL = 300.0
 """Seconds after which NATS forgets a window that nobody has touched."""

@@ -13,7 +13,7 @@ clocks agree; each second that two clocks differ by lets a sixtieth of the limit
 import math
 from typing import NamedTuple
 
-from shared.records import Spent
+from shared.messages.records import Spent
 
 MINUTE = 60
 LEASE = 1

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from starlette.routing import Match, Route
 
-from shared.telemetry import Scope
+from shared.service.endpoints import Scope
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 GENERATING = (404, 408, 413, 422, 429, 503, 504)

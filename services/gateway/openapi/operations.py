@@ -15,7 +15,7 @@ from services.gateway.tokenizing import (
     TokenizeRequest,
     TokenizerInfo,
 )
-from shared.telemetry import Health
+from shared.service.endpoints import Health
 
 CHAT = Operation(
     "POST",

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.http_io import send_json
-from shared.telemetry import Receive, Scope, Send
+from shared.service.endpoints import Receive, Scope, Send
 
 
 class DocumentRoute:

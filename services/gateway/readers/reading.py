@@ -14,7 +14,7 @@ from services.gateway.readers import cursor
 from services.gateway.readers.run import Run
 from services.gateway.readers.runs import View, new_run
 from services.gateway.text.tokenizer_store import TokenizerStore
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 
 MAX_EVENTS = 2**31
 

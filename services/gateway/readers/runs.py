@@ -17,7 +17,7 @@ from services.gateway.text.vectors import VectorFormat, VectorOutput
 from services.gateway.tools.families import markers_of
 from services.gateway.tools.output import ParsedOutput
 from shared.messages import GenerationRequest
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 
 
 class View(Protocol):

@@ -25,11 +25,11 @@ from services.gateway.responses.making import MakeResponse
 from services.gateway.settings import GatewaySettings, limits_of
 from services.gateway.text.tokenization import Tokenizer
 from services.gateway.traces.answers import traced
-from shared.bus import encode
 from shared.errors import ContextLengthExceeded, PayloadTooLarge
 from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES, PROMPT_TOKENS
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard
-from shared.records import GenerationRecord, Parsing
+from shared.messages.records import GenerationRecord, Parsing
+from shared.nats.bus import encode
 
 SHOWN_OF_USER = 64
 """Characters of `user` that logs show: it is a client's text."""

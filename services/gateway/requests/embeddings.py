@@ -29,7 +29,7 @@ from services.gateway.traces.answers import traced
 from shared import limits
 from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, ModelCard
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -36,7 +36,7 @@ from services.gateway.text.tokenization import Tokenizer
 from shared import limits
 from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, Lane, ModelCard
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 
 TIERS = {"auto": "", "default": "", "priority": "", "fast": "", "flex": "batch"}
 """Service tiers of OpenAI's API that there are here, with the lane of those that do not keep their caller's."""

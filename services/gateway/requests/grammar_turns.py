@@ -1,4 +1,4 @@
-"""Whose grammar is compiled next, where all tenants share one compiler: in turn (`shared/turns.py`), at most so many
+"""Whose grammar is compiled next, where all tenants share one compiler: in turn (`shared/tasks.py`), at most so many
 waiting, of a tenant and of all, each tenant with a share of the compiler's time. Pure."""
 
 from collections import deque
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from services.gateway.errors import RateLimited
 from shared.errors import QueueFull
 from shared.limits import GRAMMAR_SECONDS, GRAMMARS_WAITING, TENANT_GRAMMARS
-from shared.turns import Turns
+from shared.tasks import Turns
 
 MINUTE = 60.0
 

@@ -32,8 +32,8 @@ from services.gateway.tools.families import markers_of
 from services.gateway.tools.plan import ChatPlan
 from shared import tracing
 from shared.messages import Grammar, ModelCard
-from shared.records import Idempotency
-from shared.stores import Entry
+from shared.messages.records import Idempotency
+from shared.nats.kv import Entry
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 Decoded = ChatCompletionRequest | CompletionRequest | embeddings.EmbeddingRequest

@@ -1,6 +1,6 @@
 """Which conversation a request belongs to, for sticky routing, and with whom it shares KV cache. Pure.
 
-A plain prompt has none: schedulers place it by its beginning (`scheduler/prefixes.py`).
+A plain prompt has none: schedulers place it by its beginning (`scheduler/queue/request.py`).
 """
 
 import hashlib

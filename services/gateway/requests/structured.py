@@ -29,8 +29,7 @@ from services.gateway.requests.structured_fields import (
     StructuredOutputs,
 )
 from shared import limits
-from shared.grammar_check import CPU_SECONDS, GrammarCheck, Verdict
-from shared.grammars import ANY_OBJECT
+from shared.grammars import ANY_OBJECT, CPU_SECONDS, GrammarCheck, Verdict
 from shared.messages import Grammar
 
 FORMATS = ("text", "json_object", "json_schema")

@@ -11,7 +11,7 @@ from services.gateway.readers.reading import Reading
 from services.gateway.responses.store import ResponseStore
 from shared.errors import Unavailable, error_from_code
 from shared.messages import TokenEntry
-from shared.records import GenerationRecord, StoredResponse
+from shared.messages.records import GenerationRecord, StoredResponse
 
 _LIMITS = Limits(0, float("inf"), float("inf"))
 _SOURCE = "store"

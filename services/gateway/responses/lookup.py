@@ -27,7 +27,7 @@ from services.gateway.readers.runs import new_run
 from services.gateway.responses.kept import StoreOwner, answer_of
 from services.gateway.responses.store import ResponseStore
 from services.gateway.text.tokenizer_store import TokenizerStore
-from shared.records import GenerationRecord, StoredResponse
+from shared.messages.records import GenerationRecord, StoredResponse
 
 _PREFIX = PREFIXES["responses"]
 

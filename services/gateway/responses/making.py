@@ -8,7 +8,7 @@ from services.gateway.responses.items import Item
 from services.gateway.responses.schemas import ResponseRequest
 from services.gateway.responses.translation import shown_fields
 from shared.messages import SamplingParams
-from shared.records import ResponseRecord
+from shared.messages.records import ResponseRecord
 
 
 class MakeResponse(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from services.gateway.responses.queries import item_list, page, retrieval
 from services.gateway.rest import CompletionsRoute, positions_of, stream
 from services.gateway.settings import GatewaySettings
 from shared.errors import RyzansteinError
-from shared.telemetry import Receive, Scope, Send
+from shared.service.endpoints import Receive, Scope, Send
 
 CANCEL_TIMEOUT = 5.0
 """Seconds to wait until a response that was cancelled has ended; then it is shown as it is."""

@@ -9,7 +9,7 @@ from services.gateway.responses.items import Item
 from services.gateway.text.formats import Usage
 from services.gateway.text.text_output import ScoredToken
 from services.gateway.text.tokenization import Tokenizer
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

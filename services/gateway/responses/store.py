@@ -14,12 +14,12 @@ import zlib
 import msgspec
 import structlog
 
-from shared import subjects
-from shared.bus import Bus, encode
 from shared.errors import PayloadTooLarge
 from shared.limits import RESPONSE_BYTES
-from shared.records import ResponsePart, StoredResponse
-from shared.tenants import Quota, TenantBucket, Trimmed, tenant_key
+from shared.messages.records import ResponsePart, StoredResponse
+from shared.nats import subjects
+from shared.nats.bus import Bus, encode
+from shared.nats.tenants import Quota, TenantBucket, Trimmed, tenant_key
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from services.gateway.life.keeper import Keeper
 from services.gateway.responses.store import ResponseStore
 from services.gateway.stored_chats.index import ChatIndex
 from services.gateway.stored_chats.queries import Wanted, shown_messages
-from shared.records import StoredChat, StoredResponse
+from shared.messages.records import StoredChat, StoredResponse
 
 _PREFIX = PREFIXES["chat.completions"]
 

@@ -12,10 +12,10 @@ import msgspec
 from services.gateway.life.answer import Answer
 from services.gateway.readers.reading import Reading
 from services.gateway.responses.store import ResponseStore
-from shared import subjects
-from shared.bus import Bus, encode
-from shared.records import GenerationRecord, StoredChat, StoredResponse
-from shared.tenants import Quota, TenantBucket, Trimmed
+from shared.messages.records import GenerationRecord, StoredChat, StoredResponse
+from shared.nats import subjects
+from shared.nats.bus import Bus, encode
+from shared.nats.tenants import Quota, TenantBucket, Trimmed
 
 
 class ChatIndex:

@@ -10,7 +10,7 @@ import msgspec
 from services.gateway.errors import InvalidParameter
 from services.gateway.files.listing import limit_of
 from services.gateway.requests.extra_fields import check_metadata
-from shared.records import StoredChat
+from shared.messages.records import StoredChat
 
 PAGE = 20
 """Entries of a page where no limit is given, as OpenAI has it."""

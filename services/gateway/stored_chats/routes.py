@@ -13,7 +13,7 @@ from services.gateway.rest import CompletionsRoute
 from services.gateway.settings import GatewaySettings
 from services.gateway.stored_chats import operations
 from services.gateway.stored_chats.queries import chats_wanted, messages_wanted
-from shared.telemetry import Receive, Scope, Send
+from shared.service.endpoints import Receive, Scope, Send
 
 BODY_BYTES = 64 << 10
 

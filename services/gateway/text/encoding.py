@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from shared.errors import QueueFull
 from shared.limits import TEXT_WAITING
-from shared.memory import give_back
+from shared.process import give_back
 
 INLINE = 4096
 LARGE = 256 << 10

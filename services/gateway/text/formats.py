@@ -15,7 +15,7 @@ from services.gateway.text.tokenization import Tokenizer
 from services.gateway.tools import presented
 from services.gateway.tools.calls import CallDelta
 from shared.messages import GenerationRequest, TokenLogprobs
-from shared.records import Parsing
+from shared.messages.records import Parsing
 
 _json = msgspec.json.Encoder()
 PROMPT_IDS = "prompt_token_ids"

@@ -22,7 +22,7 @@ from services.gateway.text.templates import Renderer, TemplateOptions, templates
 from services.gateway.text.token_bound import TokenBound, TokenizerJson
 from services.gateway.tools.traits import Traits
 from shared.errors import InternalError
-from shared.memory import give_back
+from shared.process import give_back
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads for each core: those compute
 

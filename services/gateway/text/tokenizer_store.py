@@ -12,12 +12,12 @@ from services.gateway.text.encoding import LARGE, Encoding
 from services.gateway.text.template_process import TemplateProcess
 from services.gateway.text.templates import templates_of
 from services.gateway.text.tokenization import ModelTokenizer, StubTokenizer, Tokenizer
-from shared import subjects
-from shared.bus import Bus
 from shared.errors import InternalError, Unavailable
 from shared.limits import TOKENIZERS
 from shared.messages import ModelCard, TokenizerBundle
-from shared.stores import ObjectStore
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 

@@ -15,7 +15,7 @@ from services.gateway.tools.grammar import (
 from services.gateway.tools.plan import ChatPlan
 from shared import limits
 from shared.messages import Grammar
-from shared.records import Parsing
+from shared.messages.records import Parsing
 
 
 def demanded(

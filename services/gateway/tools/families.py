@@ -26,7 +26,7 @@ from services.gateway.tools.parsers.marked import (
 from services.gateway.tools.parsers.pythonic import pythonic
 from services.gateway.tools.parsers.tagged import glm4, qwen3_coder
 from services.gateway.tools.parsers.types import Machine
-from shared.records import Parsing
+from shared.messages.records import Parsing
 
 NONE = "none"
 

@@ -10,7 +10,7 @@ from services.gateway.tools.families import FAMILIES
 from services.gateway.tools.parser import Parser
 from services.gateway.tools.parsers.scanner import Event, Text, Thought
 from shared.messages import TokenEntry
-from shared.records import Parsing
+from shared.messages.records import Parsing
 
 
 class ParsedOutput:

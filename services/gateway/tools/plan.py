@@ -20,7 +20,7 @@ from services.gateway.tools.parsers.reasoning import MARKERS
 from services.gateway.tools.traits import Traits
 from shared import limits
 from shared.messages import ModelCard
-from shared.records import Parsing
+from shared.messages.records import Parsing
 
 if TYPE_CHECKING:
     from services.gateway.requests.schemas import ChatCompletionRequest

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.tools.calls import CallDelta
-from shared.records import Parsing
+from shared.messages.records import Parsing
 
 
 def delta(text: str, reasoning: str, calls: Sequence[CallDelta], parsing: Parsing) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shared import subjects, tracing
+from shared import tracing
 from shared.messages import GenerationRequest
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
+from shared.nats import subjects
 from shared.tracing import NONE, Span, TraceContext, Value
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from typing import Any
 
 from shared import tracing
 from shared.keys import redact
-from shared.telemetry import Scope
+from shared.service.endpoints import Scope
 from shared.tracing import Attributes, Span, TraceContext, Value
 
 SERVER_ERROR = 500

@@ -5,7 +5,7 @@ for each, as for a request.
 """
 
 from shared import tracing
-from shared.batches import BatchJob
+from shared.messages.batches import BatchJob
 from shared.tracing import Span
 
 

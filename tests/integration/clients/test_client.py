@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from ryzanstein_client import ApiError, AsyncClient, Client, Cursor, Piece
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from tests.integration.clients.cutting import Cutting, cutting
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, silence, until

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
+from shared.nats.bus import Bus
 from tests.integration.clients import programs
 from tests.integration.clients.cutting import cutting
 from tests.integration.clients.programs import EXAMPLES, LANGUAGES, Command, run, running

@@ -3,7 +3,7 @@
 from services.executor import rank_process
 from services.executor.__main__ import make
 from services.executor.settings import ExecutorSettings
-from shared import lifecycle
+from shared.service import lifecycle
 
 if __name__ == "__main__":
     rank_process.RANK_MODULE = "tests.integration.executor.gpu_rank"

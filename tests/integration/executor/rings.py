@@ -13,8 +13,6 @@ from typing import Any
 
 import psutil
 
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import (
     DispatchBatch,
@@ -25,8 +23,10 @@ from shared.messages import (
     SessionPin,
     TokenFrame,
 )
-from shared.pins import pin_key
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.subjects import pin_key
 from tests.integration.executor.reader import Reader
 from tests.processes import ServiceProcess, service_process
 from tests.unit.executor.model.tiny import make_model

@@ -15,10 +15,7 @@ import msgspec
 import pytest
 
 from services.cli.debug import fetch_dump, fetch_profile
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.debugging import DebugCommand, Dump, JobReply, ProfileCommand, ProfileSummary, ResultCommand
 from shared.errors import ConfigurationError
 from shared.messages import (
     GenerationRequest,
@@ -28,7 +25,17 @@ from shared.messages import (
     SamplingParams,
     TokenFrame,
 )
-from shared.stores import Bucket
+from shared.messages.debugging import (
+    DebugCommand,
+    Dump,
+    JobReply,
+    ProfileCommand,
+    ProfileSummary,
+    ResultCommand,
+)
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from tests.integration.executor.test_executor import Reader, dispatch, executor, request
 from tests.processes import ServiceProcess
 from tests.unit.executor.model.tiny import make_model

@@ -15,11 +15,8 @@ import pytest
 
 from services.cli.nats_server import LocalNats
 from services.executor.engine.stub import stub_token
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable
-from shared.journal import Begin, replay
 from shared.messages import (
     Cancel,
     ControlCommand,
@@ -36,7 +33,11 @@ from shared.messages import (
     TokenFrame,
     Undrain,
 )
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.journal import Begin, replay
+from shared.nats.kv import Bucket
+from shared.nats.streams import ensure_streams
 from tests.integration.executor.reader import Reader
 from tests.processes import ServiceProcess, service_process
 
@@ -379,7 +380,7 @@ async def test_no_token_is_lost_when_the_broker_is_killed(tmp_path: Path) -> Non
         beat_interval=0.1,
     )
     bus = await Bus.connect(settings, "test")
-    await bus.ensure_streams()
+    await ensure_streams(bus)
     reader = Reader()
     await bus.subscribe(subjects.tokens("me"), TokenFrame, reader.on_frame)
     began = time.time() - 1

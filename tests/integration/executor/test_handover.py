@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from tests.integration.executor.rings import Session, make_served_model, rings
 
 pytestmark = pytest.mark.timeout(180)

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.handover import BlockOffer, HandoverMessage, HandoverReply
 from shared.messages import GroupLoad, GroupRecord
+from shared.messages.handover import BlockOffer, HandoverMessage, HandoverReply
+from shared.nats import subjects
+from shared.nats.bus import Bus
 from tests.integration.executor.rings import MODEL, Rings, Session, make_served_model, rings
 
 pytestmark = pytest.mark.timeout(240)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from services.cli.nats_server import LocalNats
 from services.executor.handover.pins import PinMover
-from shared import subjects
-from shared.bus import Bus
 from shared.messages import SessionPin
-from shared.pins import pin_key
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.subjects import pin_key
 
 
 async def test_pins_to_the_leaving_ring_are_moved_and_no_others(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from services.executor.engine.stub import stub_token
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import (
     DispatchBatch,
@@ -17,6 +15,8 @@ from shared.messages import (
     SamplingParams,
     TokenFrame,
 )
+from shared.nats import subjects
+from shared.nats.bus import Bus
 from tests.integration.executor.reader import Reader
 from tests.processes import service_process
 

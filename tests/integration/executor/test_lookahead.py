@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import (
     Cancel,
@@ -14,6 +12,8 @@ from shared.messages import (
     GenerationRequest,
     SamplingParams,
 )
+from shared.nats import subjects
+from shared.nats.bus import Bus
 from tests.integration.executor.rings import MODEL, Rings, make_served_model, request_of, rings
 
 pytestmark = pytest.mark.timeout(120)

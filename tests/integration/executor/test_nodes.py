@@ -13,9 +13,9 @@ import pytest
 from benchmarks.peers.servers import free_port
 from services.executor.nodes import wire
 from services.executor.proofs import proof as proof_of
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import Heartbeat
+from shared.nats.bus import Bus
 from shared.version import VERSION
 from tests.integration.executor.test_executor import Reader, dispatch, expected, reader, request
 from tests.processes import ServiceProcess, service_process

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, SamplingParams
+from shared.nats.bus import Bus
 from tests import pretend_gpu
 from tests.integration.executor.rings import Rings, make_served_model, request_of, rings
 

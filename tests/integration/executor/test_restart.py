@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from services.executor.native.library import why_not
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import Heartbeat, SamplingParams
+from shared.nats.bus import Bus
 from tests.integration.executor.rings import CONTEXT, VOCABULARY, Rings, request_of, rings
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.gateway.tiny_tokenizer import tiny_files

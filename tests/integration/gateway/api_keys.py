@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shared.keys import KeyRecord, NewKey, new_key
-from shared.stores import Bucket
+from shared.nats.kv import Bucket
 
 if TYPE_CHECKING:
     from tests.integration.gateway.conftest import RunningGateway

@@ -11,11 +11,11 @@ import pytest
 
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewaySettings
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.keys import KeyRecord
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from tests.integration.gateway.api_keys import Keys
 from tests.integration.gateway.fake_ring import FakeRing, until
 

@@ -9,8 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import nats.errors
 
-from shared import subjects
-from shared.bus import Bus
 from shared.messages import (
     Cancel,
     CancelRequest,
@@ -27,7 +25,9 @@ from shared.messages import (
     TokenFrame,
     TokenLogprobs,
 )
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 MODEL = "org/stub-model"
 Behaviour = Callable[["FakeRing", GenerationRequest], Awaitable[None]]

@@ -8,9 +8,9 @@ from typing import TypeVar
 import openai
 from openai.types.responses import Response, ResponseStreamEvent
 
-from shared import subjects
-from shared.bus import Bus
-from shared.records import StoredResponse
+from shared.messages.records import StoredResponse
+from shared.nats import subjects
+from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import FakeRing
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
+from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
 from tests.integration.gateway.resuming import Event, text_of

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from tests.integration.gateway.fake_ring import MODEL, FakeRing
 from tests.integration.gateway.raw import Raw, connect
 from tests.integration.gateway.test_gateway_lost import gateway_process

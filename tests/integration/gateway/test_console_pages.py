@@ -9,10 +9,10 @@ import httpx
 
 from services.gateway.console import pages
 from services.gateway.console.cluster import MOST
-from shared import subjects
-from shared.bus import Bus
 from shared.messages import GenerationRequest, ServiceRecord
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
 

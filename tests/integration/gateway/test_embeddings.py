@@ -13,7 +13,7 @@ from services.gateway.readers import run
 from services.gateway.text.vectors import VectorFormat
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
-from shared.subjects import tokens as tokens_of
+from shared.nats.subjects import tokens as tokens_of
 from tests.integration.gateway.conftest import run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, stub_card
 from tests.integration.gateway.test_rest import until_listed

@@ -9,7 +9,7 @@ import pytest
 
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame, TokenLogprobs
-from shared.subjects import tokens as tokens_of
+from shared.nats.subjects import tokens as tokens_of
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, stub_card
 from tests.integration.gateway.resuming import finishes, public_id, read_events, text_of

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import Bus
 from shared.messages import GenerationRequest
+from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, stub_card
 from tests.integration.gateway.test_embeddings import embed

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import ServiceRecord
-from shared.records import Inheritance, Ownership, Unfinished
-from shared.stores import Bucket
+from shared.messages.records import Inheritance, Ownership, Unfinished
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
 from tests.integration.gateway.resuming import Event, Paced, finishes, public_id, read_events, text_of

@@ -8,10 +8,10 @@ import openai
 import pytest
 
 from services.gateway.life.generations import SWEEP_INTERVAL
-from shared import subjects
 from shared.config import CommonSettings
-from shared.records import Idempotency
-from shared.stores import Bucket
+from shared.messages.records import Idempotency
+from shared.nats import subjects
+from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, until
 from tests.integration.gateway.resuming import Paced, read_events, text_of

@@ -12,10 +12,10 @@ from nats.js.client import JetStreamContext
 
 from services.gateway.life.consumer import TokenConsumer
 from services.gateway.life.records import Misses
-from shared import subjects
-from shared.bus import Bus
-from shared.journal import Begin, JournalReader
 from shared.messages import TokenEntry, TokenFrame
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.journal import Begin, JournalReader
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import FakeRing, until
 from tests.integration.gateway.resuming import Paced, public_id, read_events, text_of

@@ -15,11 +15,11 @@ from websockets.exceptions import InvalidStatus
 
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewaySettings
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.records import Idempotency
-from shared.stores import Bucket
+from shared.messages.records import Idempotency
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to, status
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until

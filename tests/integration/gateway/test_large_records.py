@@ -9,12 +9,12 @@ import httpx
 from services.gateway.life.large_records import LARGE, LargeRecords, outline_of
 from services.gateway.life.records import RecordReader, RecordWriter
 from services.gateway.settings import GatewaySettings
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.journal import JournalEnd
 from shared.messages import GenerationRequest
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.journal import JournalEnd
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying

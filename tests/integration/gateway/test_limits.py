@@ -14,12 +14,12 @@ from services.gateway.auth.principal import Principal
 from services.gateway.limits.limiter import Limiter
 from services.gateway.requests.build import Context
 from services.gateway.settings import GatewaySettings
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.keys import KeyLimits, KeyRecord, NewKey, new_key
-from shared.records import Spent
-from shared.stores import Bucket
+from shared.messages.records import Spent
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
 

@@ -10,10 +10,10 @@ import pytest
 
 from services.gateway.life.generations import Generations
 from services.gateway.life.rings import IDLE_MARGIN
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import Cancel, GenerationRequest
+from shared.nats import subjects
+from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, silence, until
 

@@ -18,7 +18,7 @@ from services.gateway.openapi import shapes
 from services.gateway.openapi.document import STATUSES, document
 from services.gateway.openapi.operation import ApiRoute, Operation
 from services.gateway.settings import GatewaySettings
-from shared.telemetry import Health, OpsApp, new_registry
+from shared.service.endpoints import Health, OpsApp, new_registry
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL
 

@@ -10,11 +10,11 @@ import sys
 import httpx
 import pytest
 
-from shared import subjects
-from shared.bus import Bus, encode
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, TokenizerBundle
-from shared.stores import ObjectStore
+from shared.nats import subjects
+from shared.nats.bus import Bus, encode
+from shared.nats.objects import ObjectStore
 from tests.integration.gateway.fake_ring import FakeRing, stub_card
 from tests.integration.gateway.test_rest import until_listed
 from tests.unit.gateway.tiny_tokenizer import tiny_files

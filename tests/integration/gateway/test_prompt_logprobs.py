@@ -9,9 +9,10 @@ import pytest
 from msgspec import structs
 
 from services.gateway.readers import run
-from shared import limits, subjects
+from shared import limits
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
+from shared.nats import subjects
 from tests.integration.gateway.conftest import run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, until
 from tests.integration.gateway.resuming import finishes, public_id, read_events

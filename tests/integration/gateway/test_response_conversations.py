@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from shared.bus import Bus
+from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence
 from tests.integration.gateway.responding import drop_journal, kept, prompts

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
 from tests.integration.gateway.responding import drop_journal, kept

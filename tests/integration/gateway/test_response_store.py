@@ -11,13 +11,13 @@ import openai
 import pytest
 
 from services.gateway.responses.store import ResponseStore
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
-from shared.records import GenerationRecord, ResponsePart, ResponseRecord, StoredResponse
-from shared.stores import Bucket
-from shared.tenants import Quota, tenant_key
+from shared.messages.records import GenerationRecord, ResponsePart, ResponseRecord, StoredResponse
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.tenants import Quota, tenant_key
 from tests.chaos.broker import Broker
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying

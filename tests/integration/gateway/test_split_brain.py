@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from tests.chaos.links import Forwarder
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, until

@@ -5,11 +5,11 @@ import time
 import openai
 import pytest
 
-from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.records import StoredChat
-from shared.stores import Bucket
-from shared.subjects import CHATS_BUCKET
+from shared.messages.records import StoredChat
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.subjects import CHATS_BUCKET
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, until
 from tests.integration.gateway.responding import until_known

@@ -8,10 +8,10 @@ import httpx
 import openai
 import pytest
 
-from shared import subjects
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, GroupRecord, ModelCard
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, saying, silence, until
 

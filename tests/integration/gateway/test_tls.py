@@ -18,9 +18,9 @@ from websockets.asyncio.client import connect
 from services.cli.chat import ChatClient, answer_once, trust_of
 from services.cli.nats_server import LocalNats
 from services.gateway.certificate_expiry import CertificateExpiry
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, Unavailable
+from shared.nats.bus import Bus
 from shared.tls import Certificates, client_context, server_context
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing

@@ -6,10 +6,10 @@ import httpx
 import pytest
 
 from services.gateway.text.tokenization import ModelTokenizer
-from shared import subjects
-from shared.bus import Bus, encode
 from shared.messages import TokenizerBundle
-from shared.stores import ObjectStore
+from shared.nats import subjects
+from shared.nats.bus import Bus, encode
+from shared.nats.objects import ObjectStore
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, stub_card
 from tests.integration.gateway.test_rest import until_listed
 from tests.unit.gateway.tiny_tokenizer import tiny_files

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, GroupBeat
+from shared.nats import subjects
+from shared.nats.bus import Bus
 from tests.integration.health_monitor.test_service import Seen
 from tests.processes import ServiceProcess, service_process
 

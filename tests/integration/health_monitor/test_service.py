@@ -11,8 +11,6 @@ import pytest
 
 from services.health_monitor.service import HealthMonitorService
 from services.health_monitor.settings import HealthMonitorSettings
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import (
     GroupBeat,
@@ -23,7 +21,9 @@ from shared.messages import (
     RankBeat,
     ServiceRecord,
 )
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 LOAD = GroupLoad(running=1, free_blocks=3, total_blocks=4)
 

@@ -2,11 +2,10 @@
 
 from prometheus_client import CollectorRegistry
 
-from services.health_monitor.metrics import HealthMetrics
-from services.health_monitor.streams import StreamWatch
-from shared import subjects
-from shared.bus import Bus
+from services.health_monitor.metrics import HealthMetrics, StreamWatch
 from shared.messages import TokenFrame
+from shared.nats import subjects
+from shared.nats.bus import Bus
 
 
 async def test_a_broker_tells_of_age_and_limits(bus: Bus) -> None:

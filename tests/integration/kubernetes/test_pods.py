@@ -19,8 +19,8 @@ from pydantic import SecretStr
 from k8s import passwords
 from services.cli.nats_server import find_binary
 from services.cli.serve import MODULES
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from shared.process import die_with_parent
 from tests.processes import ServiceProcess, service_process
 from tests.unit.k8s import manifests

@@ -16,9 +16,9 @@ import httpx
 import msgspec
 
 from services.executor.engine.stub import stub_token
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GroupBeat
+from shared.nats.bus import Bus
 from tests.processes import ServiceProcess, service_process
 
 TOKENS = 24

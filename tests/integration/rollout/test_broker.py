@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from services.cli.nats_server import LocalNats
-from shared import subjects
-from shared.bus import Bus
-from shared.journal import Begin, replay
 from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, GroupRecord, SamplingParams
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.journal import Begin, replay
+from shared.nats.kv import Bucket
+from shared.nats.streams import ensure_streams
 from tests.integration.executor.test_executor import expected as stub_tokens
 from tests.integration.rollout.house import House, Load
 from tests.nats_cluster import NatsCluster
@@ -33,7 +34,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[NatsCluster]:
 @pytest.fixture
 async def cluster_bus(cluster: NatsCluster) -> AsyncIterator[Bus]:
     connection = await Bus.connect(cluster.settings, "test")
-    await connection.ensure_streams()
+    await ensure_streams(connection)
     yield connection
     await connection.close()
 
@@ -44,7 +45,7 @@ async def test_services_that_start_together_on_a_new_cluster_open_the_same_bucke
     """Who comes second is told that a bucket exists before it is shown to it."""
     buses = await asyncio.gather(*(Bus.connect(cluster.settings, f"test-{number}") for number in range(4)))
     try:
-        await asyncio.gather(*(bus.ensure_streams() for bus in buses))
+        await asyncio.gather(*(ensure_streams(bus) for bus in buses))
         for turn in range(2):
             bounded, plain = f"bounded-{turn}", f"plain-{turn}"
             opened = await asyncio.gather(
@@ -64,7 +65,7 @@ async def test_a_killed_and_restarted_nats_loses_nothing_and_restarts_no_executo
         beat_interval=0.1,
     )
     bus = await Bus.connect(settings, "test")
-    await bus.ensure_streams()
+    await ensure_streams(bus)
     try:
         async with House(bus, settings, tmp_path) as house:
             await house.start_two_of_each()

@@ -13,12 +13,12 @@ from services.cli.batch_clients import Wanted, by_nats
 from services.cli.drain import drain_group
 from services.cli.nats_server import LocalNats
 from services.cli.status import read_status
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.keys import KeyRecord, new_key
-from shared.permissions import User
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.permissions import User
 from tests.integration.rollout.house import House, Load
 
 pytestmark = pytest.mark.timeout(300)

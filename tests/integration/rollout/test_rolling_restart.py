@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from tests.integration.rollout.house import House, Load, long_answer
 
 pytestmark = pytest.mark.timeout(300)

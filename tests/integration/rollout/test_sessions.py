@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from tests.integration.executor.rings import BLOCK, MODEL, RING, VOCABULARY, make_served_model
 from tests.integration.rollout.house import House
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.bus import Bus
+from shared.nats.bus import Bus
 from tests.integration.scheduler.house import House
 
 

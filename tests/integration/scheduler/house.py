@@ -9,8 +9,6 @@ import msgspec
 
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import (
     Cancel,
@@ -28,7 +26,9 @@ from shared.messages import (
     TokenEntry,
     TokenFrame,
 )
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 
 MODEL = "org/model v1"
 CONSUMER = "gateway-1"

@@ -3,10 +3,10 @@
 import asyncio
 import time
 
-from shared import subjects
-from shared.bus import Bus, encode
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
+from shared.nats import subjects
+from shared.nats.bus import Bus, encode
 from tests.integration.scheduler.house import MODEL, House, scheduler
 
 

@@ -14,11 +14,11 @@ from nats.aio.msg import Msg
 from services.cli.nats_server import LocalNats
 from services.scheduler import intake
 from services.scheduler.settings import SchedulerSettings
-from shared import bus as bus_module
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import LANES, Heartbeat
+from shared.nats import bus as bus_module
+from shared.nats import subjects
+from shared.nats.bus import Bus
 from tests.integration.scheduler.house import House, scheduler
 
 

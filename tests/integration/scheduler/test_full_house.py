@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from shared import subjects
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, GroupLoad, ModelCard, Refusal, TokenEntry, TokenFrame
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import run_gateway
 from tests.integration.gateway.fake_ring import stub_card
 from tests.integration.scheduler.house import MODEL, House, Leader, scheduler

@@ -6,12 +6,12 @@ from prometheus_client import CollectorRegistry
 
 from services.scheduler.intake import Intake
 from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.queue.request import WaitingRequest
 from services.scheduler.settings import SchedulerSettings
-from services.scheduler.waiting import WaitingRequest
-from shared import subjects
-from shared.bus import Bus, encode
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
+from shared.nats import subjects
+from shared.nats.bus import Bus, encode
 from tests.integration.gateway.fake_ring import until
 
 COUNT, SIZE = 12, 100_000

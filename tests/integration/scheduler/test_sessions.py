@@ -5,13 +5,13 @@ import contextlib
 
 import pytest
 
-from services.scheduler.sessions import SessionPins
-from shared import subjects
-from shared.bus import Bus
+from services.scheduler.placement.session_pins import SessionPins
 from shared.config import CommonSettings
 from shared.messages import GroupLoad, SessionPin
-from shared.pins import pin_key
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.subjects import pin_key
 from tests.integration.scheduler.house import MODEL, House, Leader, Scheduler, scheduler
 
 

@@ -6,12 +6,13 @@ import time
 
 import pytest
 
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.journal import from_moment, read_messages
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
-from shared.records import GenerationRecord, GenerationRecords
+from shared.messages.records import GenerationRecord, GenerationRecords
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.journal import from_moment, read_messages
+from shared.nats.streams import ensure_streams
 from tests.e2e.stack import run_cli
 
 
@@ -58,7 +59,7 @@ async def test_a_journal_that_was_trimmed_says_what_it_covers(nats_settings: Com
     small = nats_settings.model_copy(update={"journal_max_bytes": 2 << 20})
     bus = await Bus.connect(small, "test")
     try:
-        await bus.ensure_streams()
+        await ensure_streams(bus)
         began = time.time()
         await fill(bus, 400, size=20_000)
         info = await bus.jetstream().stream_info(subjects.JOURNAL_STREAM)

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from tests.e2e.stack import run_cli
 from tests.integration.gateway.fake_ring import until
 from tests.integration.rollout.house import House, until_answered

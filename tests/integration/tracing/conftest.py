@@ -6,7 +6,8 @@ import pytest
 import pytest_asyncio
 
 from services.cli.nats_server import LocalNats
-from shared.bus import Bus
+from shared.nats.bus import Bus
+from shared.nats.streams import ensure_streams
 from tests.integration.rollout.house import House, until_answered
 from tests.otlp import Collector, collector
 
@@ -36,7 +37,7 @@ async def nats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalN
 async def house_bus(nats: LocalNats) -> AsyncIterator[Bus]:
     """The tests' own connection to the house's NATS."""
     bus = await Bus.connect(nats.settings(beat_interval=0.1), "test")
-    await bus.ensure_streams()
+    await ensure_streams(bus)
     yield bus
     await bus.close()
 

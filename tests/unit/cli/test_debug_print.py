@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from services.cli.debug_print import print_dump, print_plans, print_profile
 from services.cli.main import app
-from shared.debugging import (
+from shared.errors import ConfigurationError
+from shared.messages.debugging import (
     DUMP_VERSION,
     AllocatorDump,
     CollectiveDump,
@@ -27,7 +28,6 @@ from shared.debugging import (
     StepDump,
     ThreadDump,
 )
-from shared.errors import ConfigurationError
 
 RANK = RankDump(
     rank=1,

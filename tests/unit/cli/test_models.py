@@ -17,7 +17,7 @@ from services.cli.claim import claimed
 from services.cli.models import ensure_model, list_models
 from services.cli.wheels import WheelModel
 from shared.errors import ConfigurationError, ModelLoadError
-from shared.model_cache import converted_name
+from shared.models import converted_name
 
 
 def ignore(stage: str, done: int, total: int) -> None:

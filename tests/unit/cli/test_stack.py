@@ -17,9 +17,8 @@ from services.cli.stack import LocalStack, StackPlan, _Pauses, bracketed, reacha
 from services.cli.where import gateway_of_stack, nats_of_stack
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError
-from shared.http_server import HttpServer
-from shared.listener import bind
 from shared.messages import Heartbeat
+from shared.service.http_server import HttpServer, bind
 
 
 def note(pid: int) -> RunFile:

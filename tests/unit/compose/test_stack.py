@@ -15,7 +15,7 @@ from services.gateway.settings import GatewaySettings
 from services.health_monitor.settings import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import CommonSettings
-from shared.permissions import USERS
+from shared.nats.permissions import USERS
 from tests.unit.compose.dockerfile import Dockerfile
 
 ROOT = Path(__file__).parents[3]

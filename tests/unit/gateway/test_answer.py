@@ -8,7 +8,7 @@ from services.gateway.life import identity
 from services.gateway.life.answer import KEPT, Answer, followed_answer, requests_of
 from services.gateway.life.decisions import Limits
 from shared.messages import GenerationRequest, SamplingParams
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 
 LIMITS = Limits(3, 600.0, 10.0)
 GRACE = 5.0

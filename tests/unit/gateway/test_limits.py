@@ -13,7 +13,7 @@ from services.gateway.limits import shown, window
 from services.gateway.limits.account import Account
 from services.gateway.limits.in_use import REPEAT, SILENT, Counts
 from services.gateway.limits.window import KEPT, LEASE
-from shared.records import InUse, Spent
+from shared.messages.records import InUse, Spent
 
 
 class House:

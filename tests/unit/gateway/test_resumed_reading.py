@@ -20,7 +20,7 @@ from services.gateway.readers.runs import new_run
 from services.gateway.text.tokenization import ModelTokenizer
 from shared.errors import RyzansteinError
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 
 TOKENIZER = ModelTokenizer(tiny_files())

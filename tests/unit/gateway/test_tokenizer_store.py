@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 
 from services.gateway.text.tokenizer_store import TokenizerStore
-from shared.bus import encode
 from shared.errors import InternalError, Unavailable
 from shared.limits import TOKENIZERS
 from shared.messages import ModelCard, TokenizerBundle
+from shared.nats.bus import encode
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 
 

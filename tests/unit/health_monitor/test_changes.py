@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.health_monitor.changes import CONFIRM_INTERVAL, Changes
+from services.health_monitor.registry import CONFIRM_INTERVAL, Changes
 from shared.messages import GroupLoad, GroupRecord, ServiceRecord
 
 RECORD = GroupRecord("g", "m", "ready", 1, [], GroupLoad())

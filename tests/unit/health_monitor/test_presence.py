@@ -4,10 +4,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from services.health_monitor.detector import STALL, Detector
-from services.health_monitor.presence import GRACE, ConnectedClient, ConnectionEvent
-from shared import subjects
+from services.health_monitor.detector import GRACE, STALL, ConnectedClient, ConnectionEvent, Detector
 from shared.messages import GroupBeat, GroupEvent, GroupLoad, GroupStatus, Heartbeat, RankBeat
+from shared.nats import subjects
 
 SERVICE = subjects.connection("executor", "executor-1")
 LEADER = subjects.connection("executor", "executor-1", subjects.LEADER)

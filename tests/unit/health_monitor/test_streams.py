@@ -8,9 +8,9 @@ import msgspec
 import nats.errors
 from prometheus_client import CollectorRegistry
 
-from services.health_monitor.metrics import HealthMetrics
-from services.health_monitor.streams import (
+from services.health_monitor.metrics import (
     STREAMS,
+    HealthMetrics,
     StreamInfo,
     StreamLimits,
     StreamState,

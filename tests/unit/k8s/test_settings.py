@@ -8,8 +8,8 @@ from services.gateway.settings import GatewaySettings
 from services.health_monitor.settings import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX, CommonSettings
-from shared.permissions import USERS
-from shared.telemetry import OpsApp
+from shared.nats.permissions import USERS
+from shared.service.endpoints import OpsApp
 from tests.unit.k8s import manifests
 from tests.unit.k8s.manifests import Pod, Resource, environment
 

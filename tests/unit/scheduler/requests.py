@@ -2,8 +2,7 @@
 
 import math
 
-from services.scheduler.prefixes import Prefix
-from services.scheduler.waiting import WaitingRequest
+from services.scheduler.queue.request import Prefix, WaitingRequest
 from shared.messages import GroupLoad, GroupRecord, GroupStatus, Lane
 
 

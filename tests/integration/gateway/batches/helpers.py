@@ -8,9 +8,9 @@ from typing import Any
 import openai
 from openai.types import Batch
 
-from shared import subjects
 from shared.messages import GroupLoad, GroupRecord
-from shared.stores import Bucket
+from shared.nats import subjects
+from shared.nats.kv import Bucket
 from tests.integration.gateway.fake_ring import MODEL, FakeRing
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -13,11 +13,11 @@ from openai.types import Batch
 
 from services.gateway.batches.jobs import Jobs
 from services.gateway.batches.results import Results
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
-from shared.objects import Objects
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.objects import Objects
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.batches.helpers import (
     CHAT,

@@ -8,12 +8,12 @@ import pytest
 
 from services.gateway.batches import jobs as jobs_module
 from services.gateway.batches import runner, runners, turns
-from shared import subjects
-from shared.batches import BatchJob
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
-from shared.stores import Bucket
+from shared.messages.batches import BatchJob
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.batches.helpers import (
     CHAT,

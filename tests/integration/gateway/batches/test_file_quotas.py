@@ -8,11 +8,11 @@ import pytest
 
 from services.gateway.errors import QuotaExceeded
 from services.gateway.files.store import FOR_OUTPUTS
-from shared import subjects, tenants
-from shared.batches import FileRecord
-from shared.bus import Bus
 from shared.config import CommonSettings
-from shared.stores import Bucket
+from shared.messages.batches import FileRecord
+from shared.nats import subjects, tenants
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.batches.test_files import FILES, parts, stored
 from tests.integration.gateway.conftest import RunningGateway, run_gateway

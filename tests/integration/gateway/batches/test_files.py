@@ -14,13 +14,13 @@ from nats.js.errors import NotFoundError
 
 from services.gateway.files.store import Files
 from services.gateway.settings import GatewaySettings
-from shared import subjects
-from shared.batches import FileRecord
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.errors import InternalError
-from shared.objects import CHUNK, MissingObject, Objects
-from shared.stores import Bucket
+from shared.messages.batches import FileRecord
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.objects import CHUNK, MissingObject, Objects
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import until

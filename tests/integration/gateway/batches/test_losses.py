@@ -11,13 +11,14 @@ import openai
 import pytest
 
 from services.cli.nats_server import LocalNats
-from shared import subjects
-from shared.batches import BatchJob
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
-from shared.stores import Bucket
-from shared.tenants import tenant_key
+from shared.messages.batches import BatchJob
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.streams import ensure_streams
+from shared.nats.tenants import tenant_key
 from tests.integration.gateway.batches.helpers import (
     custom_ids,
     lines_of,
@@ -159,7 +160,7 @@ async def test_nats_is_started_again(tmp_path: Path) -> None:
     ring = FakeRing(bus)
     ring.behave = echo
     try:
-        await bus.ensure_streams()
+        await ensure_streams(bus)
         await ring.start()
         await ready(ring)
         async with run_gateway(settings) as gateway, gateway.openai() as client:

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import openai
 
-from shared import subjects
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats import subjects
+from shared.nats.bus import Bus
 from tests.integration.gateway.batches.helpers import custom_ids, requests
 from tests.integration.gateway.conftest import RunningGateway
 

@@ -9,9 +9,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.gateway.grpc.generated import inference_pb2 as pb
-from shared.bus import Bus
 from shared.config import CommonSettings
 from shared.keys import NewKey
+from shared.nats.bus import Bus
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing

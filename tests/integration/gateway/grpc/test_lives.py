@@ -12,8 +12,8 @@ from h2.settings import SettingCodes
 
 from services.gateway.grpc.framing import MessageReader
 from services.gateway.grpc.generated import inference_pb2 as pb
-from shared.bus import Bus
 from shared.config import CommonSettings
+from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, saying, silence, until
 from tests.integration.gateway.grpc.conftest import MODEL, PROMPT, QUESTION, Client, text_of

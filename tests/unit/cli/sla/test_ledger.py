@@ -11,7 +11,7 @@ from services.cli.sla.ledger import LATE, PATIENCE, Ledger
 from services.cli.sla.report import Scope
 from services.gateway.life.large_records import outline_of
 from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenFrame
-from shared.records import GenerationRecord
+from shared.messages.records import GenerationRecord
 
 PERIOD = Interval(1000.0, 2000.0)
 SILENCE = 10.0

@@ -12,8 +12,8 @@ from services.executor.debug.gather import settings_of
 from services.executor.debug.jobs import Job, Jobs
 from services.executor.debug.stillness import Stillness
 from services.executor.settings import ExecutorSettings
-from shared.debugging import DUMP_VERSION, Dump, JobReply, Piece
 from shared.errors import ConfigurationError
+from shared.messages.debugging import DUMP_VERSION, Dump, JobReply, Piece
 
 
 def dump(at: float, group: str = "g/1") -> Dump:

@@ -14,7 +14,7 @@ import pytest
 
 from services.executor.debug import processes, stacks
 from services.executor.debug.stacks import StackRequest, parse
-from shared.debugging import ThreadDump
+from shared.messages.debugging import ThreadDump
 
 STUCK = """
 import ctypes, pathlib, sys, threading

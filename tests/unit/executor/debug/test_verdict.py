@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.debug.verdict import verdict
-from shared.debugging import (
+from shared.messages.debugging import (
     DUMP_VERSION,
     AllocatorDump,
     CollectiveDump,

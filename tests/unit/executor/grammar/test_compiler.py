@@ -11,10 +11,10 @@ from services.executor.grammar import compiler as compiler_module
 from services.executor.grammar.compiler import GrammarCompiler
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
-from shared.bus import encode
 from shared.errors import InternalError, InvalidGrammar, RyzansteinError
 from shared.limits import GRAMMAR_BYTES
 from shared.messages import GenerationRequest, Grammar, ModelCard, TokenizerBundle
+from shared.nats.bus import encode
 from tests.unit.executor.grammar.guided_ring import CARD, ask
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 

@@ -12,9 +12,9 @@ from services.executor.grammar.compiler import GrammarCompiler
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.vocabulary import Vocabulary
 from services.executor.grammar.work import GrammarWork
-from shared.bus import encode
 from shared.errors import InvalidGrammar
 from shared.messages import Grammar, ModelCard, TokenizerBundle
+from shared.nats.bus import encode
 from tests.unit.executor.grammar.guided_ring import CARD, ask, state_of
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 

@@ -13,13 +13,7 @@ from services.executor.handover.metrics import HandoverCollector
 from services.executor.handover.taking import Taker
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.metrics import Labels
-from shared.handover import (
-    BlockOffer,
-    BlocksSent,
-    HandoverEnd,
-    OfferedBlock,
-    OfferedSession,
-)
+from shared.messages.handover import BlockOffer, BlocksSent, HandoverEnd, OfferedBlock, OfferedSession
 from tests.unit.executor.engine.stepped_ring import BLOCK, Ring
 
 FORMAT = "format"

@@ -16,8 +16,8 @@ from services.gateway.batches.room import LEAST, UNKNOWN, backoff, room
 from services.gateway.batches.tally import Tally
 from services.gateway.errors import InvalidParameter, RouteError
 from services.gateway.files.listing import page
-from shared.batches import OVER, BatchJob, Counts, LineResult, TokenCounts
 from shared.errors import InternalError
+from shared.messages.batches import OVER, BatchJob, Counts, LineResult, TokenCounts
 
 URL = "/v1/completions"
 

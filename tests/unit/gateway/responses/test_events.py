@@ -16,7 +16,7 @@ from services.gateway.readers.runs import new_run
 from services.gateway.responses.kept import StoreOwner, answer_of, stored_of
 from shared.errors import RingLost, Unavailable
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
-from shared.records import GenerationRecord, Parsing, ResponseRecord, StoredResponse
+from shared.messages.records import GenerationRecord, Parsing, ResponseRecord, StoredResponse
 from tests.unit.gateway.test_resumed_reading import LIMITS, LOOP, OF_BYTE, TOKENIZER, entries_of, logs
 
 Log = tuple[list[int], FinishReason, list[int]]

@@ -17,8 +17,7 @@ from services.gateway.tools.parameters import types_of
 from services.gateway.tools.parser import Parser
 from services.gateway.tools.parsers.scanner import Event
 from services.gateway.tools.schemas import FunctionDefinition
-from shared.grammar_check import verdict_on
-from shared.grammars import source_of
+from shared.grammars import source_of, verdict_on
 from shared.messages import Grammar
 from tests.unit.gateway.tools.texts import calls_of, content_of, thoughts_of
 

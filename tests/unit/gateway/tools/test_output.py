@@ -13,9 +13,9 @@ from services.gateway.life.answer import Answer
 from services.gateway.readers import cursor
 from services.gateway.readers.runs import new_run
 from services.gateway.tools.calls import call_id
-from shared.bus import encode
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
-from shared.records import GenerationRecord, Parsing
+from shared.messages.records import GenerationRecord, Parsing
+from shared.nats.bus import encode
 from tests.unit.gateway.test_resumed_reading import OF_BYTE, TOKENIZER, Alone, Reader, answer_of
 from tests.unit.gateway.tools.texts import CASES, NOW, TYPES, WEATHER, Case
 

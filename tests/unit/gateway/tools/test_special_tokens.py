@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from services.gateway.text.tokenization import ModelTokenizer
 from services.gateway.tools.families import markers_of
-from shared.records import Parsing
+from shared.messages.records import Parsing
 from tests.unit.gateway.tiny_tokenizer import tiny_files
 from tests.unit.gateway.tools.templates import LLAMA31, MISTRAL
 

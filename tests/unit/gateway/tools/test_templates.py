@@ -11,7 +11,7 @@ from services.gateway.tools.parser import Parser
 from services.gateway.tools.plan import ChatPlan, plan_of
 from services.gateway.tools.traits import traits_of
 from shared.messages import ModelCard
-from shared.parsers import REASONING_PARSERS, TOOL_PARSERS
+from shared.models import REASONING_PARSERS, TOOL_PARSERS
 from tests.unit.gateway.tools.templates import GEMMA2, GLM45, LLAMA31, OF_FAMILY, QWEN3, SMOLLM2
 from tests.unit.gateway.tools.texts import calls_of
 

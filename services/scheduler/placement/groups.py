@@ -1,0 +1,314 @@
+"""What this scheduler knows of the groups: their records, their replies, and what it has sent them.
+
+A load report is a snapshot; what was sent since is added until the reply to it brings a newer one:
+
+    expected load = last report + requests sent and not answered yet
+
+A group is open, and a candidate for placement, while it is up, its breaker allows, and it has room:
+
+    |◀──────────── slots ────────────▶|◀─ backlog ─▶|
+    | running | waiting | sent        :             |   more waits here, in the scheduler's fair order,
+                                                        and not in the ring's
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from services.scheduler.placement.circuit_breaker import CircuitBreaker, State
+from services.scheduler.placement.rendezvous import Rendezvous
+from services.scheduler.placement.ttft_estimator import SCARCE_SHARE, TtftEstimator, Usual
+from shared.messages import GroupEvent, GroupLoad, GroupRecord, GroupStatus, Lane
+
+IN_HAND = 256
+"""Requests sent to one group and not answered, at most."""
+MIN_BACKLOG = 8
+"""Sequences that may wait in a ring however few it computes at once; more of them: half as many."""
+HORIZON = 1.0
+"""Seconds of prompts that may lie before a waiting sequence: a ring that has as much to do gets no more."""
+BATCH_SHARE = 0.75
+"""Batch work is sent while fewer than this share of a group's places are taken, by whatever work."""
+SERVING = ("ready", "busy")
+_OUT = ("hung", "gone")
+_REPORTED = attrgetter("reported")
+_ASKED = attrgetter("asked")
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One group as placement sees it."""
+
+    name: str
+    model: str
+    epoch: int
+    status: GroupStatus
+    load: GroupLoad
+    breaker: CircuitBreaker
+    ttft: TtftEstimator = field(default_factory=TtftEstimator)
+    weight: float = 1.0
+    """How fast it is, against what is usual; below 1 it is degraded."""
+    sent_requests: int = 0
+    sent_tokens: int = 0
+    reported: float = 0.0
+    """Monotonic seconds of the last load report in a reply."""
+    asked: float = 0.0
+    """Monotonic seconds at which it was last asked how full it is, with nothing sent along."""
+    lost_at: float = 0.0
+    """`at` of the last event that took it out of service: older records do not bring it back."""
+    chosen: int = 0
+    """When it was last chosen, in decisions: equals take turns."""
+    place: int = -1
+    """Its place in the list of open groups; -1: it is not open."""
+
+    @property
+    def up(self) -> bool:
+        return self.status in SERVING
+
+    @property
+    def idle(self) -> bool:
+        return self.load.running + self.load.waiting == 0
+
+    @property
+    def sequences(self) -> int:
+        """What the group has, and what is on its way to it."""
+        return self.load.running + self.load.waiting + self.sent_requests
+
+    @property
+    def takes(self) -> bool:
+        """Whether it may be given a request now."""
+        return self.status in SERVING and self.breaker.allows and self.has_room
+
+    @property
+    def has_room(self) -> bool:
+        slots = self.ttft.slots
+        if self.sent_requests >= IN_HAND or self.sequences >= slots + max(MIN_BACKLOG, slots // 2):
+            return False
+        has_waiting = self.load.waiting + self.sent_requests > 0
+        return not (has_waiting and self.ttft.queue_seconds >= HORIZON)
+
+    @property
+    def has_idle_capacity(self) -> bool:
+        """Whether batch work would delay nobody: nothing waits, and places and memory are left over."""
+        load = self.load
+        if load.waiting or load.free_blocks * SCARCE_SHARE < load.total_blocks:
+            return False
+        return self.sequences < BATCH_SHARE * self.ttft.slots
+
+    def may_take(self, lane: Lane) -> bool:
+        return self.takes and (lane != "batch" or self.has_idle_capacity)
+
+    def update(self, usual: Usual) -> None:
+        self.ttft.update(self.load, self.sent_requests, self.sent_tokens, self.weight, usual)
+
+
+@dataclass(slots=True)
+class _Model:
+    """The groups of one model."""
+
+    groups: dict[str, Group] = field(default_factory=dict)
+    open: list[Group] = field(default_factory=list)
+    ranking: Rendezvous = field(default_factory=Rendezvous)
+    """Of those that are up."""
+    usual: Usual = field(default_factory=Usual)
+
+
+class GroupTable:
+    """All groups. Each change costs the same however many there are."""
+
+    def __init__(self, suspect_time: float = 1.0) -> None:
+        """`suspect_time`: seconds for which a group is left alone that has not answered, the first time."""
+        self._suspect_time = suspect_time
+        self._groups: dict[str, Group] = {}
+        self._models: dict[str, _Model] = {}
+        self._closures: list[tuple[float, int, Group]] = []
+        self._decisions = 0
+
+    def get(self, name: str) -> Group | None:
+        return self._groups.get(name)
+
+    def of(self, model: str) -> Iterable[Group]:
+        """Every group of `model`, whatever its state."""
+        return self._of(model).groups.values()
+
+    def open(self, model: str) -> list[Group]:
+        """Groups of `model` that may be given requests. Not to be changed."""
+        return self._of(model).open
+
+    def ranking(self, model: str) -> Rendezvous:
+        """Which groups of `model` a key belongs to."""
+        return self._of(model).ranking
+
+    def breakers(self) -> Iterator[tuple[str, State]]:
+        """Every group's name and the state of its breaker."""
+        return ((group.name, group.breaker.state) for group in self._groups.values())
+
+    def served(self) -> Iterator[str]:
+        """Every model that has a group, whatever its state."""
+        return (name for name, model in self._models.items() if model.groups)
+
+    def stalest(self, model: str, lane: Lane, count: int, before: float) -> list[Group]:
+        """`count` groups at most that could be asked whether they have room for `lane` again: full as far as is
+        known, and last heard of before `before` (monotonic seconds), the longest ago first.
+
+        For batch work what counts is when they were last asked: a reply to a request names that request among
+        what waits, so that a steady trickle of others' requests would keep an idle group looking busy.
+        """
+        heard = _ASKED if lane == "batch" else _REPORTED
+        full = (
+            group
+            for group in self.of(model)
+            if group.up
+            and group.breaker.state == "closed"
+            and heard(group) < before
+            and not group.may_take(lane)
+        )
+        return heapq.nsmallest(count, full, key=heard)
+
+    # --- what others say -------------------------------------------------------------------------
+
+    def record(self, record: GroupRecord) -> None:
+        """Takes in what the health monitor wrote; another epoch is another ring."""
+        group = self._groups.get(record.group)
+        if group is not None and record.epoch < group.epoch:
+            return
+        if group is None or record.epoch > group.epoch or record.model != group.model:
+            self.forget(record.group)
+            breaker = CircuitBreaker(self._suspect_time)
+            group = Group(record.group, record.model, record.epoch, record.state, record.load, breaker)
+            self._groups[group.name] = group
+            self._models.setdefault(group.model, _Model()).groups[group.name] = group
+        stale = group.lost_at > 0 and record.updated_at <= group.lost_at and record.state in SERVING
+        if record.load.version >= group.load.version:
+            group.load = record.load
+        group.weight = record.weight
+        if not group.sent_requests:
+            group.ttft.rested()
+        self._set_status(group, group.status if stale else record.state)
+
+    def forget(self, name: str) -> None:
+        group = self._groups.pop(name, None)
+        if group is None:
+            return
+        self._close(group)
+        model = self._of(group.model)
+        model.ranking.remove(name)
+        del model.groups[name]
+        if not model.groups:
+            del self._models[group.model]
+
+    def event(self, event: GroupEvent) -> None:
+        """Bad news travels faster as an event than as a record; for good news the record decides."""
+        group = self._groups.get(event.group)
+        if group is None or group.epoch > event.epoch or event.kind == "up":
+            return
+        group.lost_at = event.at
+        self._set_status(group, "draining" if event.kind == "draining" else "gone")
+
+    # --- what this scheduler does ----------------------------------------------------------------
+
+    def reserve(self, group: Group, tokens: int) -> None:
+        """Counts a request as sent to `group`."""
+        self._decisions += 1
+        group.chosen = self._decisions
+        group.sent_requests += 1
+        group.sent_tokens += tokens
+        group.breaker.sent()
+        self._changed(group)
+
+    def release(self, group: Group, tokens: int) -> None:
+        """A request counted with `reserve` was answered, or was not sent after all.
+
+        It may have been counted for the ring that `group` was before: the count never goes below zero.
+        """
+        group.sent_requests = max(0, group.sent_requests - 1)
+        group.sent_tokens = max(0, group.sent_tokens - tokens)
+        if not group.sent_requests:
+            group.breaker.cancel_probe()
+        self._changed(group)
+
+    def report(self, group: Group, load: GroupLoad, now: float, seconds: float) -> None:
+        """Takes in the load of a reply that came at `now` (monotonic seconds), `seconds` after its dispatch."""
+        if load.version >= group.load.version:
+            group.load = load
+        group.reported = now
+        group.ttft.answered(seconds)
+        self._changed(group)
+
+    def accepted(self, group: Group) -> None:
+        """A whole batch was taken."""
+        group.breaker.succeeded()
+        self._changed(group)
+
+    def refused(self, group: Group, now: float) -> None:
+        """Something was refused that may be taken later."""
+        group.breaker.refused(now)
+        self._opened(group)
+
+    def timed_out(self, group: Group, now: float) -> None:
+        """A batch was not answered."""
+        group.breaker.timed_out(now)
+        self._opened(group)
+
+    @property
+    def closed(self) -> bool:
+        """Whether some group gets nothing for a while: `reopen` is to be called."""
+        return bool(self._closures)
+
+    def reopen(self, now: float) -> bool:
+        """Lets the groups be tried whose breaker's open time is over; says whether there were any."""
+        found = False
+        while self._closures and self._closures[0][0] <= now:
+            group = heapq.heappop(self._closures)[2]
+            if group.breaker.tick(now):
+                found = True
+                self._changed(group)
+        return found
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _of(self, model: str) -> _Model:
+        """What is known of `model`; nothing is kept of one that no group has."""
+        return self._models.get(model) or _Model()
+
+    def _set_status(self, group: Group, status: GroupStatus) -> None:
+        group.status = status
+        ranking = self._of(group.model).ranking
+        if status in _OUT:
+            group.breaker.trip()
+        if group.up:
+            group.breaker.restore()
+            ranking.add(group.name)
+        else:
+            ranking.remove(group.name)
+        self._changed(group)
+
+    def _opened(self, group: Group) -> None:
+        self._decisions += 1
+        if group.breaker.state == "open":
+            heapq.heappush(self._closures, (group.breaker.open_until, self._decisions, group))
+        self._changed(group)
+
+    def _changed(self, group: Group) -> None:
+        """Brings the group's figures and its place among the open ones up to date."""
+        usual = self._of(group.model).usual
+        usual.hear(group.load)
+        group.update(usual)
+        opens = group.takes and self._groups.get(group.name) is group
+        if opens and group.place < 0:
+            candidates = self._of(group.model).open
+            group.place = len(candidates)
+            candidates.append(group)
+        elif not opens:
+            self._close(group)
+
+    def _close(self, group: Group) -> None:
+        """Takes the group out of the open ones; the last of them takes its place."""
+        if group.place < 0:
+            return
+        candidates = self._of(group.model).open
+        last = candidates.pop()
+        if last is not group:
+            candidates[group.place] = last
+            last.place = group.place
+        group.place = -1

@@ -1,0 +1,123 @@
+"""Which group a request goes to: where its first token is expected soonest.
+
+    session with a pin   its group, unless another one would answer sooner by more than moving costs
+    no session           the home of the longest beginning that its prompt has a name for, within the same bound
+    otherwise            the soonest of a sample of the open groups; equals take turns
+
+    expected seconds:     home, all cached     best, nothing cached          slack
+                          |────────────────|   |────────────────────────────|──────|
+                               stays, as long as it is not longer than that
+
+Moving costs the request's own tokens, which another group would have to compute, and `sticky_tokens` on top.
+A session that leaves a busy ring takes its pin along and stays for `HOLD` at least. No ping-pong: the ring it
+went to was within TOLERANCE of every other with nothing cached, so while the loads stay as they are, it is so
+with the session's tokens cached, however long its prompt has become. (Of more than `SAMPLE` open groups it was
+so among the sample; there the slack and the time keep it in place.)
+
+What one scheduler decides another one would: homes follow from names alone, pins are agreed upon. The sample
+is random so that schedulers which see the same stale figures do not all choose the same group.
+"""
+
+import random
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Literal
+
+import msgspec
+
+from services.scheduler.placement.groups import Group, GroupTable
+from services.scheduler.queue.request import Prefix, WaitingRequest
+from shared.messages import SessionPin
+
+SAMPLE = 16
+"""Open groups that are compared; of fewer, all."""
+TOLERANCE = 1.05
+"""Groups whose times differ by no more than this factor are equals."""
+HOLD = 30.0
+"""Seconds that a session stays, at least, with the ring that it has moved to."""
+
+_CHOSEN = attrgetter("chosen")
+
+Reason = Literal["pinned", "spilled", "moved", "relieved", "prefix", "least_loaded"]
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """`pinned`: the session's group. `spilled`: that one is too busy or silent, this request goes elsewhere and
+    the pin stays. `relieved`: that one is too busy, and the pin moves along. `moved`: that one is no more, so
+    the pin must move. `prefix`: the home of the prompt's beginning. `least_loaded`: the soonest."""
+
+    group: Group
+    reason: Reason
+
+
+class Placement:
+    """Chooses groups out of a table. Times are unix seconds."""
+
+    def __init__(self, table: GroupTable, sticky_tokens: int, seed: int | None = None) -> None:
+        """`seed` of the samples; None: a random one."""
+        self._table = table
+        self._sticky_tokens = sticky_tokens
+        self._random = random.Random(seed)
+
+    def alive(self, model: str, pin: SessionPin) -> bool:
+        """Whether the ring that `pin` names still stands, with the session's cache."""
+        group = self._table.get(pin.group)
+        return group is not None and group.model == model and group.epoch == pin.epoch and group.up
+
+    def choose(self, item: WaitingRequest, pin: SessionPin | None, now: float) -> Decision | None:
+        """The group for `item`; None when no open group has room for it."""
+        best = self._soonest(item)
+        if best is None:
+            return None
+        if pin is not None:
+            return self._by_pin(item, pin, best, now)
+        home = self._home(item, best) if item.prefixes else None
+        return Decision(best, "least_loaded") if home is None else Decision(home, "prefix")
+
+    def _by_pin(self, item: WaitingRequest, pin: SessionPin, best: Group, now: float) -> Decision:
+        if not self.alive(item.model, pin):
+            return Decision(best, "moved")
+        home = self._table.get(pin.group)
+        assert home is not None, "a living ring is in the table"
+        if home.may_take(item.lane) and self._is_worth(home, best, item, 0, self._sticky_tokens):
+            return Decision(home, "pinned")
+        suspected = home.breaker.state != "closed"  # whether it is lost, others will say
+        if suspected or item.lane == "batch" or now < pin.moved_at + HOLD:
+            return Decision(best, "spilled")
+        return Decision(best, "relieved")
+
+    def _home(self, item: WaitingRequest, best: Group) -> Group | None:
+        """Where the prompt's beginning is kept, if that is worth its waiting time."""
+        ranking = self._table.ranking(item.model)
+        for prefix in item.prefixes:
+            for name in ranking.ranked(prefix.key):
+                home = self._table.get(name)
+                if home is not None and home.may_take(item.lane) and self._keeps(home, best, item, prefix):
+                    return home
+        return None
+
+    def _keeps(self, home: Group, best: Group, item: WaitingRequest, prefix: Prefix) -> bool:
+        return self._is_worth(home, best, item, max(0, item.tokens - prefix.tokens), 0)
+
+    def _is_worth(self, home: Group, best: Group, item: WaitingRequest, uncached: int, slack: int) -> bool:
+        """Whether `home`, which lacks `uncached` tokens, answers as soon as `best`, which lacks all."""
+        there, here = best.ttft, home.ttft
+        limit = TOLERANCE * there.first_token(item.tokens) + slack * here.seconds_per_token
+        return here.first_token(uncached) <= limit
+
+    def _soonest(self, item: WaitingRequest) -> Group | None:
+        """The group that would answer first without a cache; of equals the one chosen longest ago."""
+        tokens = item.tokens
+        timed = [(group.ttft.first_token(tokens), group) for group in self._sample(item)]
+        if not timed:
+            return None
+        limit = min(seconds for seconds, _ in timed) * TOLERANCE
+        return min((group for seconds, group in timed if seconds <= limit), key=_CHOSEN)
+
+    def _sample(self, item: WaitingRequest) -> Iterable[Group]:
+        candidates = self._table.open(item.model)
+        if len(candidates) > SAMPLE:
+            candidates = self._random.choices(candidates, k=SAMPLE)
+        if item.lane == "batch":
+            return [group for group in candidates if group.has_idle_capacity]
+        return candidates

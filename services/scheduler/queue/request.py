@@ -1,0 +1,161 @@
+"""The scheduler's own view of a request: what placement needs, and the bytes that a ring gets.
+
+The beginnings of a prompt have names, so that prompts that begin alike meet the same cache: a chain of hashes, as the
+ring's own prefix index has, in which the name of a longer beginning covers the shorter ones.
+
+    64 tokens ──▶ 256 tokens ──▶ 1024 tokens ──▶ 4096 tokens
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from services.scheduler.queue.traces import UNTRACED, RequestTrace
+from shared.messages import GenerationRequest, Lane
+
+LENGTHS = (64, 256, 1024, 4096)
+"""Tokens. What is shorter than the first is computed sooner than it is looked for."""
+
+
+class Prefix(NamedTuple):
+    """A prompt's beginning."""
+
+    key: int
+    tokens: int
+
+
+def prefixes(model: str, prompt: Sequence[int], salt: str = "") -> tuple[Prefix, ...]:
+    """The named beginnings of `prompt`, longest first; none for a short one, or one that no model could take.
+    Prompts of different `salt` share no cache, hence no name."""
+    found: list[Prefix] = []
+    digest, start = (f"{model}\0{salt}" if salt else model).encode(), 0
+    for length in LENGTHS:
+        if len(prompt) < length:
+            break
+        try:
+            tokens = array("i", prompt[start:length]).tobytes()
+        except OverflowError:  # the ring will say so
+            break
+        digest = blake2b(digest + tokens, digest_size=16).digest()
+        found.append(Prefix(int.from_bytes(digest[:8], "little"), length))
+        start = length
+    return tuple(reversed(found))
+
+
+EXPECTED_OUTPUT = 256
+"""Output tokens that a request is reckoned with at most: limits are often the whole context, answers are not."""
+
+
+def cost(tokens: int, output_left: int) -> int:
+    """What a request with `tokens` tokens to compute before its next one, and `output_left` to produce at most, counts
+    for between tenants, in tokens."""
+    return max(1, tokens + max(0, min(output_left, EXPECTED_OUTPUT)))
+
+
+PATIENCE = 600.0
+"""Seconds after its publication by which a request without a deadline is due, among its tenant's others."""
+
+
+class Delivery(Protocol):
+    """The durable message behind a request. It stays in the stream until it is settled."""
+
+    async def ack(self) -> None:
+        """The request is in other hands, or ended: the stream may forget it."""
+        ...
+
+    def ours(self, now: float) -> bool:
+        """Whether the broker still counts on us at `now` (monotonic seconds): after a silence it has
+        given the request to another scheduler."""
+        ...
+
+    def drop(self) -> None:
+        """Lets go of a request that is not ours any more."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest:
+    """A request between intake and ring.
+
+    `raw` is the GenerationRequest as it came: it is handed on unchanged, without encoding it again.
+    """
+
+    generation_id: str
+    request_id: str
+    model: str
+    consumer: str
+    lane: Lane
+    tenant: str
+    session: str
+    deadline: float
+    """Unix seconds; 0: none."""
+    attempt: int
+    position: int
+    """Output tokens that earlier attempts have produced."""
+    tokens: int
+    """Tokens to compute before the next output token: prompt and earlier output."""
+    order: int
+    """Position in the intake stream: who came first."""
+    raw: bytes
+    delivery: Delivery
+    cost: int = 1
+    """Tokens that it counts for between tenants."""
+    due: float = math.inf
+    """Unix seconds: of a tenant's requests the one that is due first goes first."""
+    prefixes: tuple[Prefix, ...] = ()
+    """Names of the prompt's beginnings, longest first, for a request without a session."""
+    paid: bool = False
+    """Its tenant's share has been charged; a request that comes back is not charged twice."""
+    arrived: float = 0.0
+    """Monotonic seconds."""
+    decided: float = 0.0
+    """Monotonic seconds at which a group was last chosen."""
+    trace: RequestTrace = UNTRACED
+    reason: str = ""
+    """Why the group that it was last sent to."""
+    claim: int = 0
+    """Of the gateway that handed it in."""
+    priority: int = 0
+    """Of a tenant's requests the one with the least goes first."""
+    asked: str = ""
+    """Group that was sent the request and has not answered: it may have it all the same."""
+
+    @classmethod
+    def of(
+        cls,
+        request: GenerationRequest,
+        *,
+        raw: bytes,
+        lane: Lane,
+        order: int,
+        delivery: Delivery,
+        arrived: float,
+        published: float,
+    ) -> "WaitingRequest":
+        """`arrived` in monotonic, `published` in unix seconds."""
+        tokens = len(request.prompt) + len(request.generated)
+        return cls(
+            generation_id=request.generation_id,
+            request_id=request.request_id,
+            model=request.model,
+            consumer=request.consumer,
+            lane=lane,
+            tenant=request.tenant,
+            session=request.session,
+            deadline=request.deadline,
+            attempt=request.attempt,
+            position=len(request.generated),
+            tokens=tokens,
+            order=order,
+            raw=raw,
+            delivery=delivery,
+            cost=cost(tokens, request.max_tokens - len(request.generated)),
+            due=request.deadline or published + PATIENCE,
+            claim=request.claim,
+            priority=request.priority,
+            prefixes=() if request.session else prefixes(request.model, request.prompt, request.cache_salt),
+            arrived=arrived,
+        )

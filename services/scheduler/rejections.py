@@ -1,0 +1,142 @@
+"""Settles requests that no ring takes: tells the consumer on its token log, then acknowledges.
+
+Rejections of the same moment travel in one frame per consumer.
+"""
+
+import asyncio
+
+import structlog
+
+from services.scheduler.metrics import SchedulerMetrics, code_label
+from services.scheduler.queue.request import WaitingRequest
+from shared.errors import BrokerUnavailable
+from shared.messages import TokenEntry, TokenFrame
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.errors import BROKER_ERRORS, reason_of
+
+RETRY_PAUSE = 0.5
+"""Seconds before what the broker has not taken is tried again."""
+FRAME_ENTRIES = 512
+"""Rejections per frame, at most: a frame must stay below the broker's limit."""
+
+Due = tuple[WaitingRequest, TokenEntry | None]
+"""A request to settle, with what its consumer has to be told first."""
+
+log = structlog.get_logger(__name__)
+
+
+class Rejections:
+    """Takes rejections at any time; `run` publishes them in the background."""
+
+    def __init__(self, bus: Bus, metrics: SchedulerMetrics) -> None:
+        self._bus = bus
+        self._metrics = metrics
+        self._due: asyncio.Queue[Due] = asyncio.Queue()
+
+    def fail(self, item: WaitingRequest, code: str, message: str, *, retryable: bool) -> None:
+        """Ends the generation with an error."""
+        log.info(
+            "generation_ended",
+            request_id=item.request_id,
+            generation_id=item.generation_id,
+            attempt=item.attempt,
+            code=code,
+            **item.trace.ids,
+        )
+        item.trace.ended(code)
+        self._metrics.ended.labels(code_label(code)).inc()
+        entry = TokenEntry(
+            item.generation_id,
+            item.attempt,
+            item.position,
+            [],
+            finish="error",
+            error_code=code,
+            error=message,
+            retryable=retryable,
+        )
+        self._due.put_nowait((item, entry))
+
+    def cancel(self, item: WaitingRequest) -> None:
+        """Ends the generation as its client wished."""
+        log.info(
+            "generation_cancelled",
+            request_id=item.request_id,
+            generation_id=item.generation_id,
+            attempt=item.attempt,
+            **item.trace.ids,
+        )
+        item.trace.ended("cancelled")
+        self._metrics.ended.labels("cancelled").inc()
+        entry = TokenEntry(item.generation_id, item.attempt, item.position, [], finish="cancelled")
+        self._due.put_nowait((item, entry))
+
+    def settle(self, item: WaitingRequest) -> None:
+        """Acknowledges the request without a word: a ring has it, or a newer attempt took its place."""
+        item.trace.ended("settled")
+        self._due.put_nowait((item, None))
+
+    async def run(self) -> None:
+        """Publishes and acknowledges until it is cancelled."""
+        while True:
+            batch = [await self._due.get()]
+            while not self._due.empty():
+                batch.append(self._due.get_nowait())
+            left = await self._settle(batch)
+            for due in left:
+                self._due.put_nowait(due)
+            for _ in batch:
+                self._due.task_done()
+            if left:
+                log.warning("rejections_not_settled", requests=len(left))
+                await asyncio.sleep(RETRY_PAUSE)
+
+    async def drained(self) -> None:
+        """Waits until everything taken so far is settled."""
+        await self._due.join()
+
+    async def _settle(self, batch: list[Due]) -> list[Due]:
+        """Publishes and acknowledges; returns what the broker has not taken. Nothing stops the rest."""
+        by_consumer: dict[str, list[tuple[WaitingRequest, TokenEntry]]] = {}
+        told = []
+        for item, entry in batch:
+            if entry is None:
+                told.append(item)
+            else:
+                by_consumer.setdefault(item.consumer, []).append((item, entry))
+        left: list[Due] = []
+        for consumer, dues in by_consumer.items():
+            for start in range(0, len(dues), FRAME_ENTRIES):
+                part = dues[start : start + FRAME_ENTRIES]
+                if await self._tell(consumer, [entry for _, entry in part]):
+                    told += [item for item, _ in part]
+                else:
+                    left += part
+        left += [(item, None) for item in told if not await self._acknowledge(item)]
+        return left
+
+    async def _tell(self, consumer: str, entries: list[TokenEntry]) -> bool:
+        """False when it must be tried again."""
+        try:
+            await self._bus.publish(subjects.tokens(consumer), TokenFrame("", 0, 0, entries))
+        except BrokerUnavailable:
+            return False
+        except Exception:  # a consumer that cannot be told must not keep its requests for ever
+            log.exception("consumer_not_told", consumer=consumer, requests=len(entries))
+        return True
+
+    async def _acknowledge(self, item: WaitingRequest) -> bool:
+        """False when it must be tried again."""
+        try:
+            await item.delivery.ack()
+        except BROKER_ERRORS as error:
+            log.debug(
+                "not_acknowledged",
+                request_id=item.request_id,
+                generation_id=item.generation_id,
+                attempt=item.attempt,
+                error=reason_of(error),
+            )
+            return False
+        return True

@@ -1,0 +1,189 @@
+"""Files and batch jobs: what gateways keep of them in NATS, and what other programs send and get.
+
+As in `shared.messages`: fields are only ever added, at the end and with a default. The values in KV are maps
+in MessagePack; what other programs ask for may be JSON as well (docs/batch.md).
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+FileStatus = Literal["uploading", "processed"]
+BatchStatus = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+Ending = Literal["", "completed", "expired", "cancelled", "failed"]
+"""What becomes of a batch whose files are being written."""
+
+OVER: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
+"""States that a batch does not leave."""
+
+
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file in the KV bucket `files`. Its bytes are the object `object_name` of the object store `files`."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    created_at: float
+    """Unix seconds."""
+    object_name: str
+    bytes: int = 0
+    expires_at: float = 0.0
+    """Unix seconds; 0: it is kept until somebody deletes it."""
+    status: FileStatus = "processed"
+    """`uploading`: nobody but the gateway that receives it knows of it."""
+    nuid: str = ""
+    """Where the chunks lie of one that is being uploaded: what a gateway that died has left is removed."""
+
+
+class BatchError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is wrong with the input file, as OpenAI shows it."""
+
+    code: str
+    message: str
+    line: int | None = None
+    """Number of the line, from 1."""
+    param: str | None = None
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """OpenAI's request_counts."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one line, or of all."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+
+    def plus(self, other: "TokenCounts") -> "TokenCounts":
+        return TokenCounts(self.input + other.input, self.cached + other.cached, self.output + other.output)
+
+
+class BatchJob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A batch in the KV bucket `batches`; every change is a compare-and-set. Times are unix seconds, 0: not yet."""
+
+    id: str
+    tenant: str
+    endpoint: str
+    """The URL of its lines."""
+    input_file_id: str
+    input_object: str
+    """Name of the input in the object store `files`."""
+    completion_window: str
+    created_at: float
+    expires_at: float
+    """When the completion window ends."""
+    status: BatchStatus = "validating"
+    metadata: dict[str, str] | None = None
+    output_expires_after: float = 0.0
+    """Seconds that output and error file are kept; 0: until somebody deletes them."""
+    errors: list[BatchError] = []
+    model: str = ""
+    counts: Counts = Counts()
+    usage: TokenCounts = TokenCounts()
+    owner: str = ""
+    """The gateway that runs it; empty: whoever comes first. It writes the record every other second, so that
+    a record that stands still has lost its owner."""
+    beat: int = 0
+    """Grows with each of these writings."""
+    ending: Ending = ""
+    in_progress_at: float = 0.0
+    finalizing_at: float = 0.0
+    completed_at: float = 0.0
+    failed_at: float = 0.0
+    expired_at: float = 0.0
+    cancelling_at: float = 0.0
+    cancelled_at: float = 0.0
+    output_file_id: str = ""
+    error_file_id: str = ""
+    clean: bool = False
+    """Whether its results have left the stream: nothing is left to do."""
+    fingerprint: str = ""
+    """Of the request under its idempotency key: another request under the same key is a mistake."""
+    key: str = ""
+    """Id of the API key that it came under, whose limits its lines keep; empty: none."""
+    traceparent: str = ""
+    """Of the span that created it, where that was sampled: the traces of its lines link to it."""
+
+
+class LineResult(msgspec.Struct, frozen=True, array_like=True):
+    """What has come of one line of a batch."""
+
+    line: int
+    """Its number in the input file, from 1."""
+    succeeded: bool
+    """Whether it belongs into the output file, not the error file."""
+    text: bytes
+    """The line for that file, JSON without a line break; empty: it is in the object store, being too large."""
+    usage: TokenCounts = TokenCounts()
+    object_name: str = ""
+    size: int = 0
+    """Bytes of the line, where it is in the object store."""
+
+
+class LineResults(msgspec.Struct, frozen=True):
+    """Results of one turn of a runner's event loop, in the stream `BATCHES` on `batches.results.<batch>`."""
+
+    results: list[LineResult]
+
+
+# --- what other programs ask, by request-reply ---------------------------------------------------
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's expiration policy."""
+
+    seconds: int
+    anchor: str = "created_at"
+
+
+class BatchSubmit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`batches.submit`: one of `input_file_id` and `object` names the input."""
+
+    endpoint: str = "/v1/chat/completions"
+    input_file_id: str | None = None
+    object: str | None = None
+    """Name of an object that the program has put into the object store `files` itself."""
+    filename: str | None = None
+    """What that file is called; the object's name where it is left out."""
+    completion_window: str = "24h"
+    metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
+    idempotency_key: str | None = None
+    tenant: str = ""
+
+
+class BatchAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`batches.status` and `batches.cancel`."""
+
+    id: str
+    tenant: str = ""
+
+
+class BatchListing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`batches.list`."""
+
+    after: str | None = None
+    limit: int = 20
+    tenant: str = ""
+
+
+class BatchReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One of them: a batch as `GET /v1/batches/{id}` shows it, a page of them, or an error in OpenAI's shape."""
+
+    batch: dict[str, Any] | None = None
+    batches: list[dict[str, Any]] | None = None
+    has_more: bool = False
+    files: dict[str, str] | None = None
+    """Names of the batch's files in the object store `files`: input, output, errors."""
+    error: dict[str, Any] | None = None
+    status: int = 0
+    """The HTTP status that belongs to `error`."""

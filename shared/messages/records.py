@@ -1,0 +1,244 @@
+"""What gateways keep and tell each other about generations: records, owners, keys, listeners.
+
+As in `shared.messages`: fields are only ever added, at the end and with a default.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from shared.messages import FinishReason, GenerationRequest, TokenLogprobs
+
+
+class ResponseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a response of `/v1/responses` needs beside its tokens to be shown, kept and continued."""
+
+    shown: bytes
+    """JSON object: the fields of the request that the response shows again."""
+    items: bytes
+    """JSON array: the items of the request's own input."""
+    previous: str = ""
+    """Identity of the response that it continues; empty: none."""
+    store: bool = True
+    """Whether it is kept when its tokens have left the journal."""
+    background: bool = False
+    """Whether the request is answered before the response has ended."""
+
+
+class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a chat's text is taken apart into reasoning, content and tool calls."""
+
+    tools: str = ""
+    """The parser of tool calls; empty: they are not looked for."""
+    types: dict[str, dict[str, str]] = {}
+    """The tools that may be called, by name: JSON types of their parameters, joined by `|`; "" if not known."""
+    single: bool = False
+    """Only the first call counts (parallel_tool_calls false)."""
+    named: bool = False
+    """One function was demanded by its name: the answer ends with `stop`, not with `tool_calls`."""
+    legacy: bool = False
+    """Asked for with `functions`: shown as `function_call`."""
+    reasoning: str = ""
+    """The parser of reasoning; empty: it is not looked for."""
+    opened: bool = False
+    """The prompt ends within the reasoning."""
+
+
+class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that any gateway needs to serve a client's generation: its choices, and how its text is shown.
+
+    Choice c of prompt p has the index p * choices + c, and its wire id is `<identity>-<index>`.
+    """
+
+    identity: str
+    """What the client knows, behind a prefix of its endpoint."""
+    endpoint: Literal["chat.completions", "completions", "responses", "embeddings"]
+    created: float
+    """Unix seconds by the clock of the gateway that took it."""
+    requests: list[GenerationRequest]
+    """Choice 0 of each prompt; the other choices differ from it in id and seed alone."""
+    choices: int = 1
+    """Choices of each prompt (n)."""
+    prompts: int = 1
+    """Prompts in all. A record that is too large for one message comes in several, each with some of them."""
+    first_prompt: int = 0
+    """Number of the prompt in `requests[0]`."""
+    stop: list[str] = []
+    skip_special_tokens: bool = True
+    stream: bool = False
+    include_usage: bool = False
+    background: float = 0.0
+    """Seconds for which it goes on while nobody listens; 0: for the short grace of its gateway."""
+    idempotency: str = ""
+    """Key in the bucket `idempotency`, where there is one: freed when the generation fails."""
+    tenant: str = ""
+    """Whose it is: to others it is not there."""
+    parsing: Parsing | None = None
+    response: ResponseRecord | None = None
+    """Of the endpoint `responses` alone."""
+    best: int = 0
+    """Choices of each prompt that are shown, those with the highest mean log probability first; 0: all, in order."""
+    hide_logprobs: bool = False
+    """Whether log probabilities were computed to find the best choices and are not shown."""
+    echo: bool = False
+    """Whether each choice's text begins with its prompt."""
+    include_stop: bool = False
+    """Whether what ends a text, a stop string or a stop token, is part of it."""
+    continues: bool = False
+    """Whether a chat's answer goes on with the conversation's last message, in the middle of its text."""
+    continuous_usage: bool = False
+    obfuscate: bool = False
+    """Whether chunks are padded, so that their lengths say nothing of the text."""
+    fingerprint: str = ""
+    """Of the model and its engine when the request was taken."""
+    service_tier: str = ""
+    """The tier that served it, where the client asked for one."""
+    store: bool = False
+    metadata: dict[str, str] = {}
+    dimensions: int = 0
+    """Numbers of a vector that are shown; 0: all."""
+    base64: bool = False
+    """Whether vectors are shown in base64, and not as numbers."""
+    user: str = ""
+    """Whom the client does this for: its own word for an end user."""
+    messages: bytes = b""
+    """The conversation as JSON, of a chat completion that is to be stored."""
+    prompt_logprobs: int = -1
+    """Log probabilities of the prompts that are shown in a list of their own: -1: none; 0: of their tokens; k: also of
+    the k most likely ones."""
+    log_behind: int = -1
+    """Number in the journal behind which all of its log stands; -1: not told."""
+    aside: int = 0
+    """Parts in which the record lies in the bucket `records`, being large: here is no more than its outline then,
+    without `requests`; 0: it is here."""
+    outline: GenerationRequest | None = None
+    """Of a record that lies there: its first request without prompt, sampling and grammar."""
+    prompt_tokens: int = 0
+    """Of a record that lies there: tokens of all its prompts."""
+    tokens_as_ids: bool = False
+    """Whether log probabilities name tokens by their ids (`token_id:17`) and not by their text."""
+    token_ids: bool = False
+    """Whether the ids of the prompts' tokens and of the outputs' are shown beside the text."""
+    stop_token_ids: list[int] = []
+    """The client's own stop token ids, without the model's end of sequence: the one that ends a text is told."""
+
+    @property
+    def outlives(self) -> bool:
+        """Whether its answer is kept when the journal has dropped its tokens."""
+        return self.response.store if self.response is not None else self.is_stored_chat
+
+    @property
+    def is_stored_chat(self) -> bool:
+        return self.store and self.endpoint == "chat.completions"
+
+
+class GenerationRecords(msgspec.Struct, frozen=True):
+    """The records of one turn of a gateway's event loop."""
+
+    records: list[GenerationRecord]
+
+
+class Ownership(msgspec.Struct, frozen=True):
+    """Who looks after a generation whose first gateway is lost, in the KV bucket `generations`; changed by
+    compare-and-set. A generation without an entry is its first gateway's."""
+
+    owner: str
+    """The gateway's instance."""
+    consumers: list[str]
+    """Whose token subjects have parts of the log, in order; the owner's is the last."""
+
+
+class Unfinished(msgspec.Struct, frozen=True):
+    """A gateway's generations that take long, in the KV bucket `unfinished`: what others would inherit."""
+
+    at: float
+    """Unix seconds; what began shortly before or later is found among the records alone."""
+    identities: list[str]
+
+
+class Inheritance(msgspec.Struct, frozen=True):
+    """Which gateway looks through what a lost one left, in the KV bucket `inheritances`; by compare-and-set."""
+
+    heir: str
+    lost_at: float
+    """Unix seconds, as the record of the lost gateway has them: one life is inherited once."""
+    done: bool = False
+
+
+class Idempotency(msgspec.Struct, frozen=True):
+    """The generation of an idempotency key, in the KV bucket `idempotency`; created by compare-and-set."""
+
+    identity: str
+    fingerprint: str
+    """Of the request's body: another body under the same key is a mistake of the client."""
+    created: float
+    """Unix seconds."""
+
+
+class ResponsePart(msgspec.Struct, frozen=True):
+    """A kept response, or a part of a large one, in the KV bucket `responses`."""
+
+    data: bytes
+    """Of a `StoredResponse`: MessagePack, deflated."""
+    parts: int
+    """In all, this one counted; 0: the response has been deleted."""
+    kept_at: float
+    """Unix seconds."""
+
+
+class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A response that has ended: its record, and the log that the journal forgets sooner."""
+
+    record: GenerationRecord
+    """Its prompts have their length alone."""
+    tokens: list[int]
+    response: bytes
+    """The response as JSON."""
+    finish: FinishReason = ""
+    scores: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    error_code: str = ""
+    error: str = ""
+
+
+class StoredChat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What lists of stored chat completions look at; the answer itself is a `StoredResponse`."""
+
+    identity: str
+    id: str
+    """What the client knows."""
+    tenant: str
+    model: str
+    created_at: float
+    """Unix seconds."""
+    metadata: dict[str, str] = {}
+
+
+class Listen(msgspec.Struct, frozen=True, tag="listen"):
+    """Somebody at `listener` reads these generations of yours. Repeated while it is so."""
+
+    listener: str
+    identities: list[str]
+
+
+class Listened(msgspec.Struct, frozen=True):
+    """The answer to `Listen`."""
+
+    held: list[str]
+    """Those that the gateway looks after. The others have ended, or belong to nobody it knows."""
+
+
+class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was granted of a limit lately, in the KV bucket `limits`; changed by compare-and-set."""
+
+    newest: int = 0
+    """Unix second of the last slot."""
+    slots: list[int] = []
+    """What was granted in each second, the oldest first."""
+
+
+class InUse(msgspec.Struct, frozen=True):
+    """How many generations each key and tenant has at one gateway; told to all when it changes, and every second."""
+
+    gateway: str
+    counts: dict[str, int]

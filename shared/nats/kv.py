@@ -1,0 +1,402 @@
+"""Typed views of NATS KV buckets."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Generic, TypeVar
+
+import msgspec
+import structlog
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DiscardPolicy,
+    KeyValueConfig,
+    StorageType,
+    StreamConfig,
+)
+from nats.js.errors import (
+    APIError,
+    BadRequestError,
+    BucketNotFoundError,
+    KeyNotFoundError,
+    KeyWrongLastSequenceError,
+)
+from nats.js.errors import NotFoundError as StreamNotFoundError
+from nats.js.kv import KeyValue
+
+from shared.errors import BrokerFull, BrokerUnavailable
+from shared.nats.bus import LEADER_PAUSE, Bus, encode
+from shared.nats.errors import BROKER_ERRORS, broker_error, lacks_servers, reason_of, translated
+from shared.nats.streams import ensure_stream, when_led
+from shared.nats.subjects import escape, unescape
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+log = structlog.get_logger(__name__)
+
+READ_TIMEOUT = 10.0
+"""Seconds to read a whole bucket: nats-py waits for ever for a part that is lost."""
+PAGE = 256
+"""Entries that are asked for at a time where a bucket is read in pages; each page has its own READ_TIMEOUT."""
+SCAN_KEPT = 5.0
+"""Seconds after which the broker forgets a reading in pages that nobody goes on with."""
+READINGS = 10
+"""Of a bucket whose keys are written faster than it is read, before what was seen is taken for all."""
+LEAST_BYTES = 1 << 20
+"""With less room than that a bucket is of no use."""
+WATCH_PAUSE = 0.2
+"""Seconds before a lost watcher is opened again."""
+_SIZE, _OPERATION = "Nats-Msg-Size", "KV-Operation"
+_WRONG_LAST_SEQUENCE = 10071  # error code of the JetStream API
+
+
+class Entry(msgspec.Struct, Generic[T], frozen=True):
+    """A value of a bucket, with the revision that a compare-and-set needs."""
+
+    key: str
+    value: T
+    revision: int
+
+
+class Bucket(Generic[T]):
+    """A KV bucket of values of one message type. Keys may be any non-empty names; in a bucket of tenants
+    (`shared/nats/tenants.py`) they are those of NATS, as they stand.
+
+    Every method raises `BrokerUnavailable` when the broker does not answer or will not do it. A value
+    that cannot be decoded is logged and taken for one that is not there.
+    """
+
+    def __init__(
+        self, bus: Bus, name: str, store: KeyValue, value_type: type[T], *, plain: bool = False
+    ) -> None:
+        """`plain`: keys are those of NATS."""
+        self._bus = bus
+        self._name = name
+        self._store = store
+        self._plain = plain
+        self._decoder = msgspec.msgpack.Decoder(value_type)
+
+    @classmethod
+    async def open(
+        cls, bus: Bus, name: str, value_type: type[T], *, ttl: float | None = None, plain: bool = False
+    ) -> "Bucket[T]":
+        """Opens the bucket `name`, creating it where it does not exist. `ttl` in seconds."""
+        with translated(f"open the bucket {name}"):
+            store = await when_led(bus, lambda: _find_or_create(bus, name, ttl))
+        return cls(bus, name, store, value_type, plain=plain)
+
+    @classmethod
+    async def open_bounded(
+        cls, bus: Bus, name: str, value_type: type[T], *, ttl: float, max_bytes: int, plain: bool = False
+    ) -> "Bucket[T]":
+        """As `open`, for what may be dropped: the oldest values make room once there are `max_bytes`, or as many
+        of them as the broker has room for.
+
+        An existing bucket gets these limits.
+        """
+        config = StreamConfig(
+            name=f"KV_{name}",
+            subjects=[f"$KV.{name}.>"],
+            storage=StorageType.FILE,
+            discard=DiscardPolicy.OLD,
+            max_age=ttl,
+            max_msgs_per_subject=1,
+            allow_direct=True,
+            allow_rollup_hdrs=True,
+            deny_delete=True,
+            duplicate_window=min(ttl, 120.0),
+        )
+        config.max_bytes = max_bytes
+        try:
+            await ensure_stream(bus, config)
+        except BrokerFull:
+            await _fit(bus, config)
+        with translated(f"open the bucket {name}"):
+            return cls(bus, name, await _existing(bus, name), value_type, plain=plain)
+
+    async def get(self, key: str) -> Entry[T] | None:
+        with translated(f"read from the bucket {self._name}"):
+            try:
+                found = await self._store.get(self._token(key))
+            except KeyNotFoundError:
+                return None
+        value = self._decode(key, found.value)
+        return None if value is None else Entry(key, value, found.revision or 0)
+
+    async def put(self, key: str, value: T) -> int:
+        """Writes without condition; returns the revision."""
+        with self._writing():
+            return await self._store.put(self._token(key), encode(value))
+
+    async def create(self, key: str, value: T) -> int | None:
+        """Writes if the key does not exist; None when somebody was first."""
+        with self._writing():
+            try:
+                return await self._store.create(self._token(key), encode(value))
+            except KeyWrongLastSequenceError:
+                return None
+
+    async def update(self, key: str, value: T, revision: int) -> int | None:
+        """Writes if the key still has `revision`; None when somebody was first."""
+        with self._writing():
+            try:
+                return await self._store.update(self._token(key), encode(value), last=revision)
+            except KeyWrongLastSequenceError:
+                return None
+
+    async def delete(self, key: str, revision: int | None = None) -> bool:
+        """Deletes the key, with `revision` only if it still has that one; False when somebody was first."""
+        with self._writing():
+            try:
+                await self._store.delete(self._token(key), last=revision)
+            except KeyWrongLastSequenceError:
+                return False
+            except APIError as error:  # nats-py translates it for puts alone
+                if error.err_code != _WRONG_LAST_SEQUENCE:
+                    raise
+                return False
+        return True
+
+    async def items(self) -> dict[str, T]:
+        """All keys and values.
+
+        A watcher says that all has been shown while what changed in the meantime is still to come, so a key that
+        is being written could be missing. The stream has one message for each key, deleted ones too: while fewer
+        keys were seen, it is read again.
+        """
+        found: dict[str, T] = {}
+        seen: set[str] = set()
+        with translated(f"read the bucket {self._name}"):
+            for _ in range(READINGS):
+                held = (await self._store.status()).values
+                await self._read(found, seen)
+                if len(seen) >= held:
+                    break
+        return found
+
+    async def _read(self, found: dict[str, T], seen: set[str]) -> None:
+        """Adds what a new watcher shows: values to `found`, keys to `seen`."""
+        async with asyncio.timeout(READ_TIMEOUT), self._watcher() as watcher:
+            async for update in watcher:
+                if update is None:
+                    return
+                key = self._key(update.key)
+                seen.add(key)
+                value = self._decode(key, update.value) if update.operation is None else None
+                if value is None:
+                    found.pop(key, None)
+                else:
+                    found[key] = value
+
+    async def scan(self, keys: str = ">") -> AsyncGenerator[Entry[T], None]:
+        """The entries whose NATS keys match `keys` (`*`: one token, `>`: all that follow), page by page, in the
+        order of their writing: each page has a time-out of its own, so that many entries take long and do not fail."""
+        async for key, message in self._pages(keys, headers_only=False):
+            value = self._decode(key, message.data)
+            if value is not None:
+                yield Entry(key, value, message.metadata.sequence.stream)
+
+    async def sizes(self, keys: str = ">") -> AsyncGenerator[tuple[str, int], None]:
+        """As `scan`, but each entry's key and size in bytes alone: values stay where they are."""
+        async for key, message in self._pages(keys, headers_only=True):
+            yield key, int((message.headers or {}).get(_SIZE, 0))
+
+    async def purge(self, key: str, before: int = 0) -> None:
+        """Removes the key and leaves no mark of it, so that watchers hear nothing; `before`: only what was written
+        before that revision."""
+        with self._writing():
+            await self._bus.jetstream().purge_stream(
+                f"KV_{self._name}", seq=before or None, subject=f"$KV.{self._name}.{self._token(key)}"
+            )
+
+    async def _pages(self, keys: str, *, headers_only: bool) -> AsyncGenerator[tuple[str, Msg], None]:
+        """The messages of entries that are not deleted."""
+        config = ConsumerConfig(
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=SCAN_KEPT,
+            mem_storage=True,
+            headers_only=headers_only or None,
+        )
+        subject, prefix = f"$KV.{self._name}.{keys}", len(f"$KV.{self._name}.")
+        with translated(f"read the bucket {self._name}"):
+            subscription = await self._bus.jetstream().pull_subscribe(
+                subject, stream=f"KV_{self._name}", config=config
+            )
+        try:
+            delivered = 0
+            while True:
+                with translated(f"read the bucket {self._name}"):
+                    messages = await _page(subscription)
+                for message in messages:
+                    delivered += 1
+                    if message.metadata.sequence.consumer != delivered:
+                        raise BrokerUnavailable(
+                            f"The connection to NATS was cut while the bucket {self._name} was read; try again."
+                        )
+                    if _OPERATION not in (message.headers or {}):
+                        yield self._key(message.subject[prefix:]), message
+                if not messages or not messages[-1].metadata.num_pending:
+                    return
+        finally:
+            with contextlib.suppress(*BROKER_ERRORS):
+                await subscription.unsubscribe()
+                name = subscription._consumer  # noqa: SLF001  # asking the broker for it would be one more question
+                await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.KV_{self._name}.{name}")
+
+    async def watch(self) -> AsyncIterator[tuple[str, T | None] | None]:
+        """Yields every present (key, value), then None once, then each change; a value of None is a deletion.
+
+        Goes on for ever, over lost watchers and connections."""
+        async with contextlib.aclosing(self.watch_revisions()) as updates:
+            async for update in updates:
+                yield None if update is None else update[:2]
+
+    async def watch_revisions(self) -> AsyncGenerator[tuple[str, T | None, int] | None, None]:
+        """As `watch`, with the revision of each value; 0: not known.
+
+        A watcher is opened again when it is lost or the connection was: everything
+        present is yielded anew, and what was deleted meanwhile as a deletion.
+        """
+        known: set[str] = set()
+        first = True
+        while True:
+            present: set[str] | None = set()
+            try:
+                async with self._watcher() as watcher:
+                    async for update in watcher:
+                        if update is None:  # all that was there has been yielded
+                            for key in known - (present or set()):
+                                yield key, None, 0
+                            known, present = present or set(), None
+                            if first:
+                                first = False
+                                yield None
+                            continue
+                        key = self._key(update.key)
+                        deleted = update.operation is not None
+                        value = None if deleted else self._decode(key, update.value)
+                        if value is None and not deleted:
+                            continue
+                        current = known if present is None else present
+                        (current.discard if deleted else current.add)(key)
+                        yield key, value, update.revision or 0
+            except BROKER_ERRORS as error:
+                log.debug("watch_lost", bucket=self._name, error=reason_of(error))
+            known |= present or set()
+            await asyncio.sleep(WATCH_PAUSE)
+
+    @contextlib.asynccontextmanager
+    async def _watcher(self) -> AsyncIterator[KeyValue.KeyWatcher]:
+        """A watcher of all keys, which ends when the connection was lost, or a cluster has lost a server: the
+        broker may have forgotten it, and nats-py would notice that only after many seconds. Always stopped:
+        else it would stay."""
+        watcher = await self._store.watchall()
+        stopping: set[asyncio.Task[None]] = set()
+
+        def end(*_: object) -> None:
+            stopping.add(asyncio.create_task(_stop(watcher)))
+
+        forgets = (self._bus.on_reconnect(end), self._bus.on_election(end))
+        try:
+            yield watcher
+        finally:
+            for forget in forgets:
+                forget()
+            await _stop(watcher)
+
+    def _token(self, key: str) -> str:
+        return key if self._plain else escape(key)
+
+    def _key(self, token: str) -> str:
+        return token if self._plain else unescape(token)
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        return translated(f"write to the bucket {self._name}")
+
+    def _decode(self, key: str, payload: bytes | None) -> T | None:
+        try:
+            return self._decoder.decode(payload or b"")
+        except msgspec.DecodeError as error:
+            log.warning("undecodable_value", bucket=self._name, key=key, error=str(error))
+            return None
+
+
+async def _page(subscription: JetStreamContext.PullSubscription) -> list[Msg]:
+    """The next messages of a reading; none: it is at its end."""
+    pending = (await subscription.consumer_info()).num_pending or 0
+    if not pending:
+        return []
+    try:
+        return await subscription.fetch(min(pending, PAGE), timeout=READ_TIMEOUT)
+    except TimeoutError:
+        if (await subscription.consumer_info()).num_pending:
+            raise
+        return []  # the last ones have been removed meanwhile
+
+
+async def _fit(bus: Bus, config: StreamConfig) -> None:
+    """Creates a stream for which there is less room than was wanted, with a small part of it. NATS sets
+    aside what its streams may come to, and others must fit beside it. One that exists stays as it is."""
+    wanted = config.max_bytes or 0
+    given = wanted
+    while not await _exists(bus, config.name or ""):
+        given //= 64
+        config.max_bytes = given
+        try:
+            await ensure_stream(bus, config, change=False)
+        except BrokerFull:
+            if given < LEAST_BYTES:
+                raise
+    log.warning("stream_max_bytes_reduced", stream=config.name, set=wanted)
+
+
+async def _exists(bus: Bus, stream: str) -> bool:
+    try:
+        await bus.jetstream().stream_info(stream)
+    except StreamNotFoundError:
+        return False
+    except BROKER_ERRORS as error:
+        raise broker_error(f"look for the stream {stream}", error) from error
+    return True
+
+
+async def _stop(watcher: KeyValue.KeyWatcher) -> None:
+    with contextlib.suppress(*BROKER_ERRORS):  # it has been stopped before, or the connection is closed
+        await watcher.stop()  # type: ignore[no-untyped-call]
+
+
+async def _find_or_create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
+    try:
+        return await bus.jetstream().key_value(name)
+    except BucketNotFoundError:
+        return await _create(bus, name, ttl)
+
+
+async def _create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
+    jetstream = bus.jetstream()
+    for replicas in bus.replica_choices():
+        config = KeyValueConfig(bucket=name, history=1, ttl=ttl, replicas=replicas)
+        try:
+            return await jetstream.create_key_value(config)
+        except APIError as error:
+            if lacks_servers(error):
+                continue
+            if not isinstance(error, BadRequestError):
+                raise
+            break  # another service was first, with another time to live
+    return await _existing(bus, name)
+
+
+async def _existing(bus: Bus, name: str) -> KeyValue:
+    """A bucket that somebody has created: in a cluster one may be told so before one is shown it."""
+    give_up = asyncio.get_running_loop().time() + bus.patience
+    while True:
+        try:
+            return await when_led(bus, lambda: bus.jetstream().key_value(name))
+        except BucketNotFoundError:
+            if not bus.clustered or asyncio.get_running_loop().time() >= give_up:
+                raise
+        await asyncio.sleep(LEADER_PAUSE)

@@ -1,0 +1,321 @@
+"""NATS object stores: files of any size in and out in chunks (`Objects`), and values that are held whole
+(`ObjectStore`).
+
+The layout is that of the NATS object store (nats-architecture-and-design, ADR-20), so that any NATS client
+reads and writes the same objects.
+
+    $O.<store>.C.<nuid>    the chunks of one writing, in order
+    $O.<store>.M.<name>    what the object is: its nuid, size and digest; the last one counts
+
+A writing shows nothing until its meta message is stored. One that is cut off leaves chunks that nobody knows;
+whoever began it can have them removed by their nuid (`purge`).
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import structlog
+from nats.js import JetStreamContext
+from nats.js.api import Header, ObjectStoreConfig, RawStreamMsg
+from nats.js.errors import APIError, BadRequestError, BucketNotFoundError, NotFoundError, ObjectNotFoundError
+from nats.js.object_store import ObjectStore as NatsObjectStore
+
+from shared.errors import BrokerUnavailable, InternalError, PayloadTooLarge, StorageFull
+from shared.nats.bus import LEADER_PAUSE, Bus
+from shared.nats.errors import BROKER_ERRORS, broker_error, lacks_room, lacks_servers, reason_of, translated
+from shared.nats.streams import when_led
+from shared.nats.subjects import escape
+
+log = structlog.get_logger(__name__)
+
+CHUNK = 128 << 10
+"""Bytes of a chunk, as nats-py and the nats command write them."""
+READ_TIMEOUT = 10.0
+"""Seconds to read a whole object: nats-py waits for ever for a part that is lost."""
+READ_PAUSE = 0.5
+"""Seconds between two tries to read a chunk."""
+_DIGEST = "SHA-256="
+
+
+class ObjectInfo(msgspec.Struct, frozen=True):
+    """What stands in an object's meta message."""
+
+    name: str
+    nuid: str
+    size: int
+    digest: str = ""
+    deleted: bool = False
+
+
+class MissingObject(Exception):
+    """There is no object of that name, or its chunks have been removed."""
+
+
+class Objects:
+    """One object store; opened by `open`. Methods raise `BrokerUnavailable`."""
+
+    def __init__(self, bus: Bus, store: str, *, max_bytes: int = 0) -> None:
+        """`max_bytes`: of a store that is created; 0: as many as the broker has."""
+        self._bus = bus
+        self._name = store
+        self._stream = f"OBJ_{store}"
+        self._max_bytes = max_bytes
+
+    async def open(self) -> None:
+        """Creates the store where it does not exist."""
+        jetstream = self._bus.jetstream()
+        with translated(f"create the object store {self._name}"):
+            for replicas in self._bus.replica_choices():
+                config = ObjectStoreConfig(
+                    bucket=self._name, replicas=replicas, max_bytes=self._max_bytes or None
+                )
+                try:
+                    await jetstream.create_object_store(self._name, config)
+                    return
+                except APIError as error:
+                    if lacks_servers(error):
+                        continue
+                    if lacks_room(error) and self._max_bytes:
+                        log.warning("stream_max_bytes_reduced", store=self._name, set=self._max_bytes)
+                        self._max_bytes = 0
+                        await self.open()
+                        return
+                    if not isinstance(error, BadRequestError):
+                        raise
+                    return  # it exists
+
+    async def capacity(self) -> int:
+        """Bytes that the store may have, as it was created; 0: as many as the broker has."""
+        with translated(f"look at the object store {self._name}"):
+            info = await when_led(self._bus, lambda: self._bus.jetstream().stream_info(self._stream))
+        return max(0, info.config.max_bytes or 0)
+
+    async def info(self, name: str) -> ObjectInfo | None:
+        """What is stored as `name`; None: nothing."""
+        with translated(f"read an object of {self._name}"):
+            try:
+                message = await self._bus.jetstream().get_last_msg(self._stream, self._meta(name))
+            except NotFoundError:
+                return None
+        try:
+            info = msgspec.json.decode(message.data or b"", type=ObjectInfo)
+        except msgspec.DecodeError as error:
+            log.warning("undecodable_object", store=self._name, name=name, error=str(error))
+            return None
+        return None if info.deleted else info
+
+    # --- in --------------------------------------------------------------------------------------
+
+    async def write(
+        self,
+        name: str,
+        parts: AsyncIterable[bytes],
+        *,
+        nuid: str,
+        limit: int = 0,
+        fresh: bool = False,
+    ) -> int:
+        """Stores what `parts` yields as `name`; returns its bytes. `nuid`: a name that was never used before.
+
+        `fresh`: if the object is there already, that one stays. Raises `PayloadTooLarge` beyond `limit` bytes
+        (0: any number), `StorageFull`, and whatever `parts` raises; then nothing of it is left.
+        """
+        try:
+            size, count, digest = await self._write_chunks(nuid, parts, limit)
+            if await self._write_meta(name, nuid, size, count, digest, fresh):
+                return size
+        except BaseException:
+            await self._try_to_purge(nuid)
+            raise
+        await self._try_to_purge(nuid)
+        return size
+
+    async def _write_chunks(
+        self, nuid: str, parts: AsyncIterable[bytes], limit: int
+    ) -> tuple[int, int, bytes]:
+        digest, size, count = hashlib.sha256(), 0, 0
+        async for chunk in _chunks(parts):
+            size += len(chunk)
+            if limit and size > limit:
+                raise PayloadTooLarge(
+                    f"The file is larger than the {limit:,} bytes that are left for it; split it."
+                )
+            await self._publish(self._chunks(nuid), chunk, {"Nats-Msg-Id": f"{nuid}-{count}"})
+            digest.update(chunk)
+            count += 1
+        return size, count, digest.digest()
+
+    async def _write_meta(
+        self, name: str, nuid: str, size: int, count: int, digest: bytes, fresh: bool
+    ) -> bool:
+        """False when `fresh` was asked for and somebody was first."""
+        old = await self.info(name)
+        if fresh and old is not None:
+            return False
+        meta: dict[str, Any] = {
+            "name": name,
+            "options": {"max_chunk_size": CHUNK},
+            "bucket": self._name,
+            "nuid": nuid,
+            "size": size,
+            "chunks": count,
+            "mtime": datetime.now(UTC).isoformat(),
+            "digest": _DIGEST + base64.urlsafe_b64encode(digest).decode(),
+        }
+        await self._publish(self._meta(name), json.dumps(meta).encode(), {Header.ROLLUP: "sub"})
+        if old is not None and old.nuid != nuid:
+            await self._try_to_purge(old.nuid)
+        return True
+
+    async def _publish(self, subject: str, data: bytes, headers: dict[str, str]) -> None:
+        try:
+            await self._bus.jetstream().publish(subject, data, headers=headers)
+        except BROKER_ERRORS as error:
+            if lacks_room(error):
+                raise StorageFull(
+                    f"The object store {self._name} is full ({reason_of(error)}); delete files that are not needed, or "
+                    "raise its limit."
+                ) from error
+            raise broker_error(f"store a part of an object in {self._name}", error) from error
+
+    # --- out -------------------------------------------------------------------------------------
+
+    async def read(self, name: str, *, patience: float = 0.0) -> AsyncGenerator[bytes, None]:
+        """Yields the object's chunks, one asked for at a time.
+
+        `patience`: seconds for which a chunk is tried again while the broker is away. Raises `MissingObject`,
+        and `InternalError` when what was read is not what was written.
+        """
+        info = await self._patient_info(name, patience)
+        if info is None:
+            raise MissingObject(name)
+        subject, digest = self._chunks(info.nuid), hashlib.sha256()
+        left, sequence = info.size, 1
+        while left > 0:
+            message = await self._chunk(name, subject, sequence, patience)
+            data = message.data or b""
+            sequence = (message.seq or 0) + 1
+            left -= len(data)
+            digest.update(data)
+            yield data
+        wanted = info.digest.removeprefix(_DIGEST).removeprefix("sha-256=")
+        if left or (wanted and base64.urlsafe_b64decode(wanted) != digest.digest()):
+            raise InternalError(f"The object {name} of {self._name} is not what was written; write it again.")
+
+    async def _patient_info(self, name: str, patience: float) -> ObjectInfo | None:
+        give_up = time.monotonic() + patience
+        while True:
+            try:
+                return await self.info(name)
+            except BrokerUnavailable:
+                if time.monotonic() >= give_up:
+                    raise
+            await asyncio.sleep(READ_PAUSE)
+
+    async def _chunk(self, name: str, subject: str, sequence: int, patience: float) -> RawStreamMsg:
+        """The first chunk from `sequence` on. No consumer, so there is none to lose with a connection."""
+        give_up = time.monotonic() + patience
+        missing = False
+        while True:
+            try:
+                return await self._bus.jetstream().get_msg(
+                    self._stream, seq=sequence, subject=subject, next=True, direct=not missing
+                )
+            except NotFoundError:
+                if missing:
+                    raise MissingObject(name) from None
+                missing = True  # a server that follows may not have it yet: the leader is asked
+                await asyncio.sleep(LEADER_PAUSE)
+            except BROKER_ERRORS as error:
+                if time.monotonic() >= give_up:
+                    raise broker_error(f"read an object of {self._name}", error) from error
+                await asyncio.sleep(READ_PAUSE)
+
+    # --- away ------------------------------------------------------------------------------------
+
+    async def delete(self, name: str) -> None:
+        """Removes it; no error where it is gone."""
+        info = await self.info(name)
+        with translated(f"delete an object of {self._name}"):
+            jetstream = self._bus.jetstream()
+            await jetstream.purge_stream(self._stream, subject=self._meta(name))
+            if info is not None:
+                await jetstream.purge_stream(self._stream, subject=self._chunks(info.nuid))
+
+    async def purge(self, nuid: str) -> None:
+        """Removes the chunks of a writing."""
+        with translated(f"delete an object of {self._name}"):
+            await self._bus.jetstream().purge_stream(self._stream, subject=self._chunks(nuid))
+
+    async def _try_to_purge(self, nuid: str) -> None:
+        with contextlib.suppress(BrokerUnavailable):
+            await self.purge(nuid)
+
+    def _chunks(self, nuid: str) -> str:
+        return f"$O.{self._name}.C.{nuid}"
+
+    def _meta(self, name: str) -> str:
+        return f"$O.{self._name}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
+
+
+async def _chunks(parts: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+    """The same bytes, `CHUNK` at a time."""
+    held = bytearray()
+    async for part in parts:
+        held += part
+        while len(held) >= CHUNK:
+            yield bytes(held[:CHUNK])
+            del held[:CHUNK]
+    if held:
+        yield bytes(held)
+
+
+class ObjectStore:
+    """Large values under names of our choice. Methods raise `BrokerUnavailable`."""
+
+    def __init__(self, bus: Bus, name: str) -> None:
+        self._bus = bus
+        self._name = name
+
+    async def put(self, key: str, data: bytes) -> None:
+        """Stores `data`; the store is created where it does not exist."""
+        jetstream = self._bus.jetstream()
+        with translated(f"store an object in {self._name}"):
+            try:
+                store = await jetstream.object_store(self._name)
+            except (BucketNotFoundError, NotFoundError):
+                store = await self._create(jetstream)
+            await store.put(escape(key), data)
+
+    async def get(self, key: str) -> bytes | None:
+        """The data under `key`, or None."""
+        with translated(f"read an object of {self._name}"):
+            try:
+                async with asyncio.timeout(READ_TIMEOUT):
+                    store = await self._bus.jetstream().object_store(self._name)
+                    result = await store.get(escape(key))
+            except (BucketNotFoundError, ObjectNotFoundError, NotFoundError):
+                return None
+        return result.data
+
+    async def _create(self, jetstream: JetStreamContext) -> NatsObjectStore:
+        for replicas in self._bus.replica_choices():
+            try:
+                return await jetstream.create_object_store(
+                    self._name, ObjectStoreConfig(bucket=self._name, replicas=replicas)
+                )
+            except APIError as error:
+                if lacks_servers(error):
+                    continue
+                if not isinstance(error, BadRequestError):
+                    raise
+                break  # another service was first
+        return await jetstream.object_store(self._name)

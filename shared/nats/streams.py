@@ -1,0 +1,115 @@
+"""Streams as they must be: created, or brought up to date, also while a cluster has no leader yet."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from nats.js.api import RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import APIError, BadRequestError, NotFoundError
+
+from shared.errors import ConfigurationError
+from shared.nats import subjects
+from shared.nats.bus import LEADER_PAUSE, Bus
+from shared.nats.errors import (
+    BROKER_ERRORS,
+    broker_error,
+    exists_otherwise,
+    lacks_jetstream,
+    lacks_leader,
+    lacks_room,
+    lacks_servers,
+)
+
+T = TypeVar("T")
+
+
+async def ensure_streams(bus: Bus, *, change: bool = True) -> None:
+    """Creates intake and journal where they do not exist yet. Any service may do so, at any time; where they
+    are there with other limits, they get those of the settings if `change` says so.
+
+    Raises `BrokerUnavailable`, and `ConfigurationError` for a server that has no JetStream or has
+    other streams under these names.
+    """
+    intake = StreamConfig(
+        name=subjects.INTAKE_STREAM,
+        subjects=[subjects.ALL_INTAKE],
+        retention=RetentionPolicy.WORK_QUEUE,
+        storage=StorageType.FILE,
+    )
+    journal = StreamConfig(
+        name=subjects.JOURNAL_STREAM,
+        subjects=[subjects.ALL_TOKENS, subjects.ALL_RECORDS],
+        retention=RetentionPolicy.LIMITS,
+        storage=StorageType.FILE,
+        max_age=bus.settings.journal_max_age,
+        max_bytes=bus.settings.journal_max_bytes,
+    )
+    for config in (intake, journal):
+        await ensure_stream(bus, config, change=change)
+
+
+async def ensure_stream(bus: Bus, config: StreamConfig, *, change: bool = True) -> None:
+    """Creates the stream, or gives it these limits if `change` says so. Raises `BrokerUnavailable`,
+    `ConfigurationError`."""
+    try:
+        await when_led(bus, lambda: _add_or_update(bus, config, change))
+    except BROKER_ERRORS as error:
+        if lacks_jetstream(error):
+            raise ConfigurationError(
+                f"NATS at {bus.where} runs without JetStream; start nats-server with -js -sd DIRECTORY. "
+                "(Its log says why, if JetStream was switched off: a full disk does that.)"
+            ) from None
+        raise broker_error(f"create the stream {config.name}", error) from None
+
+
+async def when_led(bus: Bus, work: Callable[[], Awaitable[T]]) -> T:
+    """Does `work` again while the cluster has no leader, for as long as one waits for a broker that starts."""
+    give_up = asyncio.get_running_loop().time() + bus.patience
+    while True:
+        try:
+            return await work()
+        except BROKER_ERRORS as error:
+            waits = bus.clustered and (lacks_leader(error) or isinstance(error, TimeoutError))
+            if not waits or asyncio.get_running_loop().time() >= give_up:
+                raise
+        await asyncio.sleep(LEADER_PAUSE)
+
+
+async def _add_or_update(bus: Bus, config: StreamConfig, change: bool) -> None:
+    jetstream = bus.jetstream()
+    refusal: APIError | None = None
+    for replicas in bus.replica_choices():
+        config.num_replicas = replicas
+        try:
+            await jetstream.add_stream(config)
+            return
+        except APIError as error:
+            refusal = error
+            if lacks_servers(error):
+                continue
+            if not isinstance(error, BadRequestError):
+                raise
+            if replicas < bus.replicas or (not change and exists_otherwise(error)):
+                return  # it exists, and is kept by more servers than are up; or is for others to change
+            break  # it exists with other limits: ours are the newer ones
+    assert refusal is not None, "the loop ends with an answer"
+    if lacks_servers(refusal):
+        raise ConfigurationError(
+            f"NATS at {bus.where} cannot keep {config.num_replicas} replicas ({refusal.description}); set "
+            "RYZANSTEIN_NATS_REPLICAS to the number of its servers, or less."
+        )
+    try:
+        await jetstream.update_stream(config)
+    except NotFoundError:  # it does not exist, so the first answer says what is wrong
+        raise _other_stream(bus, config, refusal) from None
+    except APIError as error:
+        if error.code == 503 or lacks_room(error):
+            raise
+        raise _other_stream(bus, config, error) from None
+
+
+def _other_stream(bus: Bus, config: StreamConfig, error: APIError) -> ConfigurationError:
+    return ConfigurationError(
+        f"NATS at {bus.where} cannot have the stream {config.name} as it must be "
+        f"({error.description}); delete the stream that is in its way, or use another server."
+    )

@@ -1,0 +1,1 @@
+"""What every service process has: its life, its HTTP server, logs and metrics."""
