@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Arguments for the command behind a target: make serve ARGS="--tp 2"
 ARGS ?=
+# Fails on a link or an anchor that leads nowhere.
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # Test processes at a time; 0: one after the other, in this process.
 WORKERS ?= 2
 # make chaos: how long random faults come, and which.
@@ -40,7 +42,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing dependencies into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
 	@$(BIN)/python -m pip install --constraint constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
-	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[all,dev]'
+	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[all,dev,docs]'
 	@touch $@
 
 .PHONY: serve
@@ -64,11 +66,19 @@ clients: $(INSTALLED) ## Run the examples of docs/clients and the tests of clien
 	@$(BIN)/pytest tests/integration/clients tests/unit/clients $(ARGS)
 
 .PHONY: lint
-lint: $(INSTALLED) ## Format, lint, types and import rules
+lint: $(INSTALLED) ## Format, lint, types, import rules, and the documentation's links
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tests.docs --check
+	@$(MKDOCS) --site-dir build/checked
+
+.PHONY: docs
+docs: $(INSTALLED) ## Renew the configuration reference, and build the documentation into build/site
+	@$(BIN)/python -m tests.docs
+	@$(MKDOCS)
+	@echo "Open build/site/index.html"
 
 .PHONY: format
 format: $(INSTALLED) ## Format the code
@@ -121,4 +131,4 @@ lint-images: $(INSTALLED) ## Lint the Dockerfile, and check the images and the c
 
 .PHONY: clean
 clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* .import_linter_cache *.egg-info
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* .import_linter_cache *.egg-info

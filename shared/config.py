@@ -36,20 +36,25 @@ class CommonSettings(BaseSettings):
     )
 
     nats_url: str = "nats://127.0.0.1:4222"
-    """NATS server, or several with commas."""
+    """Address of the NATS server, or several separated by commas."""
     nats_user: str = ""
+    """User name at NATS."""
     nats_password: CliSuppress[SecretStr] = SecretStr("")
+    """Password of that user."""
     nats_ca: str = ""
-    """File (PEM) of the authorities that NATS' certificate must be of; with it, nothing is said without TLS."""
+    """PEM file of the certificate authorities that must have signed NATS' certificate. Where it is set, TLS is
+    mandatory."""
     nats_certificate: str = ""
-    """File of this service's certificate, where NATS asks for one; with `nats_key`."""
+    """PEM file of this service's client certificate, where NATS asks for one (mutual TLS); with `nats_key`."""
     nats_key: str = ""
+    """PEM file of that certificate's private key."""
     nats_connect_timeout: float = Field(default=30.0, gt=0)
     """Seconds to wait for NATS at start before giving up."""
     nats_replicas: int = Field(default=0, ge=0, le=5)
-    """Servers that keep each stream and bucket; 0: three where NATS is a cluster of so many, else one."""
+    """JetStream replicas of each stream and bucket; 0: three where NATS is a cluster of three servers or more, else
+    one."""
     instance: str = ""
-    """Name of this instance; made up when empty. A container sets it to its pod's name."""
+    """Name of this instance; generated when empty. In a container it should be the pod's name."""
     host: str = "127.0.0.1"
     """Address to listen on: the gateway's API, and /health, /ready, /metrics of the others."""
     ops_port: int = Field(default=0, ge=0, le=65535)
@@ -58,13 +63,15 @@ class CommonSettings(BaseSettings):
     """Whether /metrics has figures under vLLM's names too (`vllm:num_requests_running`), for autoscalers and
     dashboards that ask for these."""
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
+    """Least severe level that is logged."""
     log_format: str = Field(default="auto", pattern="^(auto|json|console)$")
-    """`auto`: console on a terminal, JSON elsewhere."""
+    """Format of log lines; `auto`: console on a terminal, JSON elsewhere."""
     journal_max_age: float = Field(default=3600.0, gt=0)
-    """Seconds that the journal keeps a token frame."""
+    """Seconds for which the journal keeps a token frame: as long as a stream can be resumed."""
     journal_max_bytes: int = Field(default=1 << 30, gt=0)
+    """Largest size of the journal, in bytes; beyond it the oldest frames are deleted."""
     session_ttl: float = Field(default=3600.0, gt=0)
-    """Seconds that a session stays pinned to its group after its last request."""
+    """Seconds for which a session stays pinned to its group after its last request."""
     beat_interval: float = Field(default=1.0, gt=0)
     """Seconds between two heartbeats."""
 

@@ -29,20 +29,22 @@ class GatewaySettings(CommonSettings):
     body_limit: int = Field(default=4 << 20, gt=0)
     """Largest request body or WebSocket message, in bytes."""
     generation_bytes: int = Field(default=16 << 20, gt=0)
-    """Bytes that the generations of one request may send to the queue together: each choice has the whole prompt."""
+    """Bytes that the generations of one request may put into the queue together: each choice carries the whole
+    prompt."""
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds that a client gets to send a request body."""
     prompt_limit: int = Field(default=0, ge=0)
     """Tokens that a prompt may have; 0: what the model's context takes."""
     special_tokens_in_messages: bool = False
-    """Whether the text of a special token in a message is that token, as the model's own template writes it; otherwise
-    it is the text that it is, and a message cannot pretend to be another one."""
+    """Whether the text of a special token inside a message is tokenized as that token. Off: it is plain text, so
+    that no message can imitate a chat turn of another role."""
     request_timeout: float = Field(default=0.0, ge=0)
-    """Seconds after which a generation is ended, however far it has come; 0: never. Batch jobs have their own."""
+    """Seconds after which a generation is ended, however far it has come; 0: never. Batch jobs have their own
+    limit."""
     token_timeout: float = Field(default=600.0, gt=0)
     """Seconds to wait for the first token, and for each next one."""
     stall_timeout: float = Field(default=10.0, gt=0)
-    """Seconds without a token after which the journal is read for one that was missed."""
+    """Seconds without a token after which the journal is read for a frame that was missed."""
     max_generations: int = Field(default=4096, gt=0)
     """Generations in flight; beyond them requests are refused with 429."""
     max_generations_per_socket: int = Field(default=256, gt=0)
@@ -50,88 +52,95 @@ class GatewaySettings(CommonSettings):
     max_readers: int = Field(default=64, gt=0)
     """Connections that may read one generation here at the same time."""
     resume_grace: float = Field(default=5.0, ge=0)
-    """Seconds that a stream goes on after its client has gone, so that it can come back; then it is cancelled."""
+    """Seconds for which a stream continues after its client has disconnected, so that it can be resumed; then it is
+    cancelled."""
     background_limit: float = Field(default=3600.0, ge=0)
-    """Longest time that a request may ask its generation to go on while nobody listens, in seconds."""
+    """Longest time, in seconds, for which a request may ask that its generation continues without a connected
+    client."""
     idempotency_ttl: float = Field(default=3600.0, gt=0)
-    """Seconds that an idempotency key is known; the journal should keep as long."""
+    """Seconds for which an idempotency key is remembered; the journal should keep frames as long."""
     records_max_bytes: int = Field(default=512 << 20, gt=0)
-    """Bytes of requests that are too large for the journal and lie beside it, of all tenants together."""
+    """Bytes of requests that are too large for the journal and are stored beside it, of all tenants together."""
     tenant_record_bytes: int = Field(default=128 << 20, gt=0)
-    """Bytes of a tenant's requests beside the journal; beyond them its own oldest make room, and cannot be resumed."""
+    """Bytes of one tenant's requests beside the journal; beyond them its own oldest are deleted, and can no longer
+    be resumed."""
     response_ttl: float = Field(default=2_592_000.0, gt=0)
-    """Seconds that a response of /v1/responses is kept after it has ended or was continued last."""
+    """Seconds for which a response of /v1/responses is kept after it has ended or was last continued."""
     response_max_bytes: int = Field(default=256 << 20, gt=0)
-    """Bytes of kept responses, deflated; beyond them the oldest make room."""
+    """Bytes of stored responses, compressed; beyond them the oldest are deleted."""
     tenant_response_bytes: int = Field(default=64 << 20, gt=0)
-    """Bytes of a tenant's kept responses and stored chat completions, deflated; beyond them its own oldest make
-    room."""
+    """Bytes of one tenant's stored responses and chat completions, compressed; beyond them its own oldest are
+    deleted."""
     tenant_responses: int = Field(default=10_000, gt=0)
-    """Kept responses of a tenant, and as many stored chat completions in lists; beyond them its own oldest make
-    room."""
+    """Stored responses of one tenant, and as many stored chat completions; beyond them its own oldest are
+    deleted."""
     default_max_tokens: int = Field(default=0, ge=0)
     """Output tokens of a chat completion that names no limit; 0: what is left of the context."""
     recovery_attempts: int = Field(default=3, ge=0)
-    """Times that a request is handed in again after its group was lost."""
+    """Times that a request is submitted again after its group was lost."""
     drain_delay: float = Field(default=0.0, ge=0)
-    """Seconds that the gateway goes on taking requests once it is told to stop and says that it is not ready:
-    as long as a load balancer takes to notice."""
+    """Seconds for which a stopping gateway goes on accepting requests while /ready already answers 503: as long as
+    a load balancer takes to notice."""
     drain_timeout: float = Field(default=20.0, ge=0)
-    """Seconds that running streams get to end when the gateway stops; then others take them over."""
+    """Seconds that running streams get to end when the gateway stops; then other gateways take them over."""
     requests_per_minute: int = Field(default=0, ge=0)
-    """Requests that each API key may begin within any minute, at all gateways together; 0: any number. A key
-    may have a limit of its own; without keys it holds for all requests together."""
+    """Requests that each API key may begin within any minute, at all gateways together; 0: unlimited. A key may
+    have a limit of its own. While there are no keys the limit counts all requests together."""
     tokens_per_minute: int = Field(default=0, ge=0)
-    """As `requests_per_minute`, for tokens of prompt and output."""
+    """As `requests_per_minute`, for prompt and output tokens."""
     concurrent_generations: int = Field(default=0, ge=0)
-    """Requests that each API key may have under way; 0: any number."""
+    """Requests that each API key may have in flight; 0: unlimited."""
     tenant_requests_per_minute: int = Field(default=0, ge=0)
     """As `requests_per_minute`, for all keys of a tenant together."""
     tenant_tokens_per_minute: int = Field(default=0, ge=0)
+    """As `tokens_per_minute`, for all keys of a tenant together."""
     tenant_concurrent_generations: int = Field(default=0, ge=0)
+    """As `concurrent_generations`, for all keys of a tenant together."""
     allowed_hosts: str = ""
-    """Names by which clients may ask for the gateway beside its own address, with commas; `*`: any. While no API key
-    exists the Host header must be one of them, or the address; with keys only where this is set."""
+    """Host names, separated by commas, under which clients may address the gateway beside its own address; `*`:
+    any. Compared with the Host header while no API key exists (against DNS rebinding); with keys only where this is
+    set."""
     allowed_origins: str = ""
-    """Origins (https://chat.example) whose web pages may use the gateway, with commas; `*`: any page."""
+    """Origins (https://chat.example), separated by commas, whose web pages may call the API (CORS); `*`: any."""
     strict_fields: bool = False
-    """Refuse fields of requests that change nothing here, instead of naming them in `x-ryzanstein-ignored-fields`."""
+    """Refuse request fields that have no effect here, instead of naming them in the header
+    `x-ryzanstein-ignored-fields`."""
     require_key: bool = False
-    """Ask for an API key also before the first one exists; once there is one, it is always asked for."""
+    """Require an API key even before the first one exists. Once there is one, it is always required."""
     metrics_need_key: bool = False
-    """Whether /metrics needs an API key as well, once one exists."""
+    """Whether /metrics requires an API key as well, once one exists."""
     isolate_tenant_cache: bool = False
-    """Whether each tenant has KV blocks of its own: others' prompts can then not be told by what is cached, and a
-    beginning that tenants have in common is computed, and kept, once for each."""
+    """Whether the prefix cache is separate for each tenant: no tenant can then tell from timing what others have
+    sent, and prefixes that tenants have in common are computed and kept once for each."""
     file_limit: int = Field(default=512 << 20, gt=0)
     """Largest file that may be uploaded, in bytes."""
     files_max_bytes: int = Field(default=4 << 30, ge=0)
-    """Bytes of all files together; 0: as many as NATS has. It counts when the object store is created."""
+    """Bytes of all files together; 0: as many as NATS has. Read when the object store is created."""
     tenant_file_bytes: int = Field(default=1 << 30, gt=0)
-    """Bytes of all files of a tenant together; outputs of batches may be as many again."""
+    """Bytes of all uploaded files of a tenant together; outputs of batches may take as many again."""
     tenant_files: int = Field(default=10_000, gt=0)
-    """Files of a tenant, beyond which it uploads no more."""
+    """Files of a tenant; beyond them uploads are refused."""
     batch_requests: int = Field(default=200_000, gt=0)
-    """Most lines of a batch."""
+    """Largest number of lines of a batch."""
     batch_window_limit: float = Field(default=604_800.0, gt=0)
     """Longest completion window of a batch, in seconds."""
     tenant_batches: int = Field(default=200, gt=0)
-    """Batches of a tenant that are not over, beyond which it submits no more."""
+    """Unfinished batches of a tenant; beyond them submissions are refused."""
     batch_jobs: int = Field(default=8, ge=0)
-    """Batches that this gateway runs at a time; 0: it leaves them to others."""
+    """Batches that this gateway runs at a time; 0: it leaves them to other gateways."""
     batch_parallelism: int = Field(default=256, gt=0)
-    """Most lines of batches that this gateway has under way; it has no more than the groups have places for."""
+    """Most batch lines in flight from this gateway; it never has more than the groups have places for."""
     pending_frames: int = Field(default=65_536, gt=0)
-    """Token frames that may wait to be read; when there are more, the journal fills the gap."""
+    """Token frames that may be queued for reading; beyond them frames are dropped, and read from the journal."""
     max_connections: int = Field(default=10_000, gt=0)
-    """Connections at the same time, of REST, WebSockets and gRPC together, those in a TLS handshake too, and no more
-    than the process may open files; beyond them requests are refused with 503, calls with UNAVAILABLE."""
+    """Connections at the same time (REST, WebSocket and gRPC together, TLS handshakes included), and never more
+    than the process may open files; beyond them requests get 503, gRPC calls UNAVAILABLE."""
     head_timeout: float = Field(default=10.0, gt=0)
     """Seconds that a client gets for its TLS handshake, and to send a request's line and headers."""
     head_limit: int = Field(default=65_536, ge=1024)
     """Largest request line and headers together, in bytes."""
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of the gRPC API; 0: the system chooses. Left out: it is not served."""
+    """Port of the gRPC API; 0: the system chooses. Unset: gRPC is not served."""
     grpc_keepalive: float = Field(default=60.0, gt=0)
-    """Seconds of silence after which a gRPC client is asked whether it is there; it has a third as long to answer. As
-    long a client may leave answers unread, or have no call that was let in; then its connection ends."""
+    """Seconds of silence after which a gRPC client is pinged; it has a third as long to answer. A connection also
+    ends once its client has left answers unread, or has had no admitted call, for this long."""

@@ -1,0 +1,22 @@
+"""What MkDocs calls while it builds the site (mkdocs.yml)."""
+
+import posixpath
+import re
+from typing import Any
+
+_KIND = re.compile(r"^(```\w+) .+$", re.MULTILINE)
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Links that leave docs/ lead to the repository, or become plain text where the site has none. Of a block's opening
+    line the language is left: MkDocs knows no second word, which in runbooks says where its commands belong."""
+
+    def link(found: re.Match[str]) -> str:
+        text, target = found[1], found[2]
+        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), target))
+        if path.startswith("docs/"):
+            return found[0]
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else text
+
+    return _OUTSIDE.sub(link, _KIND.sub(r"\1", markdown))

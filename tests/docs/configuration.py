@@ -1,0 +1,179 @@
+"""docs/configuration.md: every setting of every service, read from their settings classes. Pure."""
+
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import annotated_types
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+
+from services.cli.settings import LocalSettings, StackSettings
+from services.executor.settings import ExecutorSettings
+from services.gateway.settings import GatewaySettings
+from services.health_monitor.settings import HealthMonitorSettings
+from services.scheduler.settings import SchedulerSettings
+from shared.config import ENV_PREFIX, CommonSettings
+
+_HEAD = """<!-- Made by `python -m tests.docs`; a test fails when it is stale. -->
+# Configuration reference
+
+Every setting of every service: name, type, default, bounds, meaning. A service reads its settings once, when it starts,
+from these places; the first one that has a value wins:
+
+1. **Options** of `ryzanstein serve SERVICE`: the name in kebab case without the prefix, `--max-batch-tokens 1024`.
+   Secrets are no options, since everybody on the machine can read a command line.
+2. **Environment variables**: the names below.
+3. **Secret files** in the directory that `RYZANSTEIN_SECRETS_DIR` names: one file for each setting, called as its
+   variable in either case, whose text is the value (Docker and Kubernetes secrets).
+4. **A TOML file** that `RYZANSTEIN_CONFIG` names: names in lower case without the prefix, `max_batch_tokens = 1024`.
+
+A wrong value stops the service at start with one sentence that names the setting. Bytes are plain integers and times
+are seconds, unless the description says otherwise. `ryzanstein up` passes its environment on to all services that it
+starts, so a variable that is set there reaches each service that knows it.
+"""
+
+_SECTIONS: tuple[tuple[str, str, type[CommonSettings], type[CommonSettings] | None], ...] = (
+    ("Every service", "", CommonSettings, None),
+    ("Gateway", "`ryzanstein serve gateway`", GatewaySettings, CommonSettings),
+    ("Scheduler", "`ryzanstein serve scheduler`", SchedulerSettings, CommonSettings),
+    ("Health monitor", "`ryzanstein serve health-monitor`", HealthMonitorSettings, CommonSettings),
+    ("Executor", "`ryzanstein serve executor`", ExecutorSettings, CommonSettings),
+    ("Command line", "What the commands of `ryzanstein` read.", LocalSettings, CommonSettings),
+    (
+        "Local stack",
+        "What `ryzanstein up` reads itself, of settings that it passes on to the services.",
+        StackSettings,
+        LocalSettings,
+    ),
+)
+"""Title, introduction, class, and the class whose settings stand in a section of their own."""
+
+OTHERS = {
+    "RYZANSTEIN_CONFIG": "Path of the settings file (TOML).",
+    "RYZANSTEIN_SECRETS_DIR": "Directory of secret files.",
+    "RYZANSTEIN_CA": "Command line: PEM file of the authorities by which the gateway's certificate is checked.",
+    "RYZANSTEIN_NATIVE_KERNELS": "Executor: `0` computes with PyTorch instead of the native CPU kernels.",
+    "RYZANSTEIN_NATS_PASSWORD_<USER>": "nats-server under `ryzanstein nats-config`: the password of each of its users, "
+    "such as `RYZANSTEIN_NATS_PASSWORD_GATEWAY`.",
+    "RYZANSTEIN_PROMETHEUS_URL": "`ryzanstein sla`: address of Prometheus.",
+    "RYZANSTEIN_PROMETHEUS_TOKEN_FILE": "`ryzanstein sla`: file with a bearer token for it.",
+    "RYZANSTEIN_PROMETHEUS_BASIC_AUTH_FILE": "`ryzanstein sla`: file with user and password for it.",
+    "RYZANSTEIN_PROMETHEUS_CA": "`ryzanstein sla`: PEM file of the authorities by which its certificate is checked.",
+}
+"""Variables that are read beside the settings classes."""
+
+_OTHERS_NOTE = """The traces' exporter is set by OpenTelemetry's own variables ([traces](tracing.md)), the images
+and the compose stack by [`compose/.env`](../compose/.env). Hugging Face's variables (`HF_HOME`, `HF_TOKEN`,
+`HF_HUB_OFFLINE`) and NCCL's hold for executors as everywhere."""
+
+
+def page() -> str:
+    parts = [_HEAD]
+    for title, introduction, kind, base in _SECTIONS:
+        fields = {
+            name: field
+            for name, field in kind.model_fields.items()
+            if base is None or name not in base.model_fields
+        }
+        rows = [_row(name, field) for name, field in fields.items()]
+        table = ["| setting | type | default | bounds | meaning |", "| --- | --- | --- | --- | --- |", *rows]
+        parts.append(
+            "\n".join([f"## {title}", "", *([introduction, ""] if introduction else []), *table, ""])
+        )
+    others = [f"| `{name}` | {meaning} |" for name, meaning in OTHERS.items()]
+    parts.append(
+        "\n".join(["## Other variables", "", "| variable | meaning |", "| --- | --- |", *others, ""])
+    )
+    parts.append(_OTHERS_NOTE + "\n")
+    return "\n".join(parts)
+
+
+def names() -> set[str]:
+    """Of all variables that the page has."""
+    fields = (name for _, _, kind, _ in _SECTIONS for name in kind.model_fields)
+    return {f"{ENV_PREFIX}{name.upper()}" for name in fields} | set(OTHERS)
+
+
+def undescribed() -> list[str]:
+    """Settings without a description."""
+    return [
+        f"{kind.__name__}.{name}"
+        for _, _, kind, _ in _SECTIONS
+        for name, field in kind.model_fields.items()
+        if not field.description
+    ]
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+    cells = (
+        f"`{ENV_PREFIX}{name.upper()}`",
+        _type(field.annotation),
+        _default(field),
+        _bounds(field),
+        meaning,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _type(annotation: Any) -> str:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" if value else "empty" for value in typing.get_args(annotation))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(
+            "unset" if one is type(None) else _type(one) for one in typing.get_args(annotation)
+        )
+    known = {bool: "boolean", int: "integer", float: "number", str: "text", Path: "path", SecretStr: "secret"}
+    return known[annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, Path):
+        home = str(Path.home())
+        value = str(value).replace(home, "~", 1) if str(value).startswith(home) else value
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if value is None:
+        return "unset"
+    if value == "":
+        return "empty"
+    return f"`{value:g}`" if isinstance(value, float) and value < 1e6 else f"`{_whole(value)}`{_size(value)}"
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) else value
+
+
+def _size(value: Any) -> str:
+    """Of bytes, as people say it."""
+    for unit, shift in (("GiB", 30), ("MiB", 20)):
+        if isinstance(value, int) and value >= 1 << shift and value % (1 << shift) == 0:
+            return f" ({value >> shift} {unit})"
+    return ""
+
+
+def _bounds(field: FieldInfo) -> str:
+    return ", ".join(_bound(one) for one in field.metadata if _bound(one))
+
+
+def _bound(constraint: Any) -> str:
+    signs: Iterator[tuple[type, str, str]] = iter(
+        (
+            (annotated_types.Ge, "≥", "ge"),
+            (annotated_types.Gt, ">", "gt"),
+            (annotated_types.Le, "≤", "le"),
+            (annotated_types.Lt, "<", "lt"),
+        )
+    )
+    for kind, sign, attribute in signs:
+        if isinstance(constraint, kind):
+            return f"{sign} {getattr(constraint, attribute)}"
+    pattern = getattr(constraint, "pattern", None)
+    return "one of " + ", ".join(f"`{one}`" for one in pattern.strip("^$()").split("|")) if pattern else ""
