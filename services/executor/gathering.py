@@ -92,6 +92,8 @@ def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
         then.retryable,
         then.vector,
         first.prompt_scores,
+        first.suspected,
+        first.fingerprint,
     )
 
 
@@ -120,15 +122,20 @@ def output_tokens(entries: Entries) -> int:
     return sum(len(entry.tokens) for of_consumer in entries.values() for entry in of_consumer)
 
 
-def acknowledgements(requests: list[GenerationRequest], accepted: set[str]) -> Entries:
-    """Empty entries that tell each consumer which group has its generation, before there is a token:
-    should the ring be lost now, it knows at once that the request must be handed in again."""
+def acknowledgements(requests: list[GenerationRequest], accepted: set[str], fingerprint: str = "") -> Entries:
+    """Empty entries that tell each consumer which group has its generation, before there is a token: should the ring
+    be lost now, it knows at once that the request must be handed in again. `fingerprint`: of the ring."""
     entries: Entries = {}
     for request in requests:
         if request.generation_id in accepted:
             position = len(request.generated)
             entry = TokenEntry(
-                request.generation_id, request.attempt, position, [], suspected=request.suspected
+                request.generation_id,
+                request.attempt,
+                position,
+                [],
+                suspected=request.suspected,
+                fingerprint=fingerprint,
             )
             entries.setdefault(request.consumer, []).append(entry)
     return entries

@@ -90,6 +90,7 @@ class Leader:
         self._load_version = 0
         self._recent = RecentFrames()
         self._gathering = Gathering()
+        self._fingerprint = ""
         self._attempts = Attempts(spec.group, spec.epoch, board.times)
         self._grammars = GrammarWork()
         self._timer: asyncio.TimerHandle | None = None
@@ -152,6 +153,7 @@ class Leader:
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
         fingerprint = fingerprint_of(self._settings, card, engine_spec.numerics)
         card = msgspec.structs.replace(card, fingerprint=fingerprint, exact=engine_spec.exact)
+        self._fingerprint = fingerprint
         if not card.exact:
             log.info(
                 "texts_not_exact",
@@ -201,7 +203,7 @@ class Leader:
                     self._grammars.compile(request, self._on_compiled)
             else:
                 refused.append(refusal)
-        self._gathering.add(acknowledgements(batch.requests, set(accepted)))
+        self._gathering.add(acknowledgements(batch.requests, set(accepted), self._fingerprint))
         await self._tell()
         self._wake.set()
         return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, self._report_load())

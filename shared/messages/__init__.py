@@ -233,6 +233,8 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     `prompt_logprobs` times (int32 token, float32 log probability), the most likely first."""
     suspected: str = ""
     """As the request's; told as the attempt is taken on, for whoever takes the generation over."""
+    fingerprint: str = ""
+    """Of the ring (`ModelCard.fingerprint`); told as the attempt is taken on."""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):

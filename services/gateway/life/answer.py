@@ -109,6 +109,15 @@ class Answer:
     def public_id(self) -> str:
         return PREFIXES[self.record.endpoint] + self.record.identity
 
+    def fingerprint_of(self, index: int) -> str:
+        """Of the ring that computes choice `index`; -1: of the whole answer, one that differs from what it was when
+        the request was taken before others. Empty: it is not known."""
+        taken = self.record.fingerprint
+        if index >= 0:
+            return self.generations[index].fingerprint or taken
+        known = [item.fingerprint for item in self.generations if item.fingerprint]
+        return next((one for one in known if one != taken), taken)
+
     @property
     def ended(self) -> bool:
         return all(generation.ended for generation in self.generations)

@@ -52,6 +52,7 @@ class Generation:
         "ends_at",
         "epoch",
         "error",
+        "fingerprint",
         "finish",
         "followed",
         "group",
@@ -116,6 +117,8 @@ class Generation:
         self.group = ""
         """The ring whose entry of the current attempt came first; empty while none has come."""
         self.epoch = 0
+        self.fingerprint = ""
+        """Of the ring that has the newest attempt of which it is known; empty: of none."""
         self.heard_at = now
         """When that ring last sent something new."""
         self.intake_sequence = 0
@@ -421,6 +424,8 @@ class Generation:
             self.suspected = self.suspected or entry.suspected
             if self.state in ("queued", "recovering", "received"):
                 self.state = "dispatched"
+        if entry.fingerprint:
+            self.fingerprint = entry.fingerprint
         if entry.cached_tokens and not self.cached_tokens:
             self.cached_tokens = min(entry.cached_tokens, len(self.request.prompt))
 

@@ -90,7 +90,7 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
     prompts = prompt_list(answer, tokenizer)
     ids = PromptIds([item.request for item in answer.generations]) if record.token_ids else None
     identity, model, created = record.identity, record.requests[0].model, int(record.created)
-    usage, fingerprint, tier = record.include_usage, record.fingerprint, record.service_tier
+    usage, tier = record.include_usage, record.service_tier
     if record.endpoint == "chat.completions":
         return ChatFormat(
             identity,
@@ -99,7 +99,7 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
             tokenizer,
             include_usage=usage,
             parsing=record.parsing,
-            fingerprint=fingerprint,
+            fingerprint_of=answer.fingerprint_of,
             service_tier=tier,
             logprobs=logprobs,
             prompts=prompts,
@@ -112,7 +112,7 @@ def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
         created,
         tokenizer,
         include_usage=usage,
-        fingerprint=fingerprint,
+        fingerprint_of=answer.fingerprint_of,
         service_tier=tier,
         logprobs=logprobs,
         prompts=prompts,

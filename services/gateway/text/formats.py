@@ -3,7 +3,7 @@
 A chunk differs from the next in its text alone, so everything around the text is encoded once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -112,19 +112,33 @@ class Format(Protocol):
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes: ...
 
 
+FingerprintOf = Callable[[int], str]
+"""The fingerprint of the ring that computes a choice, by its index; -1: of the whole answer. Empty: it has none."""
+
+
 class _Frame:
     """The part of every chunk that does not change."""
 
-    def __init__(self, head: dict[str, Any], *, include_usage: bool) -> None:
-        self.head = head
-        self._before = _json.encode(head)[:-1] + b',"choices":['
+    def __init__(self, head: dict[str, Any], fingerprint_of: FingerprintOf, *, include_usage: bool) -> None:
+        self._head = head
+        self._fingerprint_of = fingerprint_of
         self._after = b'],"usage":null}' if include_usage else b"]}"
+        self._show("")
 
-    def chunk(self, choice: bytes, beside: bytes = b"") -> bytes:
+    def _show(self, fingerprint: str) -> None:
+        """Those of chunks from now on."""
+        self._fingerprint = fingerprint
+        self._head["system_fingerprint"] = fingerprint or None
+        self._before = _json.encode(self._head)[:-1] + b',"choices":['
+
+    def chunk(self, index: int, choice: bytes, beside: bytes = b"") -> bytes:
         """`beside`: a field beside the choice."""
+        if (fingerprint := self._fingerprint_of(index)) != self._fingerprint:
+            self._show(fingerprint)
         return self._before + choice + (b"]," + beside + self._after[1:] if beside else self._after)
 
     def usage(self, usage: Usage) -> bytes:
+        self._show(self._fingerprint_of(-1))
         return self._before + b'],"usage":' + _json.encode(usage) + b"}"
 
     def whole(
@@ -134,18 +148,17 @@ class _Frame:
         usage: Usage,
         beside: Mapping[str, object] = MappingProxyType({}),
     ) -> bytes:
-        return _json.encode({**self.head, "object": kind, "choices": choices, "usage": usage, **beside})
+        self._show(self._fingerprint_of(-1))
+        return _json.encode({**self._head, "object": kind, "choices": choices, "usage": usage, **beside})
 
 
-def _head(
-    public_id: str, kind: str, created: int, model: str, fingerprint: str, service_tier: str
-) -> dict[str, Any]:
+def _head(public_id: str, kind: str, created: int, model: str, service_tier: str) -> dict[str, Any]:
     head: dict[str, Any] = {
         "id": public_id,
         "object": kind,
         "created": created,
         "model": model,
-        "system_fingerprint": fingerprint or None,
+        "system_fingerprint": None,
     }
     return head | {"service_tier": service_tier} if service_tier else head
 
@@ -161,7 +174,7 @@ class ChatFormat:
         tokenizer: Tokenizer,
         *,
         include_usage: bool = False,
-        fingerprint: str = "",
+        fingerprint_of: FingerprintOf = lambda index: "",
         service_tier: str = "",
         parsing: Parsing | None = None,
         logprobs: bool = False,
@@ -172,10 +185,8 @@ class ChatFormat:
         """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were; `tokens_as_ids`: tokens
         are named by their ids; `ids`: where those of prompt and output are shown."""
         self._tokens_as_ids, self._ids = tokens_as_ids, ids
-        head = _head(
-            f"chatcmpl-{identity}", "chat.completion.chunk", created, model, fingerprint, service_tier
-        )
-        self._frame = _Frame(head, include_usage=include_usage)
+        head = _head(f"chatcmpl-{identity}", "chat.completion.chunk", created, model, service_tier)
+        self._frame = _Frame(head, fingerprint_of, include_usage=include_usage)
         self._tokenizer = tokenizer
         self._parsing = parsing
         self._tools = parsing is not None and bool(parsing.tools)
@@ -186,7 +197,7 @@ class ChatFormat:
             b'{"index":%d,"delta":{"role":"assistant","content":%b,"refusal":null},'
             b'"logprobs":null,"finish_reason":null}' % (index, b"null" if self._tools else b'""')
         )
-        return self._frame.chunk(role, b"" if self._ids is None else self._ids.field(index))
+        return self._frame.chunk(index, role, b"" if self._ids is None else self._ids.field(index))
 
     def delta(self, index: int, piece: Piece) -> bytes:
         if self._parsing is not None:
@@ -194,19 +205,21 @@ class ChatFormat:
         else:
             delta = b'{"content":%b}' % _json.encode(piece.text)
         return self._frame.chunk(
+            index,
             b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}'
-            % (index, delta, self._logprobs(piece.scored), b"" if self._ids is None else _ids(piece.ids))
+            % (index, delta, self._logprobs(piece.scored), b"" if self._ids is None else _ids(piece.ids)),
         )
 
     def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
         return self._frame.chunk(
+            index,
             b'{"index":%d,"delta":{},"logprobs":%b,%b%b}'
             % (
                 index,
                 self._logprobs(piece.scored),
                 _end(finish_reason, piece.stop_reason),
                 b"" if self._ids is None else _ids(piece.ids),
-            )
+            ),
         )
 
     def usage(self, usage: Usage) -> bytes:
@@ -259,7 +272,7 @@ class CompletionFormat:
         tokenizer: Tokenizer,
         *,
         include_usage: bool = False,
-        fingerprint: str = "",
+        fingerprint_of: FingerprintOf = lambda index: "",
         service_tier: str = "",
         logprobs: bool = False,
         prompts: PromptList | None = None,
@@ -269,8 +282,8 @@ class CompletionFormat:
         """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were; `tokens_as_ids`: tokens
         are named by their ids; `ids`: where those of prompt and output are shown."""
         self._tokens_as_ids, self._ids = tokens_as_ids, ids
-        head = _head(f"cmpl-{identity}", "text_completion", created, model, fingerprint, service_tier)
-        self._frame = _Frame(head, include_usage=include_usage)
+        head = _head(f"cmpl-{identity}", "text_completion", created, model, service_tier)
+        self._frame = _Frame(head, fingerprint_of, include_usage=include_usage)
         self._tokenizer = tokenizer
         self._asked, self._prompts = logprobs, prompts
         self._texts: dict[int, str] = {}
@@ -283,19 +296,21 @@ class CompletionFormat:
         if self._ids is not None:
             ids = b"%b%b" % (_ids(piece.ids), b"," + self._ids.field(index) if piece.begins else b"")
         return self._frame.chunk(
+            index,
             b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}'
-            % (index, _json.encode(piece.text), self._logprobs(piece.scored), ids)
+            % (index, _json.encode(piece.text), self._logprobs(piece.scored), ids),
         )
 
     def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
         return self._frame.chunk(
+            index,
             b'{"index":%d,"text":"","logprobs":%b,%b%b}'
             % (
                 index,
                 self._logprobs(piece.scored),
                 _end(finish_reason, piece.stop_reason),
                 b"" if self._ids is None else _ids(piece.ids),
-            )
+            ),
         )
 
     def usage(self, usage: Usage) -> bytes:

@@ -1,5 +1,6 @@
 """The fields beside the plain ones: what each does to the request that a ring gets, or to the answer."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -350,3 +351,43 @@ async def test_an_echoed_prompt_comes_with_its_token_ids(http: httpx.AsyncClient
         events = await read_events(answer)
     first = json.loads(events[0][0])["choices"][0]
     assert (first["text"], first["prompt_token_ids"], first["token_ids"]) == ("x", [120], [])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_stream_tells_by_the_fingerprint_that_another_ring_goes_on(
+    http: httpx.AsyncClient, nats_settings: CommonSettings, ring: FakeRing, path: str
+) -> None:
+    async def speak(fake: FakeRing, request: GenerationRequest) -> None:
+        at, rings = len(request.generated), ("fp_one", "fp_two")
+        for entry in (
+            TokenEntry(request.generation_id, request.attempt, at, [], fingerprint=rings[request.attempt]),
+            TokenEntry(request.generation_id, request.attempt, at, list(b"Hello"[at : at or 3])),
+            TokenEntry(request.generation_id, request.attempt, 3, [], "error", error="lost", retryable=True)
+            if not request.attempt
+            else TokenEntry(request.generation_id, request.attempt, at, list(b"lo"), "stop"),
+        ):
+            await fake.bus.publish(
+                tokens_of(request.consumer), TokenFrame(fake.group, fake.epoch, 1, [entry])
+            )
+            if entry.tokens and not request.attempt:
+                await read.wait()
+
+    read = asyncio.Event()
+    ring.behave = speak
+    asked: dict[str, Any] = {"prompt": "x"} if path == COMPLETIONS else {"messages": HELLO}
+    told: dict[str, list[str]] = {"Hel": [], "lo": []}
+    async with http.stream("POST", path, json=asked | {"model": MODEL, "stream": True}) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            told["lo" if read.is_set() else "Hel"].append(chunk["system_fingerprint"])
+            if text_of([(line.removeprefix("data: "), "")]) == "Hel":
+                read.set()
+    assert {name: set(prints) for name, prints in told.items()} == {"Hel": {"fp_one"}, "lo": {"fp_two"}}
+    async with run_gateway(nats_settings) as other, other.http() as theirs:
+        state = (await theirs.get(f"/v1/generations/{chunk['id']}")).json()["response"]
+    assert state["system_fingerprint"] == "fp_two"
+    shown = state["choices"][0]
+    assert (shown["text"] if path == COMPLETIONS else shown["message"]["content"]) == "Hello"

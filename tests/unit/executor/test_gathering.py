@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.gathering import FRAME_INTERVAL, Gathering
-from shared.messages import TokenEntry, TokenLogprobs
+from services.executor.gathering import FRAME_INTERVAL, Gathering, acknowledgements
+from shared.messages import GenerationRequest, TokenEntry, TokenLogprobs
 
 
 def entry(identity: str, position: int, tokens: list[int], **fields: object) -> TokenEntry:
@@ -23,6 +23,15 @@ def test_consecutive_entries_become_one() -> None:
     }
     assert not gathering
     assert gathering.take(2.0) == {}
+
+
+def test_what_is_told_as_an_attempt_is_taken_on_stays_with_its_first_tokens() -> None:
+    gathering = Gathering()
+    request = GenerationRequest("a", "r", "m", "gateway", [1], 3, suspected="hung")
+    gathering.add(acknowledgements([request], {"a"}, "fp_one"))
+    gathering.add({"gateway": [entry("a", 0, [1], finish="stop")]})
+    (told,) = gathering.take(1.0)["gateway"]
+    assert (told.suspected, told.fingerprint, told.tokens, told.finish) == ("hung", "fp_one", [1], "stop")
 
 
 def test_what_does_not_go_on_stays_apart() -> None:
