@@ -1,18 +1,108 @@
-"""Whose turn it is, where tenants share one worker: each in turn, whatever the others have waiting. Pure.
+"""Work in the background: tasks that are held until they end, pauses before a restart, and turns among tenants."""
 
-tenant a   j1 j2 j3 ┐
-tenant b   j4       ├─▶ j1 j4 j5 j2 j6 j3
-tenant c   j5 j6    ┘
-"""
-
+import asyncio
 from collections import OrderedDict, deque
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
+import structlog
+
+T = TypeVar("T")
 Job = TypeVar("Job")
 
+CANCEL_TIMEOUT = 10.0
+"""Seconds that cancelled work has to end; then it is left behind, with an error in the log."""
 
-class Turns(Generic[Job]):
-    """Jobs that wait. Not for several threads at a time."""
+log = structlog.get_logger(__name__)
+
+
+class TaskSet:
+    """Tasks that run in the background. asyncio itself keeps none of them alive, and tells nobody of their errors."""
+
+    def __init__(
+        self, failed: str = "task_failed", on_failure: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """`failed`: the log event of a task that ends with an error. `on_failure` is called with that error."""
+        self._failed = failed
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator["asyncio.Task[Any]"]:
+        return iter(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str | None = None) -> "asyncio.Task[T]":
+        """Runs `work`."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def finished(self) -> None:
+        """Waits until all have ended, also those that begin meanwhile. Raises none of their errors."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def cancel(self) -> None:
+        """Cancels all and waits for their ends."""
+        await cancel_all(self._tasks)
+
+    def _done(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error(self._failed, task=task.get_name(), error=str(error), exc_info=error)
+            if self._on_failure is not None:
+                self._on_failure(error)
+
+
+async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    """Ends `tasks`, which may shrink meanwhile. Cancels more than once, since `asyncio.wait_for` of Python 3.11 can
+    swallow a cancellation that meets its result."""
+    give_up = asyncio.get_running_loop().time() + CANCEL_TIMEOUT
+    while left := [task for task in tasks if not task.done()]:
+        if asyncio.get_running_loop().time() >= give_up:
+            log.error("tasks_do_not_end", tasks=[task.get_name() for task in left])
+            return
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=0.5)
+
+
+class Backoff:
+    """How long to wait before something that has ended is started again. Pure: time comes in, in seconds."""
+
+    FIRST, LONGEST = 0.2, 10.0
+    """Seconds; the pause doubles with each end."""
+    STABLE_AFTER = 60.0
+    """What has lived for so long begins with the first pause again."""
+
+    def __init__(self) -> None:
+        self._pause = self.FIRST / 2
+        self._began: float | None = None
+
+    def began(self, now: float) -> None:
+        """It has been started."""
+        self._began = now
+
+    def next(self, now: float) -> float:
+        """It has ended, or could not be started: the seconds to wait."""
+        if self._began is not None and now - self._began > self.STABLE_AFTER:
+            self._pause = self.FIRST / 2
+        self._began = None
+        self._pause = min(self._pause * 2, self.LONGEST)
+        return self._pause
+
+
+class RoundRobin(Generic[Job]):
+    """Jobs of tenants that share one worker: each tenant in turn, whatever the others have waiting. Pure, and not for
+    several threads at a time.
+
+    tenant a   j1 j2 j3 ┐
+    tenant b   j4       ├─▶ j1 j4 j5 j2 j6 j3
+    tenant c   j5 j6    ┘
+    """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()

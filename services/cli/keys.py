@@ -1,7 +1,6 @@
 """`ryzanstein keys`: API keys, made and revoked in the KV bucket that all gateways watch."""
 
 import asyncio
-import re
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -15,6 +14,7 @@ import typer
 from services.cli.terminal import console, print_columns
 from services.cli.where import DataDir, NatsUrl, nats_of_stack
 from shared.config import CommonSettings
+from shared.durations import seconds_of
 from shared.errors import ConfigurationError
 from shared.keys import KeyLimits, KeyRecord, NewKey, new_key, parse
 from shared.nats import subjects
@@ -24,8 +24,6 @@ from shared.nats.kv import Bucket
 T = TypeVar("T")
 
 DEFAULT_TENANT = "default"
-_SPAN = re.compile(r"(\d{1,6})([smhdw])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 keys_app = typer.Typer(
     help="API keys. Once one exists, the gateways ask for it.", no_args_is_help=True, rich_markup_mode=None
@@ -148,8 +146,8 @@ def when(text: str, now: float) -> float:
     """Unix seconds for `30d` and the like, or a date; 0 for nothing. Raises `ConfigurationError`."""
     if not text:
         return 0.0
-    if span := _SPAN.fullmatch(text):
-        return now + int(span[1]) * _SECONDS[span[2]]
+    if seconds := seconds_of(text):
+        return now + seconds
     try:
         date = datetime.fromisoformat(text)
     except ValueError:

@@ -1,7 +1,6 @@
 """`ryzanstein log-level`: what services log, seen and changed while they run."""
 
 import asyncio
-import re
 import time
 from collections.abc import Mapping
 from typing import Annotated
@@ -14,6 +13,7 @@ from rich.table import Table
 from services.cli.terminal import console
 from services.cli.where import DataDir, NatsUrl, nats_of_stack
 from shared.config import CommonSettings
+from shared.durations import seconds_of
 from shared.errors import BrokerUnavailable, ConfigurationError, RyzansteinError
 from shared.messages import GroupRecord, LogLevel, ServiceRecord, SetLogLevel
 from shared.nats import subjects
@@ -23,7 +23,6 @@ from shared.service.logs import LEVELS
 
 ANSWER_TIMEOUT = 3.0
 """Seconds that a service has to answer."""
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def log_level(
@@ -44,20 +43,15 @@ def log_level(
         raise ConfigurationError(f"There is no level {level!r}; it is one of {', '.join(LEVELS)}, usual.")
     if duration and not level:
         raise ConfigurationError("--for goes with a level: ryzanstein log-level all debug --for 10m.")
-    wanted = SetLogLevel(level, seconds_of(duration) if duration else 0.0)
+    seconds = seconds_of(duration) if duration else 0.0
+    if seconds is None:
+        raise ConfigurationError(f"--for cannot be {duration!r}; say 30s, 10m, 2h or 1d.")
+    wanted = SetLogLevel(level, seconds)
     found = asyncio.run(set_levels(nats_of_stack(data_dir, nats_url), target, wanted))
     print_levels(found, console())
     silent = [record.instance for record, answer in found if answer is None]
     if silent:
         raise BrokerUnavailable(f"No answer came from {', '.join(silent)}; see `ryzanstein status`.")
-
-
-def seconds_of(duration: str) -> float:
-    """Seconds of 30s, 10m, 2h, 1d. Raises `ConfigurationError`."""
-    match = re.fullmatch(r"([0-9]{1,6})([smhd])", duration)
-    if match is None or not int(match[1]):
-        raise ConfigurationError(f"--for cannot be {duration!r}; say 30s, 10m, 2h or 1d.")
-    return float(int(match[1]) * _UNITS[match[2]])
 
 
 async def set_levels(

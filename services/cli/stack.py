@@ -26,15 +26,13 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
 from shared.process import die_with_parent
+from shared.tasks import Backoff
 
 STOP_ORDER = ("gateway", "scheduler", "executor", "health-monitor")
 STOP_MARGIN = 20.0
 """Seconds that a service gets to end, beyond those for finishing its work."""
 LOOK_INTERVAL = 0.1
 """Seconds between two looks at whether a process has ended that was to become ready."""
-FIRST_PAUSE = 0.2
-LONGEST_PAUSE = 10.0
-STABLE_AFTER = 60.0
 
 Tell = Callable[[str], None]
 
@@ -274,7 +272,7 @@ class LocalStack:
     # --- watching --------------------------------------------------------------------------------
 
     async def _keep_up(self, child: Child, on_event: Tell) -> None:
-        pauses = _Pauses()
+        pauses = Backoff()
         while True:
             code = await child.wait()
             if child.service == "executor" and code == 0:
@@ -287,7 +285,7 @@ class LocalStack:
 
     async def _keep_nats_up(self, nats: LocalNats, on_event: Tell) -> None:
         """The same port, store and credentials: the services find their way back by themselves."""
-        pauses = _Pauses()
+        pauses = Backoff()
         while True:
             code = await nats.wait()
             on_event(f"NATS {ending(code)}; it is started again, its log is {nats.log}.")
@@ -295,7 +293,7 @@ class LocalStack:
             on_event("NATS is back.")
 
     async def _again(
-        self, start: Callable[[], Awaitable[None]], name: str, pauses: "_Pauses", on_event: Tell
+        self, start: Callable[[], Awaitable[None]], name: str, pauses: Backoff, on_event: Tell
     ) -> None:
         while True:
             await asyncio.sleep(pauses.next(time.monotonic()))
@@ -306,25 +304,6 @@ class LocalStack:
             else:
                 pauses.began(time.monotonic())
                 return
-
-
-class _Pauses:
-    """How long to wait before something that has ended is started again. Pure: time comes in, in seconds."""
-
-    def __init__(self) -> None:
-        self._pause = FIRST_PAUSE / 2
-        self._began: float | None = None
-
-    def began(self, now: float) -> None:
-        self._began = now
-
-    def next(self, now: float) -> float:
-        """Doubles with each end, until it has lived long enough to count as well."""
-        if self._began is not None and now - self._began > STABLE_AFTER:
-            self._pause = FIRST_PAUSE / 2
-        self._began = None
-        self._pause = min(self._pause * 2, LONGEST_PAUSE)
-        return self._pause
 
 
 def bracketed(host: str) -> str:

@@ -27,7 +27,7 @@ from services.cli.stack import LocalStack, StackPlan
 from services.cli.terminal import AnswerPrinter, print_columns
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, PortInUse, RyzansteinError
-from shared.service.http_server import bind
+from shared.service.listener import bind
 
 T = TypeVar("T")
 

@@ -27,6 +27,7 @@ from shared.errors import BrokerUnavailable, LinkLost, PayloadTooLarge, Ryzanste
 from shared.messages import Cancel, DispatchReply, Refusal
 from shared.nats import subjects
 from shared.nats.bus import Bus
+from shared.tasks import TaskSet
 
 MAX_BATCH = 128
 """Requests of one dispatch batch, at most."""
@@ -146,7 +147,7 @@ class Dispatcher:
         self._metrics = metrics
         self._timeout = timeout
         self._in_flight: dict[str, int] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet("dispatch_failed")
         self._timer: asyncio.TimerHandle | None = None
         self._more_coming = False
 
@@ -176,8 +177,7 @@ class Dispatcher:
         """Waits for the replies that are due and gives everything else back."""
         for name in self._batcher.groups():
             self._give_back(name)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.finished()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -192,14 +192,7 @@ class Dispatcher:
 
     def _begin(self, group: Group, batch: list[WaitingRequest]) -> None:
         self._in_flight[group.name] = self._in_flight.get(group.name, 0) + 1
-        task = asyncio.create_task(self._send(group, batch))
-        self._tasks.add(task)
-        task.add_done_callback(self._on_done)
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("dispatch_failed", exc_info=error)
+        self._tasks.spawn(self._send(group, batch))
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         """Comes back when the oldest gathered request has waited long enough (a full window comes back

@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any
 
 import msgspec
 import structlog
@@ -24,6 +23,7 @@ from shared.messages import Cancel, CancelRequest, ControlReply, Lane, Refusal, 
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.subjects import pin_key
+from shared.tasks import TaskSet
 
 TICK = 0.02
 """Seconds between two looks at deadlines and closed groups."""
@@ -70,7 +70,7 @@ class Router:
             metrics,
             timeout=settings.dispatch_timeout,
         )
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._claiming = 0
         self._woken = False
         self._stopped = False
@@ -131,7 +131,7 @@ class Router:
             elif item is None and (holder := self._history.holder(generation_id)) is not None:
                 by_group.setdefault(holder.group, []).append(generation_id)
         for group, generation_ids in by_group.items():
-            self._spawn(self._forward_cancel(group, Cancel(generation_ids, claim=request.claim)))
+            self._tasks.spawn(self._forward_cancel(group, Cancel(generation_ids, claim=request.claim)))
         self.wake()
 
     @property
@@ -214,12 +214,12 @@ class Router:
         if key and self._needs_pin(item.model, decision):
             self._claiming += 1
             left = pin if decision.reason == "relieved" else None
-            self._spawn(self._place_pinned(item, key, decision, left))
+            self._tasks.spawn(self._place_pinned(item, key, decision, left))
             return
         self._send(item, decision)
         now = asyncio.get_running_loop().time()
         if key and self._pins.refresh_due(key, now):
-            self._spawn(self._pins.refresh(key, now))
+            self._tasks.spawn(self._pins.refresh(key, now))
 
     def _needs_pin(self, model: str, decision: Decision) -> bool:
         """Whether schedulers must agree on the session's group. With one group there is nothing to agree on:
@@ -293,7 +293,7 @@ class Router:
         )
         if self._history.cancelled(item.generation_id, item.claim):
             claim = self._history.claim_of_cancel(item.generation_id)
-            self._spawn(self._forward_cancel(group, Cancel([item.generation_id], claim=claim)))
+            self._tasks.spawn(self._forward_cancel(group, Cancel([item.generation_id], claim=claim)))
 
     def rejected(self, item: WaitingRequest, refusal: Refusal) -> None:
         self._rejections.fail(item, refusal.code, refusal.message, retryable=False)
@@ -352,13 +352,3 @@ class Router:
             await self._bus.request(subjects.control(group), command, ControlReply, timeout=2.0)
         except (BrokerUnavailable, msgspec.DecodeError) as error:
             log.warning("cancel_not_forwarded", group=group, error=str(error))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_done)
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("task_failed", exc_info=error)

@@ -6,7 +6,6 @@
 So the entries of one tenant are read without those of the others, however many these have.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
@@ -17,6 +16,7 @@ from shared.errors import RyzansteinError
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Entry
 from shared.nats.subjects import escape
+from shared.tasks import TaskSet
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -142,7 +142,7 @@ class Trimmed(Generic[T]):
         self._quota = quota
         self._written: dict[str, tuple[int, int]] = {}
         """Bytes and entries since the last look, by tenant; none: it was never looked."""
-        self._looking: set[asyncio.Task[None]] = set()
+        self._looking = TaskSet()
 
     def wrote(self, tenant: str, size: int) -> None:
         """An entry of `size` bytes was written."""
@@ -151,9 +151,7 @@ class Trimmed(Generic[T]):
         self._written[tenant] = held
         if known is None or any(new * SLACK >= most for new, most in zip(held, self._quota, strict=True)):
             self._written[tenant] = (0, 0)
-            task = asyncio.create_task(self._look(tenant))
-            self._looking.add(task)
-            task.add_done_callback(self._looking.discard)
+            self._looking.spawn(self._look(tenant))
 
     async def _look(self, tenant: str) -> None:
         try:
@@ -167,7 +165,7 @@ class Trimmed(Generic[T]):
 
     async def looked(self) -> None:
         """Waits for what is being looked through."""
-        await asyncio.gather(*self._looking)
+        await self._looking.finished()
 
 
 class Marks(Generic[T]):

@@ -33,14 +33,13 @@ from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
 from shared.process import pid_namespace
 from shared.service.endpoints import Health, OpsApp, SpanCollector, StateCollector, new_registry
-from shared.service.http_server import HttpServer, bind
+from shared.service.http_server import HttpServer
+from shared.service.listener import bind
 from shared.service.logs import LEVELS, Change, configure_logging, level, set_level
 from shared.service.metrics import Reconnections
+from shared.tasks import TaskSet, cancel_all
 
 log = structlog.get_logger(__name__)
-
-CANCEL_TIMEOUT = 10.0
-"""Seconds that cancelled work has to end; then it is left behind, with an error in the log."""
 
 
 class Service(abc.ABC):
@@ -66,7 +65,7 @@ class Service(abc.ABC):
         """`host:port` of a gRPC API, for the heartbeat."""
         self.registry: CollectorRegistry = new_registry()
         self._bus: Bus | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet(on_failure=self.fail)
         self._http: HttpServer | None = None
         self._ended = asyncio.Event()
         self._failure: BaseException | None = None
@@ -129,10 +128,7 @@ class Service(abc.ABC):
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs `work` in the background; should it raise, the service ends with that error."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-        return task
+        return self._tasks.spawn(work, name)
 
     async def stop_accepting(self) -> None:
         """Refuses new connections on the service's HTTP port; what is under way goes on."""
@@ -201,7 +197,7 @@ class Service(abc.ABC):
         finally:
             ended.cancel()
             if not starting.done():
-                await _cancel({starting})
+                await cancel_all({starting})
         if starting.done() and not starting.cancelled() and (error := starting.exception()) is not None:
             log.warning("start_not_completed", error=str(error))
         return False
@@ -217,7 +213,7 @@ class Service(abc.ABC):
             log.exception("stop_failed")
             self._failure = self._failure or error
         finally:
-            await _cancel(self._tasks)
+            await self._tasks.cancel()
             if self._http is not None:
                 await self._http.stop()
             self.state = "gone"
@@ -254,12 +250,6 @@ class Service(abc.ABC):
         )
         await self._bus.publish(subjects.beats(self.name, self.instance), beat)
 
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("task_failed", task=task.get_name(), error=str(error))
-            self.fail(error)
-
 
 def freeze_gc_after_startup() -> None:
     """Once a process has started: what it has loaded stays, and need not be looked through time and again.
@@ -270,19 +260,6 @@ def freeze_gc_after_startup() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
-
-
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
-    """Ends `tasks`, which may shrink meanwhile. More than once, since `asyncio.wait_for` of Python 3.11 can
-    swallow a cancellation that meets its result."""
-    give_up = asyncio.get_running_loop().time() + CANCEL_TIMEOUT
-    while left := [task for task in tasks if not task.done()]:
-        if asyncio.get_running_loop().time() >= give_up:
-            log.error("tasks_do_not_end", tasks=[task.get_name() for task in left])
-            return
-        for task in left:
-            task.cancel()
-        await asyncio.wait(left, timeout=0.5)
 
 
 async def _run_with_signals(service: Service) -> None:

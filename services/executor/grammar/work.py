@@ -20,7 +20,7 @@ from services.executor.grammar.state import GrammarState, compute_masks
 from services.executor.grammar.vocabulary import Vocabulary
 from shared.errors import InternalError, InvalidGrammar, RyzansteinError
 from shared.messages import GenerationRequest, ModelCard
-from shared.tasks import Turns
+from shared.tasks import RoundRobin
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +38,7 @@ class GrammarWork:
         self._unusable: InvalidGrammar | None = None
         """Why the model's tokenizer is of no use for grammars."""
         self._compiling = _deep_thread()
-        self._turns: Turns[Callable[[], None]] = Turns()
+        self._turns: RoundRobin[Callable[[], None]] = RoundRobin()
         """What waits to be compiled: of one tenant's many, each goes behind other tenants' next."""
         self._turn = threading.Lock()
         self._masking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")

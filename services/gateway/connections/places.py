@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sized
 
 from shared import limits
-from shared.service.http_server import Admission
+from shared.service.listener import Admission
 
 RESERVED = limits.RESERVED_CONNECTIONS.value
 """A full gateway is no dead one: /health, /ready, /metrics and grpc.health.v1 have places beyond the limit."""

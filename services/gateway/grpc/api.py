@@ -24,7 +24,7 @@ from services.gateway.rest import log_failure
 from services.gateway.settings import GatewaySettings
 from shared.errors import InvalidRequest
 from shared.service.endpoints import Health
-from shared.service.http_server import bind
+from shared.service.listener import bind
 
 log = structlog.get_logger(__name__)
 

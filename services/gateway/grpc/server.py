@@ -24,7 +24,7 @@ from services.gateway.requests.validation import check_request_id
 from services.gateway.traces.rpc import begin_call, end_call
 from shared import limits, tracing
 from shared.errors import ConfigurationError, DeadlineExceeded, PayloadTooLarge, QueueFull, Unavailable
-from shared.service.http_server import Listener
+from shared.service.listener import Listener
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from services.gateway.errors import RateLimited
 from shared.errors import QueueFull
 from shared.limits import GRAMMAR_SECONDS, GRAMMARS_WAITING, TENANT_GRAMMARS
-from shared.tasks import Turns
+from shared.tasks import RoundRobin
 
 MINUTE = 60.0
 
@@ -18,7 +18,7 @@ class GrammarTurns(Generic[Job]):
     """Jobs of tenants that wait, and the seconds that each tenant's have taken within the last minute."""
 
     def __init__(self) -> None:
-        self._turns: Turns[Job] = Turns()
+        self._turns: RoundRobin[Job] = RoundRobin()
         self._spent: dict[str, deque[tuple[float, float]]] = {}
         """By tenant: when a job ended, and the seconds that it took."""
 

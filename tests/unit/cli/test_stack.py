@@ -13,12 +13,13 @@ from services.cli.nats_address import existing_nats, without_credentials
 from services.cli.run_file import RunFile, lock, read_run_file, remove_run_file, write_run_file
 from services.cli.serve import MODULES
 from services.cli.settings import StackSettings
-from services.cli.stack import LocalStack, StackPlan, _Pauses, bracketed, reachable
+from services.cli.stack import LocalStack, StackPlan, bracketed, reachable
 from services.cli.where import gateway_of_stack, nats_of_stack
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError
 from shared.messages import Heartbeat
-from shared.service.http_server import HttpServer, bind
+from shared.service.http_server import HttpServer
+from shared.service.listener import bind
 
 
 def note(pid: int) -> RunFile:
@@ -297,14 +298,3 @@ def test_one_earlier_log_is_kept(tmp_path: Path) -> None:
         set_aside(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"gateway-0.log.1": "second"}
     set_aside(tmp_path / "nowhere")
-
-
-def test_pauses_grow_until_something_has_lived_for_a_while() -> None:
-    pauses = _Pauses()
-    now, waits = 0.0, []
-    for lived in (0.0, 1.0, 1.0, 100.0, 1.0):
-        pauses.began(now)
-        now += lived
-        waits.append(pauses.next(now))
-    assert waits == [0.2, 0.4, 0.8, 0.2, 0.4]
-    assert [pauses.next(now) for _ in range(8)][-1] == 10.0, "while it cannot be started at all"

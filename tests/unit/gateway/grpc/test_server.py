@@ -14,7 +14,7 @@ from services.gateway.grpc.call import Call
 from services.gateway.grpc.frames import PREFACE, Limits
 from services.gateway.grpc.headers import literal
 from services.gateway.grpc.server import GrpcServer, Method, Peer, ServerOptions
-from shared.service.http_server import bind
+from shared.service.listener import bind
 from tests.integration.gateway.fake_ring import until
 from tests.unit.gateway.grpc.test_http2 import framed, goodbye, http2_frame
 

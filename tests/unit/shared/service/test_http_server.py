@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from shared.service import http_server
-from shared.service.http_server import HttpServer, bind
+from shared.service.http_server import HttpServer
+from shared.service.listener import bind
 
 HOURS = 3600.0
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import trustme
 
-from shared.service.http_server import Admission, Listener, bind
+from shared.service.listener import Admission, Listener, bind
 
 
 class Seen(asyncio.Protocol):

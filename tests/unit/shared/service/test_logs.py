@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.log_level import meant_by, seconds_of
+from services.cli.log_level import meant_by
 from shared.errors import ConfigurationError
 from shared.messages import GroupLoad, GroupRecord, ServiceRecord
 from shared.service.logs import Change
@@ -31,7 +31,7 @@ def test_a_change_holds_until_its_time_is_over(usual: int, changed: int, until: 
 def lines_of(code: str, fmt: str = "json", level: str = "info") -> tuple[list[str], int]:
     """What a process writes that logs as ours do and runs `code`."""
     begin = (
-        "import asyncio, logging, sys, threading, warnings, structlog; from shared import logs; "
+        "import asyncio, logging, sys, threading, warnings, structlog; from shared.service import logs; "
         f"logs.configure_logging('s', 'i', level='{level}', fmt='{fmt}', about=dict(group='g', rank=1)); "
         "log = structlog.get_logger(); "
     )
@@ -77,7 +77,7 @@ def test_each_line_is_one_write(fmt: str, unbuffered: str) -> None:
         socket.AF_UNIX, socket.SOCK_SEQPACKET
     )  # each write is a packet of its own
     code = (
-        "import logging, structlog; from shared import logs; "
+        "import logging, structlog; from shared.service import logs; "
         f"logs.configure_logging('s', 'i', level='info', fmt='{fmt}'); "
         "structlog.get_logger().info('short', at='begin'); structlog.get_logger().info('long', text='a' * 20_000); "
         "logging.getLogger('lib').warning('of a library'); structlog.get_logger().info('end')"
@@ -210,13 +210,6 @@ def test_a_target_is_a_service_an_instance_or_a_group(target: str, meant: list[s
 def test_an_unknown_target_is_told_what_there_is(target: str) -> None:
     with pytest.raises(ConfigurationError, match="the instances are: executor-0, gateway-0, gateway-1"):
         meant_by(target, SERVICES, GROUPS)
-
-
-def test_durations() -> None:
-    assert [seconds_of(text) for text in ("30s", "10m", "2h", "1d")] == [30, 600, 7200, 86400]
-    for wrong in ("", "10", "0s", "-1m", "1w", "1.5h", "1h30m"):
-        with pytest.raises(ConfigurationError, match="--for cannot be"):
-            seconds_of(wrong)
 
 
 def test_the_numbers_are_those_of_logging() -> None:

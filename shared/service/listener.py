@@ -1,0 +1,152 @@
+"""A listening socket that gives its connections to protocols, and knows of them from the moment they are accepted.
+
+asyncio's own servers tell nobody of a connection before its TLS handshake is over, and give it a minute for that.
+Imports no uvicorn: the command line binds sockets too.
+"""
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections.abc import Callable
+from typing import NamedTuple
+
+import structlog
+
+from shared.errors import ConfigurationError, PortInUse
+
+log = structlog.get_logger(__name__)
+
+AT_ONCE = 64
+"""Connections accepted in one turn of the event loop."""
+PAUSE = 1.0
+"""Seconds before the next try where the process may open no more files."""
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+
+
+class Admission(NamedTuple):
+    """What is asked about a connection before it is one."""
+
+    handshake_seconds: float | None = None
+    """Time for a TLS handshake; None: asyncio's minute."""
+    admits: Callable[[], bool] = lambda: True
+    """Whether one more may be opened; else it is closed as soon as it is accepted."""
+    begins: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
+    """A protocol's connection is accepted, and shakes hands."""
+    failed: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
+    """It never came to be: `connection_made` will not be called."""
+
+
+def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """A listening socket; port 0: the system chooses. `option` sets it, for the words of an error.
+
+    Raises `PortInUse`, `ConfigurationError`.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigurationError(
+            f"The address {host!r} cannot be resolved ({error.strerror}); set RYZANSTEIN_HOST or --host."
+        ) from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it: a token must not wait for the acknowledgement of the last one.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Port {port} on {host} is taken by another program; stop it, or choose another with {option}."
+            ) from None
+        raise ConfigurationError(f"Cannot listen on {host}:{port}: {error.strerror}.") from None
+    sock.setblocking(False)
+    return sock
+
+
+class Listener:
+    """Serves a bound and listening socket; what uvicorn asks of an `asyncio.Server` it has too."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        make: Callable[[], asyncio.BaseProtocol],
+        tls: ssl.SSLContext | None = None,
+        admission: Admission | None = None,
+    ) -> None:
+        self._sock = sock
+        self._make = make
+        self._tls = tls
+        self._admission = admission or Admission()
+        self._loop = asyncio.get_running_loop()
+        self._serving = False
+        self.opening: set[asyncio.Task[None]] = set()
+        """Connections that were accepted and are not made yet."""
+
+    def start(self) -> None:
+        """Accepts from now on. Raises `OSError`."""
+        self._sock.listen(2048)
+        self._sock.setblocking(False)
+        self._serving = True
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def is_serving(self) -> bool:
+        return self._serving
+
+    def close(self) -> None:
+        """Accepts no more; what was accepted comes to be. Twice is safe."""
+        if self._serving:
+            self._serving = False
+            self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+
+    async def wait_closed(self) -> None:
+        """Ends handshakes that are under way."""
+        for task in list(self.opening):
+            task.cancel()
+        if self.opening:
+            await asyncio.wait(set(self.opening))
+
+    def _accept(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                log.warning("cannot_accept", error=error.strerror, hint="raise `ulimit -n`")
+                self._loop.remove_reader(self._sock.fileno())
+                self._loop.call_later(PAUSE, self._go_on)
+                return
+            if not self._admission.admits():
+                sock.close()
+                continue
+            sock.setblocking(False)
+            protocol = self._make()
+            self._admission.begins(protocol)
+            task = self._loop.create_task(self._open(sock, protocol))
+            self.opening.add(task)
+            task.add_done_callback(self.opening.discard)
+
+    def _go_on(self) -> None:
+        if self._serving:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    async def _open(self, sock: socket.socket, protocol: asyncio.BaseProtocol) -> None:
+        seconds = self._admission.handshake_seconds if self._tls is not None else None
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: protocol, sock, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
+        except OSError as error:  # the client's doing: no TLS, no common version, too slow, gone
+            log.debug("handshake_failed", error=str(error))
+            self._admission.failed(protocol)
+        except asyncio.CancelledError:
+            self._admission.failed(protocol)
+            raise
