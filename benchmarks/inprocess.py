@@ -29,8 +29,8 @@ from benchmarks.workloads import WORKLOADS, Workload
 from services.executor.board import RingBoard
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher
+from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.rank_process import SPIN_COUNT
-from services.executor.ring import RankSpec
 from services.executor.settings import ExecutorSettings
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams

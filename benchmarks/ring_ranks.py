@@ -20,9 +20,9 @@ from msgspec import structs
 from benchmarks.steps import Decode, Prefill
 from services.executor.board import RingBoard
 from services.executor.engine.plan import StepPlan
+from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.native.library import PARTS
 from services.executor.rank_process import SPIN_COUNT
-from services.executor.ring import RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
 from shared.messages import SamplingParams
 

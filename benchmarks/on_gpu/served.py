@@ -29,8 +29,8 @@ from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.plan import StepPlan, to_bytes
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.sampling_state import SamplingState
+from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.model import backend, loader
-from services.executor.ring import RankSpec
 from services.executor.settings import ExecutorSettings
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams

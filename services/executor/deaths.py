@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.executor.debug.plan_records import PlanRecord
-from shared.messages import RING_CAUSES, RingDeath
+from services.executor.gpu_errors import CRASHED, EXTERNAL, OUT_OF_MEMORY
+from shared.messages import RingDeath
 
-EXTERNAL, OUT_OF_MEMORY, CRASHED, HUNG = RING_CAUSES
 _OWN_SIGNALS = frozenset(
     (
         signal.SIGSEGV,

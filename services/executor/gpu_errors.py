@@ -7,8 +7,11 @@ the others, and the ring starts anew in new processes. Codes: cudaError_t, in CU
 import re
 from typing import NamedTuple
 
-from services.executor.deaths import CRASHED, EXTERNAL, OUT_OF_MEMORY
 from shared.errors import InternalError, RingLost, RyzansteinError
+from shared.messages import RING_CAUSES
+
+EXTERNAL, OUT_OF_MEMORY, CRASHED, HUNG = RING_CAUSES
+"""What a ring dies of; `deaths.py` tells them apart."""
 
 
 class Fault(NamedTuple):

@@ -22,16 +22,14 @@ from services.executor.debug.leader_side import LeaderDebug
 from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.protocol import Engine, EngineSpec
-from services.executor.fingerprint import fingerprint_of
 from services.executor.gathering import Gathering, acknowledgements, in_frames
 from services.executor.grammar.state import GrammarState
 from services.executor.grammar.work import GrammarWork
 from services.executor.handover.handover import Handover
-from services.executor.naming import check_name, served_name
-from services.executor.parsers import with_parsers
+from services.executor.ipc.rank_pipe import Drained, RankSpec, Ready
 from services.executor.recent_frames import RecentFrames
-from services.executor.ring import Drained, RankSpec, Ready
-from services.executor.settings import ExecutorSettings
+from services.executor.registration import check_name, fingerprint_of, with_parsers
+from services.executor.settings import ExecutorSettings, served_name
 from services.executor.stepping import Stepping, looks_ahead
 from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
 from shared.messages import (
@@ -55,7 +53,7 @@ from shared.nats.objects import ObjectStore
 from shared.service.lifecycle import freeze_gc_after_startup
 
 if TYPE_CHECKING:
-    from services.executor.rank import Orchestrator
+    from services.executor.ipc.rank_pipe import Orchestrator
 
 log = structlog.get_logger(__name__)
 
@@ -128,7 +126,13 @@ class Leader:
             meanwhile=self._tell_when_due,
         )
         self._handover = Handover(
-            self._settings, self._spec, engine_spec, self._batcher, self._model, self._wake.set
+            self._settings,
+            self._spec,
+            engine_spec,
+            self._batcher.exchange,
+            lambda: self._batcher.receivable,
+            self._model,
+            self._wake.set,
         )
         self._report_load()
         self._bus = await Bus.connect(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from services.executor.engine.protocol import EngineSpec
-from services.executor.fingerprint import files_digest
 from shared.errors import ModelLoadError
 from shared.messages import ModelCard, TokenizerBundle
 from shared.nats.bus import encode
@@ -20,6 +19,9 @@ TOKENIZER_FILES = (
     "config.json",
     "generation_config.json",
 )
+_SAMPLE = 1 << 16
+"""Bytes of the end of each weights file that are looked at, beside its name and size."""
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -83,3 +85,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelLoadError(f"The file {path} is not a JSON object; fetch the model again.")
     return content
+
+
+def files_digest(directory: Path) -> str:
+    """Of the weights in `directory`: names, sizes and a sample, since to read all would take as long as to load."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _WEIGHTS and path.is_file():
+            digest.update(f"{path.name}:{path.stat().st_size}:".encode() + _end_of(path))
+    return digest.hexdigest()
+
+
+def _end_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _SAMPLE))
+        return file.read()

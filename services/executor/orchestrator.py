@@ -11,17 +11,16 @@ from typing import ClassVar
 import structlog
 
 from services.executor.board import RingState
-from services.executor.deaths import EXTERNAL, HUNG
 from services.executor.debug.desk import DebugDesk
 from services.executor.debug.gather import Group
 from services.executor.debug.processes import is_stopped
+from services.executor.gpu_errors import EXTERNAL, HUNG
 from services.executor.handover.metrics import HandoverCollector
 from services.executor.metrics import Labels, RingCollector, vllm_aliases
-from services.executor.naming import served_name
 from services.executor.nodes.head import NodesHead
 from services.executor.ring import Ring, RingEnd, fork_client
 from services.executor.ring_watch import LoadWatch, RingWatch
-from services.executor.settings import ExecutorSettings
+from services.executor.settings import ExecutorSettings, served_name
 from shared.errors import BrokerUnavailable, ConfigurationError, RingLost, error_from_code
 from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupWork, RankBeat, RingDeath, ServiceName
 from shared.nats import subjects

@@ -8,7 +8,6 @@ missed it: that is waited for a moment.
 """
 
 import asyncio
-import os
 import shutil
 import signal
 import tempfile
@@ -20,13 +19,15 @@ import structlog
 
 from services.executor import early_fork_server
 from services.executor.board import RingBoard
-from services.executor.deaths import EXTERNAL, cause_of_exit, death_of, oom_kills
+from services.executor.deaths import cause_of_exit, death_of, oom_kills
 from services.executor.debug.recorder import FlightRecorder
 from services.executor.forked_ranks import ForkClient
+from services.executor.gpu_errors import EXTERNAL
 from services.executor.handover.board import HandoverBoard
+from services.executor.ipc.rank_pipe import Drained, Failed, RankEvent, RankSpec, Ready, Rendezvous
 from services.executor.nodes.head import NodesHead, RemoteRank
 from services.executor.rank_process import LocalRank, variables
-from services.executor.settings import ExecutorSettings
+from services.executor.settings import ExecutorSettings, thread_count
 from shared.messages import RingDeath
 
 log = structlog.get_logger(__name__)
@@ -38,21 +39,6 @@ KILL_PATIENCE = 10.0
 """Seconds after which a process that has been killed and does not end is worth a word."""
 
 
-def thread_count(settings: ExecutorSettings) -> int:
-    """CPU threads of each rank: what was set, else the cores shared out among the ranks."""
-    return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.ranks_here)
-
-
-def cores_of(settings: ExecutorSettings, rank: int) -> list[int]:
-    """The core of each of a rank's threads; empty where they are not to be kept on one. With fewer threads than
-    cores the system places them better: it knows what else runs."""
-    cores, threads = sorted(os.sched_getaffinity(0)), thread_count(settings)
-    if not settings.pin_threads or threads * settings.ranks_here != len(cores):
-        return []
-    here = rank % settings.ranks_here
-    return cores[here * threads : (here + 1) * threads]
-
-
 def fork_client(settings: ExecutorSettings) -> ForkClient | None:
     """For ranks of this host that compute; the stub's start as fast by themselves. Its server may not run yet."""
     client = ForkClient(variables(thread_count(settings), settings), early_fork_server.taken())
@@ -62,60 +48,6 @@ def fork_client(settings: ExecutorSettings) -> ForkClient | None:
     return client
 
 
-class RankSpec(msgspec.Struct, frozen=True):
-    """What a rank process is told at its start, as one JSON line on its standard input."""
-
-    rank: int
-    world_size: int
-    group: str
-    instance: str
-    epoch: int
-    board: str
-    settings: dict[str, object]
-
-
-class Rendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):
-    """Rank 0 → orchestrator → the other ranks: where the ring meets, and what it loads."""
-
-    host: str
-    plan_port: int
-    secret: str
-    """What a rank shows to be taken for one."""
-    store_port: int = 0
-    model_directory: str = ""
-    """Resolved once, by rank 0: a download or conversion happens once per ring."""
-    shared_memory: str = ""
-    """What the ranks map to share memory; empty: they meet in torch's process group, at `store_port`."""
-    backend: str = ""
-    """Of that process group."""
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Rank 0: the group takes requests."""
-
-    model: str
-    kv_bytes: int = 0
-    """Most bytes that rank 0's KV cache takes."""
-    imports: list[str] = []
-    """Modules that the next ring's ranks will need beyond those of every rank."""
-
-
-class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """Rank 0: told to drain over the bus, and done."""
-
-
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Any rank: why it ends. `code` is one of `shared.errors`."""
-
-    code: str
-    message: str
-    missed: bool = False
-    """Whether it ends because another rank is gone."""
-    cause: str = EXTERNAL
-    """As in `deaths.py`."""
-
-
-RankEvent = Rendezvous | Ready | Drained | Failed
 _event_decoder = msgspec.json.Decoder(RankEvent)
 
 

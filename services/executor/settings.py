@@ -1,5 +1,6 @@
 """Settings of an executor: one group, one model, one ring."""
 
+import os
 import socket
 from pathlib import Path
 from typing import Literal
@@ -227,3 +228,33 @@ class ExecutorSettings(CommonSettings):
     def _check_layers(cls, text: str) -> str:
         parse_layers(text)
         return text
+
+
+STUB_MODEL = "stub"
+
+
+def served_name(settings: ExecutorSettings) -> str:
+    """The name that was set, else the last part of the path, else the hub name as it stands."""
+    if settings.served_model_name:
+        return settings.served_model_name
+    if not settings.model:
+        return STUB_MODEL
+    path = Path(settings.model).expanduser()
+    if path.exists():
+        return path.resolve().name.removesuffix(".gguf")
+    return settings.model
+
+
+def thread_count(settings: ExecutorSettings) -> int:
+    """CPU threads of each rank: what was set, else the cores shared out among the ranks."""
+    return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.ranks_here)
+
+
+def cores_of(settings: ExecutorSettings, rank: int) -> list[int]:
+    """The core of each of a rank's threads; empty where they are not to be kept on one. With fewer threads than
+    cores the system places them better: it knows what else runs."""
+    cores, threads = sorted(os.sched_getaffinity(0)), thread_count(settings)
+    if not settings.pin_threads or threads * settings.ranks_here != len(cores):
+        return []
+    here = rank % settings.ranks_here
+    return cores[here * threads : (here + 1) * threads]

@@ -19,11 +19,11 @@ import msgspec
 
 from services.executor.board import RingBoard, RingState
 from services.executor.debug import processes
-from services.executor.debug.rank_side import StateAnswer, StateQuestion, ask, stack_file
 from services.executor.debug.recorder import Collective, RankRecord, StepTimes
 from services.executor.debug.stacks import StackRequest
 from services.executor.debug.stillness import Stillness
 from services.executor.debug.verdict import verdict
+from services.executor.ipc.rank_pipe import StateAnswer, StateQuestion, ask, stack_file
 from services.executor.ring import Ring
 from services.executor.settings import ExecutorSettings
 from shared.keys import redact

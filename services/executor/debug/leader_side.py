@@ -16,7 +16,7 @@ from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Row
 from services.executor.engine.protocol import EngineSpec
-from services.executor.ring import RankSpec
+from services.executor.ipc.rank_pipe import RankSpec
 from shared.messages.debugging import LeaderDump
 
 log = structlog.get_logger(__name__)

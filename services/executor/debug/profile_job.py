@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.executor.debug.rank_side import ProfileQuestion, ask
+from services.executor.ipc.rank_pipe import ProfileQuestion, ask
 from services.executor.ring import Ring
 from services.executor.settings import ExecutorSettings
 from shared.errors import ConfigurationError, RingLost

@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from services.executor.debug import spans
 from services.executor.debug.operator_table import Range, operator_table
-from services.executor.debug.rank_side import ProfileQuestion, write_answer
 from services.executor.debug.recorder import RankRecorder
+from services.executor.ipc.rank_pipe import ProfileQuestion, write_answer
 from shared.messages.debugging import OperatorTime, ProfileSummary
 
 log = structlog.get_logger(__name__)

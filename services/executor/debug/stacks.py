@@ -7,31 +7,21 @@ or where the kernel does not let it be interrupted. The signal ends a process th
 first.
 """
 
-import faulthandler
 import os
 import re
-import signal
 import sys
 from pathlib import Path
-from typing import BinaryIO
 
 from services.executor.debug.processes import catches
+from services.executor.ipc.rank_pipe import STACK_SIGNAL
 from shared.messages.debugging import StackDump
 
-SIGNAL = signal.SIGUSR2
 MOST_BYTES = 512 << 10
 """Of a stack file that are read."""
 
 # "Current" is the thread that took the signal, which says nothing.
 _HEAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-
-
-def install(path: Path) -> BinaryIO:
-    """Has this process write its stacks to `path` when it is asked to. What is returned must be kept open."""
-    file = path.open("ab", buffering=0)
-    faulthandler.register(SIGNAL, file=file, all_threads=True)
-    return file
 
 
 class StackRequest:
@@ -65,11 +55,11 @@ class StackRequest:
 
 
 def _ask(pid: int, path: Path) -> str:
-    if not path.exists() or not catches(pid, SIGNAL):
+    if not path.exists() or not catches(pid, STACK_SIGNAL):
         return "the process is just starting, or has ended"
     try:
         os.truncate(path, 0)
-        os.kill(pid, SIGNAL)
+        os.kill(pid, STACK_SIGNAL)
     except OSError as error:
         return f"the process cannot be asked ({error.strerror})"
     return ""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from services.executor.engine.lookahead import with_tokens
+from services.executor.engine.host_launches import with_tokens
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import Launched, SampledToken
 from services.executor.engine.sampling_state import SamplingState

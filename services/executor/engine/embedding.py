@@ -14,29 +14,9 @@ computed would be missing: the chain of the prompt's blocks begins with a name o
 from collections.abc import Sequence as Seq
 
 from services.executor.engine.plan import to_bytes
-from services.executor.engine.plan_builder import Chunk, in_order
+from services.executor.engine.plan_builder import Chunk, Pool, in_order
 from services.executor.engine.sequence import Ending, Sequence
 from services.executor.engine.vectors import Floats
-
-
-class Pool:
-    """Part of a chunk, as rows of the flat batch."""
-
-    def __init__(self, chunk: Chunk, first_row: int) -> None:
-        """`first_row`: of the chunk."""
-        self.sequence = chunk.sequence
-        self.start = chunk.sequence.num_computed
-        self._first_row = first_row
-        assert chunk.sequence.vector is not None
-        self.positions = chunk.sequence.vector.rows(self.start, self.start + chunk.length)
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """First and end."""
-        assert self.positions is not None
-        first, end = self.positions
-        shift = self._first_row - self.start
-        return first + shift, end + shift
 
 
 def pools_of(batch: Seq[Chunk]) -> list[Pool]:

@@ -9,8 +9,8 @@ import msgspec
 from services.executor.board import RingBoard
 from services.executor.engine.protocol import Engine
 from services.executor.engine.stub import StubEngine, StubSettings
+from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.plan_channel import PlanListener, PlanReceiver
-from services.executor.ring import RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
 from shared.errors import ModelLoadError
 

@@ -3,8 +3,10 @@ for. Nothing overlaps, and by then the tokens of the step before it are known.""
 
 from collections.abc import Callable, Sequence
 
-from services.executor.engine.lookahead import with_tokens
-from services.executor.engine.plan import StepPlan
+import numpy as np
+from msgspec import structs
+
+from services.executor.engine.plan import StepPlan, as_int32, to_bytes
 from services.executor.engine.protocol import Launched, SampledToken
 from services.executor.engine.sampling_state import SamplingState
 
@@ -35,3 +37,14 @@ class _Deferred:
 
     def result(self) -> list[SampledToken]:
         return self._launches.compute(self._plan, self._samples)
+
+
+def with_tokens(plan: StepPlan, before: Sequence[SampledToken]) -> StepPlan:
+    """`plan` with the tokens that the step before it has sampled. Where that has failed (`before` is empty) nobody
+    wants to know what this one gives: it computes token 0."""
+    ids = as_int32(plan.token_ids)
+    if not (ids < 0).any():
+        return plan
+    tokens = np.array([one.token for one in before] or [0], np.int32)
+    rows = -1 - ids if before else np.zeros_like(ids)
+    return structs.replace(plan, token_ids=to_bytes(np.where(ids < 0, tokens[np.maximum(rows, 0)], ids)))

@@ -23,12 +23,11 @@ that step does it, so the later one reads them under their cold ids, as it would
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from services.executor.engine.block_tables import BlockTables
 from services.executor.engine.drafting import Drafter
-from services.executor.engine.plan import StepPlan, as_int32, to_bytes
+from services.executor.engine.plan import StepPlan, to_bytes
 from services.executor.engine.plan_builder import Chunk, Row, Step, compressions_of, table_of
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.engine.sequence import Ending, Sequence, SequenceState
@@ -143,16 +142,3 @@ def without_vain(step: Step, sampled: Seq[SampledToken]) -> tuple[Step, list[Sam
     chunks = [step.batch[at] for at in kept]
     rows = [step.rows[at] for at in kept]
     return step._replace(batch=chunks, sampled=chunks, rows=rows), [sampled[at] for at in kept]
-
-
-def with_tokens(plan: StepPlan, before: Seq[SampledToken]) -> StepPlan:
-    """`plan` with the tokens that the step before it has sampled. Where that has failed (`before` is empty) nobody
-    wants to know what this one gives: it computes token 0."""
-    ids = as_int32(plan.token_ids)
-    if not (ids < 0).any():
-        return plan
-    tokens = np.array([one.token for one in before] or [0], np.int32)
-    rows = -1 - ids if before else np.zeros_like(ids)
-    return msgspec.structs.replace(
-        plan, token_ids=to_bytes(np.where(ids < 0, tokens[np.maximum(rows, 0)], ids))
-    )

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.collectives_shm import SharedMemory, can_share_memory, make_area
 from services.executor.model.shared_area import SharedArea
 from services.executor.plan_channel import PlanListener, PlanReceiver, PlanSender
-from services.executor.ring import RankSpec, Rendezvous, thread_count
-from services.executor.settings import ExecutorSettings
+from services.executor.settings import ExecutorSettings, thread_count
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:

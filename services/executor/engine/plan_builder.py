@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,10 +12,6 @@ from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.sequence import Sequence
 from services.executor.kv_cache.block_copies import Copies
 from shared.messages import GenerationRequest
-
-if TYPE_CHECKING:
-    from services.executor.engine.embedding import Pool
-    from services.executor.engine.scoring import ScoredRows
 
 
 class Chunk(NamedTuple):
@@ -42,6 +38,37 @@ class Chunk(NamedTuple):
         return self.length == self.sequence.remaining and self.sequence.continues
 
 
+class Pool:
+    """Part of a chunk, as rows of the flat batch."""
+
+    def __init__(self, chunk: Chunk, first_row: int) -> None:
+        """`first_row`: of the chunk."""
+        self.sequence = chunk.sequence
+        self.start = chunk.sequence.num_computed
+        self._first_row = first_row
+        assert chunk.sequence.vector is not None
+        self.positions = chunk.sequence.vector.rows(self.start, self.start + chunk.length)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """First and end."""
+        assert self.positions is not None
+        first, end = self.positions
+        shift = self._first_row - self.start
+        return first + shift, end + shift
+
+
+class ScoredRows(NamedTuple):
+    """Part of a chunk."""
+
+    sequence: Sequence
+    first: int
+    """Row of the flat batch."""
+    start: int
+    """Position of its token."""
+    end: int
+
+
 class Row(NamedTuple):
     """A row of the step that is sampled."""
 
@@ -63,11 +90,11 @@ class Step(NamedTuple):
     sampled: Seq[Chunk]
     """Those that give tokens, in the order of their rows."""
     rows: Seq[Row]
-    pools: "Seq[Pool]" = ()
+    pools: Seq[Pool] = ()
     """What it sums up."""
     ahead: bool = False
     """Whether it was planned before the tokens of the step before it were known (`lookahead.py`)."""
-    scored: "Seq[ScoredRows]" = ()
+    scored: Seq[ScoredRows] = ()
     """What of its prompts it scores."""
 
     def failed(self, rows: Collection[int] | None) -> list[Row]:

@@ -34,6 +34,7 @@ from services.executor.gpu.spilling import DeviceSpill
 from services.executor.gpu.watched import watch_device
 from services.executor.handover.board import HandoverBoard
 from services.executor.handover.endpoint import RankEndpoint
+from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.kv_cache.spill import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.backend import has_triton
@@ -44,8 +45,7 @@ from services.executor.model.runner import ModelRunner
 from services.executor.model.sharding import ShardLayout
 from services.executor.model_card import read_card
 from services.executor.plan_channel import PlanReceiver, PlanSender
-from services.executor.ring import RankSpec, Rendezvous, thread_count
-from services.executor.settings import ExecutorSettings
+from services.executor.settings import ExecutorSettings, thread_count
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard
 from shared.service.logs import adopt_loggers

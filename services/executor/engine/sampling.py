@@ -26,8 +26,7 @@ from torch import Tensor
 from services.executor.engine.filters import keep_min_p, keep_top_k, keep_top_p
 from services.executor.engine.protocol import BadLogits, SampledToken
 from services.executor.engine.sampling_masks import masks_of
-from services.executor.engine.sampling_state import SamplingState
-from services.executor.grammar.state import Mask
+from services.executor.engine.sampling_state import Mask, SamplingState
 from services.executor.model.candidates import MOST_CANDIDATES, WANT, RowLogits, RowTable, Wants, collect
 from services.executor.model.collectives import SingleRank
 from shared.errors import InternalError

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from services.executor.engine.protocol import GrammarFailed
-from services.executor.engine.sampling_state import SamplingState
-from services.executor.grammar.state import Mask
+from services.executor.engine.sampling_state import Mask, SamplingState
 from shared.errors import InvalidGrammar
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from copy import copy
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 from services.executor.engine.barring import bars_of
 from shared.messages import SamplingParams
 
-if TYPE_CHECKING:
-    from services.executor.grammar.state import GrammarState
-
 Int64Array = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -122,6 +120,21 @@ class Biases(NamedTuple):
         return cls(np.fromiter(given.keys(), np.int64), np.fromiter(given.values(), np.float32))
 
 
+class Grammar(Protocol):
+    """Which tokens may follow one sequence's (`GrammarState`)."""
+
+    complete: bool
+    """Whether the text matches and nothing can follow."""
+
+    def advance(self, *tokens: int) -> None:
+        """`tokens` have been put out."""
+        ...
+
+    def allowed(self) -> Mask:
+        """bool [vocabulary]: which tokens may follow. Raises `InvalidGrammar` when it leads nowhere."""
+        ...
+
+
 class SamplingState:
     """How one sequence's next token is chosen. Costs nothing for parameters that are off."""
 
@@ -139,7 +152,7 @@ class SamplingState:
         self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
         self.counts: TokenCounts | CountsAhead | None = None
         """Tokens that penalties apply to; None without penalties."""
-        self.grammar: GrammarState | None = None
+        self.grammar: Grammar | None = None
         """Which tokens may follow at all; None: any."""
         if params.repetition_penalty != 1.0:
             self.counts = TokenCounts(prompt, generated)

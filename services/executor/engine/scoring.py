@@ -10,26 +10,14 @@ prompt's blocks begins with a name of its own, as that of a prompt that is wante
 """
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from services.executor.engine.plan import StepPlan, to_bytes
-from services.executor.engine.plan_builder import Chunk, in_order
+from services.executor.engine.plan_builder import Chunk, ScoredRows, in_order
 from services.executor.engine.prompt_scores import Scores
 from services.executor.engine.sequence import Ending, Sequence
-
-
-class ScoredRows(NamedTuple):
-    """Part of a chunk."""
-
-    sequence: Sequence
-    first: int
-    """Row of the flat batch."""
-    start: int
-    """Position of its token."""
-    end: int
 
 
 def scored_in(batch: Seq[Chunk]) -> list[ScoredRows]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from services.executor.engine.kv_plan import smallest
+from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.gpu_budget import StepWidths, widths_of
 from services.executor.kv_cache.spill import Spill
 from services.executor.kv_cache.store import KvStore
@@ -21,8 +22,7 @@ from services.executor.model.runner import widths_of as vocabulary_widths
 from services.executor.model.sharding import HeadCounts, ShardLayout
 from services.executor.native.packed_file import ModelFacts
 from services.executor.native.weight_cache import Found, WeightCache
-from services.executor.ring import RankSpec, cores_of, thread_count
-from services.executor.settings import ExecutorSettings
+from services.executor.settings import ExecutorSettings, cores_of, thread_count
 from shared.service.logs import adopt_loggers
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has

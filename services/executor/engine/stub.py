@@ -22,9 +22,8 @@ from services.executor.engine.plan import StepPlan, as_int32
 from services.executor.engine.prompt_scores import Scores, no_scores
 from services.executor.engine.protocol import EngineSpec, Launched, ProgressCallback, SampledToken
 from services.executor.engine.sampling_masks import masks_of
-from services.executor.engine.sampling_state import SamplingState, random_bits
+from services.executor.engine.sampling_state import Mask, SamplingState, random_bits
 from services.executor.engine.vectors import Floats
-from services.executor.grammar.state import Mask
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import TokenLogprobs
 

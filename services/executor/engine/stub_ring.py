@@ -14,8 +14,8 @@ from services.executor.engine.protocol import EngineSpec, Launched, ProgressCall
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.stub import STUB_EOS_TOKEN, StubEngine
 from services.executor.engine.vectors import Floats
+from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.plan_channel import PlanListener, PlanSender
-from services.executor.ring import RankSpec, Rendezvous
 from shared.messages import ModelCard
 
 JOIN_TIMEOUT = 60.0

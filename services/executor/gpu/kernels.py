@@ -51,7 +51,7 @@ class StepBatches:
 
 
 class GpuKernels:
-    """What a step asks for, layer by layer; and the compression of blocks."""
+    """`AttentionBackend` by the Triton kernels; and the compression of blocks."""
 
     def __init__(self, store: KvStore) -> None:
         """From now on `store` compresses by the kernels."""
@@ -76,9 +76,11 @@ class GpuKernels:
         pairs = self.pairs_of(plan)
         return StepBatches(plan, self._store.block_size, self._device, self.processors, pairs)
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T]."""
+    def write(self, step: StepBatches, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T], and compresses what the step fills."""
         launch.write(_rows(key), _rows(value), slots, self.layers[layer].hot)
+        if step.compressions is not None:
+            self.compress_layer(self.layers[layer], step.compressions)
 
     def attend(
         self, step: StepBatches, layer: int, query: Tensor, rule: ScoreRule, window: int | None, out: Tensor

@@ -13,11 +13,10 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
+from services.executor.engine.sampling_state import Mask
 from services.executor.grammar.vocabulary import Vocabulary
 from shared.errors import InvalidGrammar
 from shared.grammars import shortened
-
-Mask = NDArray[np.bool_]
 
 
 class GrammarState:

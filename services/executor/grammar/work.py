@@ -67,7 +67,8 @@ class GrammarWork:
 
     def begin_masks(self, samples: Sequence[SamplingState]) -> None:
         """Computes the masks of a step that is about to begin."""
-        states = [s.grammar for s in samples if s.grammar is not None and s.grammar.needs_mask]
+        grammars = (sample.grammar for sample in samples)
+        states = [one for one in grammars if isinstance(one, GrammarState) and one.needs_mask]
         if states:
             computing = self._masking.submit(compute_masks, states, self._parallel)
             for state in states:

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import structlog
 
-from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.protocol import EngineSpec
 from services.executor.handover.board import HandoverBoard
+from services.executor.handover.exchange import Exchange
 from services.executor.handover.giving import Giver
 from services.executor.handover.pins import PinMover
 from services.executor.handover.taking import Taker
-from services.executor.ring import RankSpec
+from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.settings import ExecutorSettings
 from shared.errors import RyzansteinError
 from shared.messages.handover import HandoverMessage, HandoverReply
@@ -30,14 +30,17 @@ class Handover:
         settings: ExecutorSettings,
         spec: RankSpec,
         engine_spec: EngineSpec,
-        batcher: ContinuousBatcher,
+        exchange: Exchange,
+        receivable: Callable[[], int],
         model: str,
         wake: Callable[[], object],
     ) -> None:
+        """`receivable`: how many blocks the ring has room for."""
         self._settings = settings
         self._spec = spec
         self._engine_spec = engine_spec
-        self._batcher = batcher
+        self._exchange = exchange
+        self._receivable = receivable
         self._model = model
         self._wake = wake
         self._board = HandoverBoard.beside(spec.board, spec.world_size) if engine_spec.kv_format else None
@@ -55,13 +58,13 @@ class Handover:
         spec = self._engine_spec
         self._format = f"{fingerprint}/{self._spec.world_size}/{spec.kv_format}"
         self._taker = Taker(
-            self._batcher.exchange,
+            self._exchange,
             self._board,
             host=self._settings.ring_host,
             epoch=self._spec.epoch,
             block_format=self._format,
             block_size=spec.block_size,
-            room=lambda: self._batcher.receivable,
+            room=self._receivable,
             wake=self._wake,
         )
         subject = subjects.handover(self._spec.group)
@@ -82,7 +85,7 @@ class Handover:
         spec = self._spec
         self._giver = Giver(
             self._bus,
-            self._batcher.exchange,
+            self._exchange,
             self._board,
             PinMover(self._bus, self._model, spec.group, self._settings.session_ttl),
             group=spec.group,

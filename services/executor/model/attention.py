@@ -65,8 +65,8 @@ def paged_attention(
     sinks = None if s_aux is None else s_aux.view(kv_heads, heads // kv_heads)
     rule = ScoreRule(width**-0.5 if scaling is None else scaling, softcap, sinks, key_bias)
     window = module.__dict__.get(WINDOW_ATTRIBUTE) if sliding_window is None else sliding_window
-    if step.kernels is not None and step.tensors is not None:
-        step.kernels.attend(step.tensors, layer, grouped, rule, window, out)
+    if step.backend is not None:
+        step.backend.attend(step.of_backend, layer, grouped, rule, window, out)
         step.on_layer()
         return out.flatten(1, 2).unsqueeze(0), None
     if step.num_decodes:
@@ -79,10 +79,8 @@ def paged_attention(
 
 
 def _write(step: StepContext, layer: int, key: Tensor, value: Tensor) -> None:
-    if step.kernels is not None:
-        step.kernels.write(layer, step.slots, key, value)
-        if step.tensors is not None and step.tensors.compressions is not None:
-            step.kernels.compress_layer(step.kernels.layers[layer], step.tensors.compressions)
+    if step.backend is not None:
+        step.backend.write(step.of_backend, layer, step.slots, key, value)
         return
     step.store.write(layer, step.slots, key, value)
     if step.compressions is not None:

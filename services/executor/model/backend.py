@@ -103,7 +103,7 @@ def gpu_runner(
         log.info("computing_with_pytorch", attending_with="Triton", reason=str(reason))
         use_products(model)
         return ModelRunner(
-            model, widths_of(model), store, collectives, store.device, spill, kernels=GpuKernels(store)
+            model, widths_of(model), store, collectives, store.device, spill, attention=GpuKernels(store)
         )
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
     decoder = GpuDecoder(lowered, store, layout, collectives, batch_invariant=batch_invariant)

@@ -31,14 +31,13 @@ from services.executor.model.collectives import Collectives
 from services.executor.model.decoder import Decoder, sums_of
 from services.executor.model.layers import VocabParallelHead
 from services.executor.model.log_likelihoods import score
-from services.executor.model.step_context import StepContext
+from services.executor.model.step_context import AttentionBackend, StepContext
 from services.executor.native.decoder import NativeDecoder
 from services.executor.native.packed_model import PackedModel
 from services.executor.progress import Progress
 from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # they import Triton, which not every host has
-    from services.executor.gpu.kernels import GpuKernels
     from services.executor.gpu.sampling import Pending
     from services.executor.gpu.steps import GpuSteps
 
@@ -101,18 +100,18 @@ class ModelRunner:
         device: torch.device,
         spill: Spill | None = None,
         decoder: Decoder | None = None,
-        kernels: "GpuKernels | None" = None,
+        attention: AttentionBackend | None = None,
         steps: "GpuSteps | None" = None,
         batch_invariant: bool = False,
     ):
         """`widths`: each rank's share of the vocabulary. `decoder` computes in place of `model`, which need not be
-        there then; `kernels` are what the model's attention uses
-        (see `services.executor.triton_kernels`); `steps`, around the same decoder, need not be waited for.
+        there then; `attention` is what the model's attention uses;
+        `steps`, around the same decoder, need not be waited for.
         `batch_invariant`: whether the GPU decoder computes each row as if it were alone."""
         self._batch_invariant = batch_invariant
         self._model: Any = model
         self._decoder = decoder
-        self._kernels = kernels
+        self._attention = attention
         self._steps = steps
         self._search = largest_of if decoder is None else decoder.largest
         self._store = store
@@ -264,7 +263,7 @@ class ModelRunner:
             position_ids=self._int64(plan.positions).unsqueeze(0),
             use_cache=False,
             logits_to_keep=self._int64(plan.sample_rows),
-            step=StepContext(plan, self._store, progress.tick, self._kernels),
+            step=StepContext(plan, self._store, progress.tick, self._attention),
         ).logits[0]
         return local
 

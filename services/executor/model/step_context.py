@@ -10,7 +10,7 @@ Layers differ at most in their sliding window, so what depends on it is made onc
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from services.executor.engine.plan import StepPlan, as_int32
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.scores import ScoreRule
 
 _CPU_GATHER_BYTES = 4 << 20
 """Keys and values gathered at once on a CPU: about what its caches hold."""
@@ -28,8 +29,27 @@ _PADDING = 0.75
 
 Int64Array = NDArray[np.int64]
 
-if TYPE_CHECKING:  # it imports Triton, which not every host has
-    from services.executor.gpu.kernels import GpuKernels
+
+class AttentionBackend(Protocol):
+    """What attends over a rank's KV store in place of PyTorch's operators. One per rank; steps come one after another.
+
+    Tensors lie on the store's device: T rows of the step, `kv heads` of this rank, `group` query heads to each.
+    """
+
+    def begin(self, plan: StepPlan) -> Any:
+        """What it needs of a step, made once for all layers: what the other calls get as `step`."""
+        ...
+
+    def write(self, step: Any, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T], then compresses what the step compresses."""
+        ...
+
+    def attend(
+        self, step: Any, layer: int, query: Tensor, rule: ScoreRule, window: int | None, out: Tensor
+    ) -> None:
+        """Fills `out` from `query`, both [T, kv heads, group, d]; the step's keys have been written. `window`: tokens
+        that a row sees back, itself included; None: all."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -74,12 +94,12 @@ class StepContext:
         plan: StepPlan,
         store: KvStore,
         on_layer: Callable[[], None],
-        kernels: "GpuKernels | None" = None,
+        backend: AttentionBackend | None = None,
     ):
-        """`kernels` attend in place of PyTorch where there are some."""
+        """`backend` attends in place of PyTorch where there is one."""
         self.store = store
-        self.kernels = kernels
-        self.tensors = None if kernels is None else kernels.begin(plan)
+        self.backend = backend
+        self.of_backend: Any = None if backend is None else backend.begin(plan)
         self.on_layer = on_layer
         """Called once per layer, as a sign of progress."""
         self.num_decodes = plan.num_decodes
@@ -89,10 +109,10 @@ class StepContext:
         pairs = as_int32(plan.compressions).reshape(-1, 2)
         self.compressions = (
             (self._to_device(pairs[:, 0]), self._to_device(pairs[:, 1]))
-            if len(pairs) and kernels is None
+            if len(pairs) and backend is None
             else None
         )
-        """(hot, cold) int64 [C] each: the blocks that the step fills; the kernels have them their own way."""
+        """(hot, cold) int64 [C] each: the blocks that the step fills; a backend has them its own way."""
         self._query_lens: Int64Array = as_int32(plan.query_lens).astype(np.int64)
         self._context_lens: Int64Array = as_int32(plan.context_lens).astype(np.int64)
         self._tables = as_int32(plan.block_tables)

@@ -14,6 +14,7 @@ from services.executor.board import RingBoard
 from services.executor.debug.recorder import FlightRecorder
 from services.executor.forked_ranks import ForkClient
 from services.executor.handover.board import HandoverBoard
+from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.nodes.wire import (
     GREETING,
     ROWS,
@@ -34,8 +35,8 @@ from services.executor.nodes.wire import (
 )
 from services.executor.proofs import MessageMac, is_proof, proof
 from services.executor.rank_process import LocalRank
-from services.executor.ring import RankSpec, fork_client, thread_count
-from services.executor.settings import ExecutorSettings
+from services.executor.ring import fork_client
+from services.executor.settings import ExecutorSettings, thread_count
 from shared.messages import ServiceName
 from shared.service.endpoints import Health
 from shared.service.lifecycle import Service

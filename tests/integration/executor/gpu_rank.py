@@ -17,7 +17,7 @@ from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import SampledToken
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.engine.stub import StubEngine
-from services.executor.ring import RankSpec
+from services.executor.ipc.rank_pipe import RankSpec
 
 FAULTS = Path(os.environ["RYZANSTEIN_TEST_GPU"])
 spec: RankSpec

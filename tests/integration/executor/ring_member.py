@@ -19,8 +19,8 @@ from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.plan import StepPlan
 from services.executor.engine.plan_builder import Row
 from services.executor.engine.protocol import Launched, RestoreFailed
+from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.kv_cache.store import KvStore
-from services.executor.ring import RankSpec, Rendezvous
 from services.executor.settings import ExecutorSettings
 from shared.messages import GenerationRequest, TokenEntry
 

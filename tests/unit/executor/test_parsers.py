@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from services.executor.parsers import with_parsers
+from services.executor.registration import with_parsers
 from services.executor.settings import ExecutorSettings
 from shared.messages import ModelCard
 

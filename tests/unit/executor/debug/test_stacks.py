@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from services.executor.debug import processes, stacks
+from services.executor.debug import processes
 from services.executor.debug.stacks import StackRequest, parse
+from services.executor.ipc.rank_pipe import STACK_SIGNAL
 from shared.messages.debugging import ThreadDump
 
 STUCK = """
 import ctypes, pathlib, sys, threading
-from services.executor.debug import stacks
-file = stacks.install(pathlib.Path(sys.argv[1]))
+from services.executor.debug.rank_side import install_stacks
+file = install_stacks(pathlib.Path(sys.argv[1]))
 def held_up():
     print("ready", flush=True)
     ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock
@@ -94,7 +95,7 @@ def test_a_process_is_seen_as_it_is() -> None:
         sleeping = processes.sample(child.pid)
         assert sleeping.memory_bytes > 1 << 20
         assert [thread.tid for thread in sleeping.threads] == [child.pid]
-        assert not processes.catches(child.pid, stacks.SIGNAL)
+        assert not processes.catches(child.pid, STACK_SIGNAL)
         assert processes.catches(child.pid, signal.SIGTERM)
         os.kill(child.pid, signal.SIGSTOP)
         until(lambda: processes.sample(child.pid).state == "stopped")

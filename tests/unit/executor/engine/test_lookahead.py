@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from services.executor.engine.drafting import Drafter
-from services.executor.engine.lookahead import with_tokens
+from services.executor.engine.host_launches import with_tokens
 from services.executor.engine.plan import to_bytes
 from services.executor.engine.protocol import SampledToken
 from services.executor.engine.sampling_state import SamplingState

@@ -3,9 +3,9 @@ import re
 import pytest
 import torch
 
-from services.executor.fingerprint import fingerprint_of
 from services.executor.gpu.weight_dtype import weight_codec
 from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.registration import fingerprint_of
 from services.executor.settings import ExecutorSettings, WeightDType
 from shared.config import load_settings
 from shared.errors import ConfigurationError

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from services.executor.engine import meeting
 from services.executor.engine.meeting import lead
+from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.model import collectives_symmetric, collectives_torch
 from services.executor.model.collectives import SingleRank
 from services.executor.model.collectives_symmetric import (
@@ -29,7 +30,6 @@ from services.executor.model.collectives_symmetric import (
 )
 from services.executor.model.collectives_torch import TorchDistributed
 from services.executor.rank_process import NCCL_IS_LOUD, environment
-from services.executor.ring import RankSpec
 from services.executor.settings import ExecutorSettings
 from shared.config import load_settings
 from shared.errors import ConfigurationError, RingLost

@@ -224,8 +224,8 @@ async def test_imports_are_asked_for_once_and_again_of_a_new_server(
     make: Callable[..., ForkClient], ranks: list[LocalRank], executed: list[int]
 ) -> None:
     forks = make()
-    forks.need(["services.executor.gone", "services.executor.naming"])
-    forks.need(["services.executor.naming"])
+    forks.need(["services.executor.gone", "services.executor.pace"])
+    forks.need(["services.executor.pace"])
     await start(forks, ranks)  # one that is not there is no fault
     forks.close()
     forks.start()

@@ -16,11 +16,11 @@ from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import BadLogits, EngineSpec
 from services.executor.engine.stub import StubEngine, StubSettings
 from services.executor.engine.stub_ring import StubRing
+from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.model_card import read_card
 from services.executor.plan_channel import PlanListener, PlanReceiver
 from services.executor.recent_frames import KEPT_SECONDS, RecentFrames
-from services.executor.ring import RankSpec, cores_of
-from services.executor.settings import ExecutorSettings
+from services.executor.settings import ExecutorSettings, cores_of
 from shared.config import load_settings
 from shared.errors import ModelLoadError, RingLost
 from shared.messages import GroupLoad, TokenFrame

@@ -18,7 +18,7 @@ from services.executor.engine.plan import StepPlan
 from services.executor.engine.protocol import EngineSpec, Launched, SampledToken
 from services.executor.engine.sampling_state import SamplingState
 from services.executor.grammar.work import GrammarWork
-from services.executor.ring import RankSpec
+from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.stepping import Stepping, looks_ahead
 from shared.errors import RingLost
 from tests.unit.executor.engine.fake_engine import VOCAB, FakeEngine, undisturbed

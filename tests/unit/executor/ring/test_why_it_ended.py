@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from services.executor import ring
-from services.executor.ring import Failed, Ring, RingEnd
+from services.executor.ipc.rank_pipe import Failed
+from services.executor.ring import Ring, RingEnd
 from services.executor.settings import ExecutorSettings
 from shared.config import load_settings
 from shared.errors import RingLost

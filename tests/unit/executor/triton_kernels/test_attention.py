@@ -144,7 +144,8 @@ def test_keys_and_values_are_written_to_their_slots(dtype: torch.dtype) -> None:
     fused = torch.randn((7, 9, 20), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(DEVICE)
     slots = torch.tensor([5, 90, -1, 0, 33, 95, -1], device=DEVICE)
     key, value = fused[:, 3:6], fused[:, 6:]
-    GpuKernels(ours).write(1, slots.to(dtype), key, value)
+    kernels, nothing = GpuKernels(ours), StepPlan(0, 0, *[b""] * 7)
+    kernels.write(kernels.begin(nothing), 1, slots.to(dtype), key, value)
     there = slots >= 0  # the others only fill up a graph's batch
     theirs.write(1, slots[there], key[there], value[there])
     assert torch.equal(ours.hot_layers(), theirs.hot_layers())

@@ -1,7 +1,8 @@
-"""The name under which clients ask for a model."""
+"""What a ring says of its model before it serves: the fingerprint, the parsers, and that the name is its own."""
 
-from pathlib import Path
+import hashlib
 
+import msgspec
 import structlog
 
 from services.executor.settings import ExecutorSettings
@@ -13,19 +14,32 @@ from shared.nats.kv import Bucket
 
 log = structlog.get_logger(__name__)
 
-STUB_MODEL = "stub"
+_SETTINGS = (
+    "engine",
+    "dtype",
+    "weight_dtype",
+    "device",
+    "tp",
+    "kv_dtype",
+    "kv_dtype_layers",
+    "block_size",
+    "collectives",
+)
 
 
-def served_name(settings: ExecutorSettings) -> str:
-    """The name that was set, else the last part of the path, else the hub name as it stands."""
-    if settings.served_model_name:
-        return settings.served_model_name
-    if not settings.model:
-        return STUB_MODEL
-    path = Path(settings.model).expanduser()
-    if path.exists():
-        return path.resolve().name.removesuffix(".gguf")
-    return settings.model
+def fingerprint_of(settings: ExecutorSettings, card: ModelCard, numerics: str) -> str:
+    """`fp_` and ten hexadecimal digits; the same for rings that draw the same tokens of the same seed, which
+    compute with the same `numerics` (`EngineSpec`)."""
+    parts = [card.tokenizer, card.fingerprint, str(card.vocab_size), numerics]
+    parts += [f"{name}={getattr(settings, name)}" for name in _SETTINGS]
+    return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:10]}"
+
+
+def with_parsers(card: ModelCard, settings: ExecutorSettings) -> ModelCard:
+    """`card` with the parsers that its operator has chosen."""
+    return msgspec.structs.replace(
+        card, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
+    )
 
 
 async def check_name(bus: Bus, card: ModelCard, group: str) -> None:

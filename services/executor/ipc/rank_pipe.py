@@ -1,0 +1,190 @@
+"""The pipe between a rank and the process that has started it: what either says, one JSON line each.
+
+orchestrator ──standard input──▶ rank     its specification, where the ring meets, "debug {...}", "drain"
+rank ──────────events──────────▶ orchestrator
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+from services.executor.gpu_errors import EXTERNAL
+from shared.messages.debugging import LeaderDump
+
+
+class RankSpec(msgspec.Struct, frozen=True):
+    """What a rank process is told at its start, as one JSON line on its standard input."""
+
+    rank: int
+    world_size: int
+    group: str
+    instance: str
+    epoch: int
+    board: str
+    settings: dict[str, object]
+
+
+class Rendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):
+    """Rank 0 → orchestrator → the other ranks: where the ring meets, and what it loads."""
+
+    host: str
+    plan_port: int
+    secret: str
+    """What a rank shows to be taken for one."""
+    store_port: int = 0
+    model_directory: str = ""
+    """Resolved once, by rank 0: a download or conversion happens once per ring."""
+    shared_memory: str = ""
+    """What the ranks map to share memory; empty: they meet in torch's process group, at `store_port`."""
+    backend: str = ""
+    """Of that process group."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Rank 0: the group takes requests."""
+
+    model: str
+    kv_bytes: int = 0
+    """Most bytes that rank 0's KV cache takes."""
+    imports: list[str] = []
+    """Modules that the next ring's ranks will need beyond those of every rank."""
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """Rank 0: told to drain over the bus, and done."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Any rank: why it ends. `code` is one of `shared.errors`."""
+
+    code: str
+    message: str
+    missed: bool = False
+    """Whether it ends because another rank is gone."""
+    cause: str = EXTERNAL
+    """As in `deaths.py`."""
+
+
+RankEvent = Rendezvous | Ready | Drained | Failed
+
+
+PREFIX = b"debug "
+
+
+class StateQuestion(msgspec.Struct, frozen=True, tag="state"):
+    """How are you?"""
+
+    path: str
+    """Where the answer goes, a `StateAnswer`."""
+
+
+class ProfileQuestion(msgspec.Struct, frozen=True, tag="profile"):
+    """Profile your next steps."""
+
+    path: str
+    """Where the answer goes, a `ProfileSummary`, once the trace is written beside it."""
+    trace: str
+    """Name of that file, in the same directory."""
+    steps: int
+    seconds: float
+    memory: bool
+    timeout: float
+    from_step: int
+    """Not before this one."""
+
+
+Question = StateQuestion | ProfileQuestion
+
+
+class StateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    threads: dict[str, str] = {}
+    """Names of Python's threads by their number, as faulthandler writes it."""
+    leader: LeaderDump | None = None
+
+
+_questions = msgspec.json.Decoder(Question)
+
+
+def ask(question: Question) -> bytes:
+    """The line that asks it."""
+    return PREFIX + msgspec.json.encode(question) + b"\n"
+
+
+def question_of(line: bytes) -> Question:
+    """What `ask` has made. Raises `msgspec.MsgspecError`."""
+    question: Question = _questions.decode(line[len(PREFIX) :])
+    return question
+
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Has a rank write its stacks."""
+
+
+def stack_file(directory: Path, rank: int) -> Path:
+    """Where a rank writes its stacks."""
+    return directory / f"stacks-{rank}"
+
+
+def write_answer(path: Path, answer: msgspec.Struct) -> None:
+    """Writes it so that whoever finds the file finds all of it."""
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_bytes(msgspec.json.encode(answer))
+    unfinished.replace(path)
+
+
+class Desk(Protocol):
+    """Who answers what is asked about this rank."""
+
+    def answer(self, line: bytes) -> None: ...
+
+    def on_state(self, leader: Callable[[], LeaderDump | None]) -> None: ...
+
+
+class Orchestrator:
+    """The rank's line to the process that started it."""
+
+    def __init__(self, commands: BinaryIO, events_fd: int) -> None:
+        self._commands = commands
+        self._events_fd = events_fd
+        self._on_drain: Callable[[], object] | None = None
+        self._on_debug: Callable[[bytes], object] | None = None
+        self.on_state: Callable[[Callable[[], LeaderDump | None]], object] = lambda leader: None
+        """Takes what the leader tells whoever looks into the ring."""
+
+    def read_spec(self) -> RankSpec:
+        return msgspec.json.decode(self._commands.readline(), type=RankSpec)
+
+    def read_rendezvous(self) -> Rendezvous:
+        """Waits for it; answers what is asked meanwhile."""
+        while (line := self._commands.readline()).startswith(PREFIX):
+            if self._on_debug is not None:
+                self._on_debug(line)
+        return msgspec.json.decode(line, type=Rendezvous)
+
+    def send(self, event: RankEvent) -> None:
+        os.write(self._events_fd, msgspec.json.encode(event) + b"\n")
+
+    def on_drain(self, callback: Callable[[], object]) -> None:
+        """Calls `callback`, from another thread, when the orchestrator wants the ring to drain."""
+        self._on_drain = callback
+
+    def attach(self, desk: Desk) -> None:
+        """Has `desk` answer what is asked about this rank."""
+        self._on_debug, self.on_state = desk.answer, desk.on_state
+
+    def listen(self) -> None:
+        """Ends the process when the orchestrator is gone."""
+        threading.Thread(target=self._listen, name="orchestrator", daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self._commands:
+            if line == b"drain\n" and self._on_drain is not None:
+                self._on_drain()
+            elif line.startswith(PREFIX) and self._on_debug is not None:
+                self._on_debug(line)
+        os._exit(1)
