@@ -32,9 +32,9 @@ from services.gateway.requests.intake import Intake
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.tokenization import StubTokenizer
 from shared.messages import ModelCard, TokenEntry
+from shared.process import freeze_gc_after_startup
 from shared.service.endpoints import Health, OpsApp
 from shared.service.http_server import HttpServer
-from shared.service.lifecycle import freeze_gc_after_startup
 from shared.service.listener import bind
 from shared.service.logs import configure_logging
 

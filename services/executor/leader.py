@@ -50,7 +50,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.nats.objects import ObjectStore
-from shared.service.lifecycle import freeze_gc_after_startup
+from shared.process import freeze_gc_after_startup
 
 if TYPE_CHECKING:
     from services.executor.ipc.rank_pipe import Orchestrator

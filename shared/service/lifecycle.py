@@ -11,7 +11,6 @@ lives, /ready why it is not ready.
 import abc
 import asyncio
 import contextlib
-import gc
 import os
 import secrets
 import signal
@@ -31,7 +30,7 @@ from shared.messages import GroupBeat, Heartbeat, LogLevel, ServiceName, Service
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
-from shared.process import pid_namespace
+from shared.process import freeze_gc_after_startup, pid_namespace
 from shared.service.endpoints import Health, OpsApp, SpanCollector, StateCollector, new_registry
 from shared.service.http_server import HttpServer
 from shared.service.listener import bind
@@ -249,17 +248,6 @@ class Service(abc.ABC):
             sent_at=time.time(),
         )
         await self._bus.publish(subjects.beats(self.name, self.instance), beat)
-
-
-def freeze_gc_after_startup() -> None:
-    """Once a process has started: what it has loaded stays, and need not be looked through time and again.
-
-    Python's garbage collector only finds cycles, which a request leaves few of; by default it looks for them
-    every 700 allocations, and at times through everything, which stops the event loop for milliseconds.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 50, 100)
 
 
 async def _run_with_signals(service: Service) -> None:

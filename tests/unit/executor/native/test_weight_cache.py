@@ -272,6 +272,7 @@ WATCHED = (
     "triton",
     "torch._dynamo",
     "torch.distributed.tensor",
+    "uvicorn",
 )
 
 
