@@ -96,7 +96,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 FROM ${BASE_IMAGE} AS runtime
 RUN groupadd --gid 10001 ryzanstein \
     && useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin ryzanstein \
-    && install -d -o 10001 -g 10001 /models /spill
+    && install -d -o 10001 -g 10001 /models /spill /weights
 ENV PATH=/opt/ryzanstein/bin:/opt/venv/bin:$PATH \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -134,7 +134,8 @@ EXPOSE 8081
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 CMD ["ryzanstein", "probe", "health-monitor"]
 ENTRYPOINT ["ryzanstein", "serve", "health-monitor"]
 
-# Volumes: /models, and /spill where evicted KV blocks go to disk. Loading a model may take as long as
+# Volumes: /models; /weights for RYZANSTEIN_WEIGHT_CACHE_DIRECTORY where /models is read-only, so that a ring that
+# starts again need not pack its weights anew; /spill where evicted KV blocks go to disk. Loading a model may take as long as
 # RYZANSTEIN_START_TIMEOUT says; what it does meanwhile is no failure.
 FROM runtime AS executor
 COPY --from=executor-packages /opt/venv /opt/venv

@@ -43,9 +43,10 @@ class ExecutorSettings(CommonSettings):
     model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
     """Where converted models are kept."""
     weight_cache_bytes: int = Field(default=16 << 30, ge=0)
-    """Most bytes on disk, in `model_cache`, for weights as the native CPU kernels lay them out, so that a later
-    start of the same model reads them instead of packing them again. Least recently used models are deleted first.
-    0: none."""
+    """Most bytes on disk for weights as the native CPU kernels lay them out, so that a later start of the same model
+    reads them instead of packing them again. Least recently used models are deleted first. 0: none."""
+    weight_cache_directory: Path | None = None
+    """Where `weight_cache_bytes` are kept; not set: `.packed` in `model_cache`. Set it where that is read-only."""
     context_length: int = Field(default=0, ge=0)
     """Maximum sequence length, prompt plus output. 0: the model's max_position_embeddings."""
     max_sequences: int = Field(default=64, ge=1)

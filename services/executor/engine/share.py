@@ -97,8 +97,8 @@ def _cache_of(
     except CannotLower:
         return None
     share = (spec.rank, spec.world_size, settings.dtype)
-    where = settings.model_cache.expanduser() / ".packed"
-    return WeightCache(where, settings.weight_cache_bytes, directory, share)
+    where = settings.weight_cache_directory or settings.model_cache / ".packed"
+    return WeightCache(where.expanduser(), settings.weight_cache_bytes, directory, share)
 
 
 class _CachedShare:

@@ -49,6 +49,7 @@ LONGEST_PAUSE = 5.0
 OWN = (
     "model_cache",
     "weight_cache_bytes",
+    "weight_cache_directory",
     "kv_disk_directory",
     "threads",
     "pin_threads",

@@ -39,7 +39,8 @@ class Restarted:
     async def begin(self, model: Path) -> None:
         variables = {
             "RYZANSTEIN_WEIGHT_CACHE_BYTES": str(1 << 30),
-            "RYZANSTEIN_MODEL_CACHE": str(self.cache.parent),
+            "RYZANSTEIN_MODEL_CACHE": str(self.cache.parent / "read-only"),
+            "RYZANSTEIN_WEIGHT_CACHE_DIRECTORY": str(self.cache),
         }
         options = ("--tp", str(TP), "--dtype", "bf16", "--collectives", "shm")
         await self._house.begin(GROUP, model, *options, variables=variables)

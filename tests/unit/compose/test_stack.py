@@ -303,6 +303,9 @@ def test_one_broker_and_three_refuse_to_run_beside_each_other(profile: str, alia
     assert all(alias in SERVICES[name]["networks"]["bus"]["aliases"] for name in others)
     [guard] = [name for name in active(profile) if alias in str(SERVICES[name].get("entrypoint", ""))]
     assert SERVICES[guard]["networks"] == ["bus"]
+    assert "docker compose --profile '*' down" in " ".join(SERVICES[guard]["entrypoint"]), (
+        "containers that were made and never started would keep the names of networks that are gone"
+    )
     brokers = [name for name in active(profile) if name.startswith("nats")]
     assert brokers
     for name in brokers:
@@ -389,6 +392,16 @@ def test_mounted_files_are_there(name: str) -> None:
             assert (FOLDER / source).exists() or source == "../monitoring/dashboards", mount
         else:
             assert source in STACK["volumes"]
+
+
+def test_packed_weights_outlive_a_container_whose_models_are_read_only() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    for name in ("executor", "executor-2"):
+        volumes = SERVICES[name]["volumes"]
+        assert any(volume.endswith(":/models:ro") for volume in volumes)
+        place = SERVICES[name]["environment"]["RYZANSTEIN_WEIGHT_CACHE_DIRECTORY"]
+        assert f"weights:{place}" in volumes
+        assert re.search(rf"install -d -o 10001 -g 10001 .*{place}\b", text), "a volume takes its owner from there"
 
 
 def test_triton_may_execute_what_it_builds() -> None:

@@ -190,6 +190,27 @@ def test_a_rings_threads_fit_the_cores_that_it_has(name: str) -> None:
 
 
 @builds
+def test_packed_weights_are_kept_where_a_ring_may_write(name: str) -> None:
+    for pod in services(name):
+        settings = settings_of(name, pod)
+        if not isinstance(settings, ExecutorSettings) or pod.workload["kind"] == "LeaderWorkerSet":
+            continue  # ... whose ranks compute on GPUs
+        place = str(settings.weight_cache_directory)
+        (mount,) = [one for one in pod.main["volumeMounts"] if one["mountPath"] == place]
+        assert not mount.get("readOnly")
+        (volume,) = [one for one in pod.spec["volumes"] if one["name"] == mount["name"]]
+        (tmp,) = [one for one in pod.spec["volumes"] if one["name"] == "tmp"]
+        assert bytes_of(volume["emptyDir"]["sizeLimit"]) >= settings.weight_cache_bytes
+        held = [bytes_of(one["emptyDir"]["sizeLimit"]) for one in (volume, tmp)]
+        assert bytes_of(pod.main["resources"]["limits"]["ephemeral-storage"]) > sum(held), "the log has the rest"
+
+
+def bytes_of(quantity: str) -> int:
+    """Of a Kubernetes quantity in Mi or Gi."""
+    return int(quantity[:-2]) << {"Mi": 20, "Gi": 30}[quantity[-2:]]
+
+
+@builds
 def test_a_ring_on_gpus_has_one_for_each_rank(name: str) -> None:
     for pod in services(name):
         settings = settings_of(name, pod)
