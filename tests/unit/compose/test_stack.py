@@ -401,7 +401,9 @@ def test_packed_weights_outlive_a_container_whose_models_are_read_only() -> None
         assert any(volume.endswith(":/models:ro") for volume in volumes)
         place = SERVICES[name]["environment"]["RYZANSTEIN_WEIGHT_CACHE_DIRECTORY"]
         assert f"weights:{place}" in volumes
-        assert re.search(rf"install -d -o 10001 -g 10001 .*{place}\b", text), "a volume takes its owner from there"
+        assert re.search(rf"install -d -o 10001 -g 10001 .*{place}\b", text), (
+            "a volume takes its owner from there"
+        )
 
 
 def test_triton_may_execute_what_it_builds() -> None:

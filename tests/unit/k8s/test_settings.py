@@ -202,7 +202,9 @@ def test_packed_weights_are_kept_where_a_ring_may_write(name: str) -> None:
         (tmp,) = [one for one in pod.spec["volumes"] if one["name"] == "tmp"]
         assert bytes_of(volume["emptyDir"]["sizeLimit"]) >= settings.weight_cache_bytes
         held = [bytes_of(one["emptyDir"]["sizeLimit"]) for one in (volume, tmp)]
-        assert bytes_of(pod.main["resources"]["limits"]["ephemeral-storage"]) > sum(held), "the log has the rest"
+        assert bytes_of(pod.main["resources"]["limits"]["ephemeral-storage"]) > sum(held), (
+            "the log has the rest"
+        )
 
 
 def bytes_of(quantity: str) -> int:
