@@ -237,16 +237,24 @@ def _route_error(scope: Scope, error: HTTPException) -> RouteError:
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "websocket":
         raise RouteError(f"The WebSocket is at {STREAM}.", status=404, reason="unknown_url")
-    hint = (
-        "it is a WebSocket"
-        if scope["path"] == STREAM
-        else "see /openapi.json, or /docs in a browser, for what is here"
-    )
+    hint = "see /openapi.json, or /docs in a browser, for what is here"
+    if scope["path"] == STREAM:
+        hint = "it is a WebSocket"
+    elif meant := _meant(scope):
+        hint = f"it is at {meant}"
     raise RouteError(
         f"Unknown request URL: {scope['method']} {scope['path'][:256]}; {hint}.",
         status=404,
         reason="unknown_url",
     )
+
+
+def _meant(scope: Scope) -> str:
+    """The path that a client asks for whose base URL lacks /v1, or has it twice; empty: there is none."""
+    path = scope["path"]
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    known = any(getattr(route, "path", "") == meant for route in scope["app"].routes)
+    return meant if known else ""
 
 
 def _route(scope: Scope) -> str:

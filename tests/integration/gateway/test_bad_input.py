@@ -145,6 +145,9 @@ async def test_wrong_urls_and_methods(http: httpx.AsyncClient) -> None:
     assert set(answer.headers["allow"].split(", ")) - {"HEAD"} == {"GET", "POST"}
     assert checked(await http.get("/v1/nothing"), 404)["code"] == "unknown_url"
     assert "WebSocket" in checked(await http.get("/v1/stream"), 404)["message"]
+    for path in ("/chat/completions", "/v1/v1/chat/completions"):  # base URLs without /v1, or with it twice
+        assert "; it is at /v1/chat/completions." in checked(await http.post(path, json=GOOD), 404)["message"]
+    assert "openapi.json" in checked(await http.post("/v1/audio/speech", json=GOOD), 404)["message"]
     assert checked(await http.delete("/v1/models"), 405)["code"] == "method_not_allowed"
 
 
