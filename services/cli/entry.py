@@ -27,6 +27,8 @@ def main() -> None:
             from services.cli.main import app as command_line
     except RyzansteinError as error:
         _end(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("services", "shared"):
