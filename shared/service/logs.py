@@ -9,6 +9,7 @@ level debug what they inform of; never their own debug lines: some of those are 
 """
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -106,9 +107,13 @@ def configure_logging(
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
+    colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     # Plain: the other formatters of structlog show the values of variables, prompts among them.
     renderer: list[Processor] = (
-        [_escaped, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        [
+            _escaped,
+            structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback),
+        ]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
