@@ -9,7 +9,6 @@ import httpx
 import msgspec
 
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
-from shared.tls import client_context, pinned_context
 
 Message = dict[str, str]
 
@@ -255,14 +254,6 @@ def _text_of(url: str, line: str) -> str | None:
     if event.error is not None:
         raise RyzansteinError(event.error.message)
     return "".join(choice.delta.content or choice.text for choice in event.choices)
-
-
-def trust_of(certificate: str, ca: str = "") -> ssl.SSLContext | bool:
-    """Whom to trust: the authorities in the file `ca`, the one certificate of a gateway on this machine, or
-    those that everybody trusts."""
-    if ca:
-        return client_context(ca)
-    return pinned_context(certificate) if certificate else True
 
 
 def _bearer(api_key: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ import typer
 from services.cli import models as model_store
 from services.cli.bars import model_bars
 from services.cli.batch_commands import BatchCommands
-from services.cli.chat import ChatClient, trust_of
+from services.cli.chat import ChatClient
 from services.cli.conversation import ChatOptions, Conversation, show_answer
 from services.cli.debug_commands import debug_app
 from services.cli.drain import drain_group, left_of, print_groups, undrain_group
@@ -28,7 +28,7 @@ from services.cli.sla.command import sla
 from services.cli.status import print_status, read_status
 from services.cli.terminal import console, print_columns
 from services.cli.up_command import up
-from services.cli.where import DataDir, Gateway, NatsUrl, find_stack, gateway_of_stack
+from services.cli.where import DataDir, Gateway, NatsUrl, find_stack, gateway_of_stack, trust_of
 from services.cli.where import nats_of_stack as _nats_of_stack
 from shared.config import load_settings
 from shared.errors import DeadlineExceeded

@@ -253,7 +253,8 @@ class Up:
 
     async def _show_answer(self, url: str, prompt: str, *, plain: bool = False) -> None:
         """Raises as `answer_once`."""
-        from services.cli.chat import answer_once, trust_of
+        from services.cli.chat import answer_once
+        from services.cli.where import trust_of
 
         self._say(f"\n> {prompt}", "bold")
         printer = AnswerPrinter(self._console)

@@ -1,5 +1,6 @@
 """Which stack a command is about: its NATS and its gateway."""
 
+import ssl
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -10,6 +11,7 @@ from services.cli.run_file import RunFile, is_locked, read_run_file
 from services.cli.settings import LocalSettings
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError
+from shared.tls import client_context, pinned_context
 
 DataDir = Annotated[
     Path | None,
@@ -70,6 +72,14 @@ def gateway_of_stack(data_dir: Path | None) -> Gateway:
     if data_dir is not None or (is_locked(directory) and not url):
         raise no_stack(directory, "name its gateway with --url")
     return Gateway(url or "http://127.0.0.1:8000")
+
+
+def trust_of(certificate: str, ca: str = "") -> ssl.SSLContext | bool:
+    """Whom to trust: the authorities in the file `ca`, the one certificate of a gateway on this machine, or
+    those that everybody trusts."""
+    if ca:
+        return client_context(ca)
+    return pinned_context(certificate) if certificate else True
 
 
 def no_stack(directory: Path, instead: str) -> ConfigurationError:

@@ -14,11 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from services.cli.sla.http import Prometheus, auth_of
 from services.cli.sla.intervals import Interval, seconds_of
 from services.cli.sla.journal_source import Findings, from_journal
 from services.cli.sla.periods import EXAMPLES, period_of, shown, span_of, zone_of
-from services.cli.sla.prometheus_source import from_prometheus, queries
+from services.cli.sla.prometheus import Prometheus, auth_of, from_prometheus
 from services.cli.sla.render import markdown, print_report
 from services.cli.sla.report import Indicator, Report
 from services.cli.sla.targets import judge
@@ -84,7 +83,7 @@ def sla(
     step: Annotated[
         str,
         typer.Option(
-            help="Of Prometheus: time between samples, not shorter than its scrape interval.",
+            help="Of Prometheus: time between two looks at what was up, not shorter than its scrape interval.",
             show_default="as fine as the period allows",
         ),
     ] = "",
@@ -142,11 +141,8 @@ def sla(
     if prometheus:
         fine = _step(step)
         auth = auth_of(token_file, basic_auth_file)
-        with _bar("prometheus") as progress:
-            asked = _Counter(progress)
-            with Prometheus(prometheus, auth=auth, ca=ca, asked=asked.one_more) as client:
-                asked.all = queries(client, period, fine)
-                found = from_prometheus(client, period, step=fine, gateway_job=gateway_job, zone=zone)
+        with _bar("prometheus") as progress, Prometheus(prometheus, auth=auth, ca=ca) as client:
+            found = from_prometheus(client, period, step=fine, gateway_job=gateway_job, progress=progress)
     else:
         settings = nats_of_stack(data_dir, nats_url)
         quiet = span_of(silence, "--silence")
@@ -214,19 +210,6 @@ def _print(report: Report, form: str, zone: tzinfo) -> None:
         print(markdown(report, zone))  # noqa: T201
     else:
         print_report(report, console(), zone)
-
-
-class _Counter:
-    """Turns questions asked into a share of all."""
-
-    def __init__(self, progress: "_Share") -> None:
-        self.all = 1
-        self._asked = 0
-        self._progress = progress
-
-    def one_more(self) -> None:
-        self._asked += 1
-        self._progress(self._asked / self.all)
 
 
 class _Share:

@@ -1,4 +1,4 @@
-"""Stretches in which every request failed. Pure; both sources feed it."""
+"""Stretches in which every request failed. Pure."""
 
 from services.cli.sla.intervals import Interval
 
@@ -18,11 +18,11 @@ class FailingRuns:
         self._begin = 0.0
         self._ended: list[Interval] = []
 
-    def bad(self, begin: float, count: int = 1) -> None:
-        """`count` requests failed, the first of them at `begin`."""
-        if count and not self._failures:
-            self._begin = begin
-        self._failures += count
+    def bad(self, at: float) -> None:
+        """A request failed."""
+        if not self._failures:
+            self._begin = at
+        self._failures += 1
 
     def good(self, at: float) -> None:
         """A request succeeded."""

@@ -1,6 +1,6 @@
 """Spans of time, and what outages are made of. Pure; times are unix seconds."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -18,26 +18,15 @@ class Interval(NamedTuple):
         return self.begin <= at < self.end
 
 
-def merged(intervals: Iterable[Interval], within: float = 0.0) -> list[Interval]:
-    """Their union, in order, without empty ones; those that are at most `within` seconds apart become one."""
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Their union, in order, without empty ones."""
     union: list[Interval] = []
     for one in sorted(one for one in intervals if one.end > one.begin):
-        if union and one.begin - union[-1].end <= within:
+        if union and one.begin <= union[-1].end:
             union[-1] = Interval(union[-1].begin, max(union[-1].end, one.end))
         else:
             union.append(one)
     return union
-
-
-def clipped(intervals: Iterable[Interval], to: Interval) -> list[Interval]:
-    """What of them lies within `to`."""
-    cut = (Interval(max(one.begin, to.begin), min(one.end, to.end)) for one in intervals)
-    return [one for one in cut if one.end > one.begin]
-
-
-def common(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What lies in both."""
-    return merged(part for one in some for part in clipped(others, one))
 
 
 def seconds_of(intervals: Iterable[Interval]) -> float:

@@ -5,11 +5,9 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from services.cli.sla.intervals import Interval
+from shared.durations import seconds_of
 from shared.errors import ConfigurationError
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_SPAN = re.compile(r"(?:[0-9]{1,6}(?:\.[0-9]{1,3})?[smhdw])+")
-_PART = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhdw])")
 _RELATIVE = re.compile(r"(?:now)?\s*-\s*(\S+)|(\S+)\s+ago")
 _DAYS = {"today": 0, "yesterday": 1}
 EXAMPLES = "2026-03-01, 2026-03-01T12:30+01:00, now, yesterday, -24h or '90m ago'"
@@ -17,9 +15,8 @@ EXAMPLES = "2026-03-01, 2026-03-01T12:30+01:00, now, yesterday, -24h or '90m ago
 
 def span_of(text: str, option: str) -> float:
     """Seconds of `text`, like 24h, 90m, 1h30m or 7d. Raises `ConfigurationError`."""
-    text = text.strip().lower()
-    seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
-    if not _SPAN.fullmatch(text) or seconds <= 0:
+    seconds = seconds_of(text)
+    if seconds is None:
         raise ConfigurationError(f"{option} cannot be {text!r}; it is a time like 90m, 24h, 1h30m or 7d.")
     return seconds
 

@@ -141,7 +141,7 @@ def _recovery(scope: Scope) -> tuple[str, ...]:
     down, failovers = seconds(scope.downtime), scope.failovers
     return (
         _model(scope.model),
-        str(len(scope.outages)),
+        str(max(len(scope.outages), scope.repaired)),
         down,
         str(scope.repaired),
         mttr,

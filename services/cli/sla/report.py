@@ -11,7 +11,7 @@ import msgspec
 from services.cli.sla.intervals import Interval, merged, repairs, seconds_of
 from services.cli.sla.latencies import Percentiles
 
-Reason = Literal["silent", "failing", "no ready group", "no gateway"]
+Reason = Literal["silent", "failing"]
 Indicator = Literal[
     "availability", "error_rate", "mttr", "first_token_p95", "between_tokens_p95", "end_to_end_p95"
 ]
@@ -70,9 +70,11 @@ class Scope(msgspec.Struct, frozen=True):
     """Share of the covered time in which there was no outage."""
     downtime: float
     outages: list[Outage]
+    """Of the journal alone."""
     repaired: int
     mttr: float | None
-    """Mean time to recovery, over outages whose beginning and end are both covered; null: there was none."""
+    """Mean time to recovery: of the journal over outages whose beginning and end are both covered, of Prometheus the
+    downtime for each recovery; null: there was none."""
     first_token: Percentiles
     between_tokens: Percentiles
     end_to_end: Percentiles

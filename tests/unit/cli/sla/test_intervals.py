@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.sla.intervals import Interval, clipped, common, merged, repairs, seconds_of
+from services.cli.sla.intervals import Interval, merged, repairs, seconds_of
 from services.cli.sla.report import downtime_of
 
 LINE = 40
@@ -28,16 +28,6 @@ def test_a_union_is_in_order_apart_and_holds_the_same(intervals: list[Interval])
     assert seconds(union) == seconds(intervals)
     assert all(one.end < two.begin for one, two in pairwise(union))
     assert seconds_of(intervals) == len(seconds(intervals))
-
-
-@given(many, spans)
-def test_clipping_keeps_what_lies_within(intervals: list[Interval], window: Interval) -> None:
-    assert seconds(clipped(intervals, window)) == seconds(intervals) & seconds([window])
-
-
-@given(many, many)
-def test_what_is_common_lies_in_both(some: list[Interval], others: list[Interval]) -> None:
-    assert seconds(common(some, others)) == seconds(some) & seconds(others)
 
 
 @given(many, spans)

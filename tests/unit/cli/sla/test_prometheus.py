@@ -10,24 +10,24 @@ from urllib.parse import parse_qs
 
 import pytest
 
-from services.cli.sla.http import POINTS, Prometheus, PrometheusError, auth_of
 from services.cli.sla.intervals import Interval
-from services.cli.sla.prometheus_source import queries, steps_of
+from services.cli.sla.journal_source import NoData
+from services.cli.sla.prometheus import Prometheus, PrometheusError, auth_of, from_prometheus, queries
+from services.cli.sla.report import Scope
 from shared.errors import ConfigurationError, Unavailable
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers every question with a sample at each step, or with what `answer` says."""
+    """Answers every question with 1, or with what `answers` has for it, or with what `answer` says."""
 
     answer: ClassVar[tuple[int, bytes] | None] = None
-    asked: ClassVar[list[dict[str, str]]] = []
+    answers: ClassVar[dict[str, bytes]] = {}
     headers_seen: ClassVar[list[str]] = []
 
     def do_POST(self) -> None:
         given = {name: values[0] for name, values in parse_qs(self._body()).items()}
-        self.asked.append(given)
         self.headers_seen.append(self.headers.get("authorization", ""))
-        status, content = self.answer or (200, _samples(given))
+        status, content = self.answer or (200, self.answers.get(given["query"], _series(({}, 1.0))))
         self.send_response(status)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
@@ -39,18 +39,14 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-def _samples(given: dict[str, str]) -> bytes:
-    begin, end, step = (float(given[name]) for name in ("start", "end", "step"))
-    count = round((end - begin) / step) + 1
-    values = [[begin + step * at, "1"] for at in range(count)]
-    return json.dumps(
-        {"status": "success", "data": {"result": [{"metric": {"a": "b"}, "values": values}]}}
-    ).encode()
+def _series(*found: tuple[dict[str, str], float]) -> bytes:
+    result = [{"metric": labels, "value": [1000.0, str(value)]} for labels, value in found]
+    return json.dumps({"status": "success", "data": {"result": result}}).encode()
 
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    Handler.answer, Handler.asked, Handler.headers_seen = None, [], []
+    Handler.answer, Handler.answers, Handler.headers_seen = None, {}, []
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=httpd.serve_forever, daemon=True)
     thread.start()
@@ -60,25 +56,56 @@ def server() -> Iterator[str]:
     thread.join()
 
 
-def test_a_long_period_is_asked_for_in_parts_without_gap_or_overlap(server: str) -> None:
-    period = Interval(1000.0, 1000.0 + 2 * POINTS + 7)
-    told = []
-    with Prometheus(server, asked=lambda: told.append(1)) as prometheus:
-        (series,) = prometheus.series("q", period, 1.0)
-        assert len(told) == len(Handler.asked) == prometheus.queries(period, 1.0) == 3
-    assert [at for at, _ in series.samples] == [1000.0 + at for at in range(2 * POINTS + 8)]
-    assert series.labels == {"a": "b"}
+PERIOD = Interval(0.0, 200.0)
 
 
-def test_begin_and_end_are_samples(server: str) -> None:
-    period = Interval(1000.0, 1100.0)
-    for wanted in (0.0, 1.0, 7.0, 1000.0):
-        counted, watched = steps_of(period, wanted)
-        with Prometheus(server) as prometheus:
-            assert queries(prometheus, period, wanted) == 12
-            for step in (counted, watched):
-                (series,) = prometheus.series("q", period, step)
-                assert (series.samples[0][0], round(series.samples[-1][0], 6)) == (1000.0, 1100.0)
+def report(server: str, **answers: list[tuple[dict[str, str], float]]) -> list[Scope]:
+    """Of a Prometheus that says so, and nothing else."""
+    asked = queries(PERIOD, 10.0, "gateways")
+    known = {"present": [({}, 1.0)], "covered": [({}, 20.0)]} | answers
+    Handler.answers = {query: _series(*known.get(name, [])) for name, query in asked.items()}
+    with Prometheus(server) as prometheus:
+        found = from_prometheus(
+            prometheus, PERIOD, step=10.0, gateway_job="gateways", progress=lambda share: None
+        )
+    return found.scopes
+
+
+def test_requests_are_told_by_their_status(server: str) -> None:
+    status = {"200": 5, "101": 1, "400": 2, "429": 3, "499": 1, "500": 1, "503": 2, "504": 1, "507": 1}
+    whole, single = report(
+        server, requests=[({"model": "m", "status": code}, n) for code, n in status.items()]
+    )
+    assert whole.requests == single.requests
+    found = whole.requests
+    assert (found.completed, found.refused, found.cancelled, found.failed) == (6, 5, 1, 5)
+    assert found.error_rate == 5 / 11
+
+
+def test_each_model_has_its_own_downtime(server: str) -> None:
+    whole, m, n = report(
+        server,
+        up=[({}, 0.75)],
+        up_of=[({"model": "m"}, 0.75), ({"model": "n"}, 1.0)],
+        repaired=[({}, 2.0)],
+        repaired_of=[({"model": "m"}, 2.0), ({"model": "n"}, 0.0)],
+    )
+    assert (whole.availability, whole.downtime, whole.repaired, whole.mttr) == (0.75, 50.0, 2, 25.0)
+    assert (m.downtime, n.downtime, n.mttr) == (50.0, 0.0, None)
+
+
+def test_percentiles_are_of_all_models_and_of_each(server: str) -> None:
+    first = [({"model": model, "le": bound}, 4.0) for bound in ("0.1", "1.0", "+Inf") for model in ("a", "b")]
+    whole, a, _ = report(server, first_token=first, output=[({"model": "a"}, 3.0), ({"model": "b"}, 4.0)])
+    assert (whole.first_token.count, a.first_token.count) == (8, 4)
+    assert whole.first_token.p50 is not None
+    assert whole.first_token.p50.at_most == 0.1
+    assert (whole.tokens.output, a.tokens.output) == (7, 3)
+
+
+def test_a_prometheus_without_our_metrics_is_told(server: str) -> None:
+    with pytest.raises(NoData, match="scrape their /metrics"):
+        report(server, present=[])
 
 
 def test_credentials_come_from_files(server: str, tmp_path: Path) -> None:
@@ -87,7 +114,7 @@ def test_credentials_come_from_files(server: str, tmp_path: Path) -> None:
     basic.write_text("user:pass:word\n")
     for auth in (auth_of(token, None), auth_of(None, basic), auth_of(None, None)):
         with Prometheus(server, auth=auth) as prometheus:
-            prometheus.series("q", Interval(0, 10), 5)
+            prometheus.query("q", 10)
     assert Handler.headers_seen == ["Bearer secret", "Basic dXNlcjpwYXNzOndvcmQ=", ""]
 
 
@@ -121,7 +148,7 @@ def test_what_is_no_address_is_told_without_its_password(url: str) -> None:
         (200, b"{}", PrometheusError, "not Prometheus' API"),
         (
             200,
-            b'{"status":"success","data":{"result":[{"metric":{},"values":[["x"]]}]}}',
+            b'{"status":"success","data":{"result":[{"metric":{},"value":["x"]}]}}',
             PrometheusError,
             "API",
         ),
@@ -134,9 +161,9 @@ def test_other_answers_are_told(
 ) -> None:
     Handler.answer = status, content
     with Prometheus(server) as prometheus, pytest.raises(kind, match=said):
-        prometheus.series("q", Interval(0, 10), 5)
+        prometheus.query("q", 10)
 
 
 def test_nobody_there_is_told() -> None:
     with Prometheus("127.0.0.1:1") as prometheus, pytest.raises(Unavailable, match="cannot be reached"):
-        prometheus.series("q", Interval(0, 10), 5)
+        prometheus.query("q", 10)
