@@ -87,7 +87,7 @@ format: $(INSTALLED) ## Format the code
 
 .PHONY: protos
 protos: $(INSTALLED) ## Make Python code of protos/ again
-	@$(BIN)/python -m tests.unit.gateway.grpc.generate
+	@$(BIN)/python -m tests.unit.gateway.api.grpc.generate
 
 .PHONY: manifests
 manifests: $(INSTALLED) ## Renew what k8s/ copies: NATS' rights, alerts, the list of dashboards
@@ -113,7 +113,7 @@ chaos: $(INSTALLED) ## Break everything under load, check every token (make chao
 .PHONY: fuzz
 fuzz: $(INSTALLED) ## Requests made from the OpenAPI document, valid and not (make fuzz EXAMPLES=5000 SEED=7)
 	@RYZANSTEIN_FUZZ_EXAMPLES=$(EXAMPLES) RYZANSTEIN_FUZZ_SEED=$(or $(SEED),$$RANDOM) \
-	  $(BIN)/pytest tests/integration/gateway/test_fuzz.py -s $(ARGS)
+	  $(BIN)/pytest tests/integration/gateway/api/test_fuzz.py -s $(ARGS)
 
 .PHONY: images
 images: ## Build the container images (make images TORCH_INDEX=... IMAGE_ARGS="--build-arg BASE_IMAGE=...")

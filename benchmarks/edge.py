@@ -19,18 +19,18 @@ from prometheus_client import CollectorRegistry
 from benchmarks.control_plane_systems import HOST
 from benchmarks.errors import BenchError
 from benchmarks.peers.servers import free_port
-from services.gateway.app import GatewayApp
+from services.gateway.api.app import GatewayApp
+from services.gateway.api.backend import Backend
+from services.gateway.api.grpc.api import make_server
 from services.gateway.auth.authenticator import Authenticator
-from services.gateway.backend import Backend
-from services.gateway.grpc.api import make_server
-from services.gateway.life.answer import Answer
-from services.gateway.life.generation import Deliver
-from services.gateway.limits.limiter import Limiter
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.requests.build import Parts
-from services.gateway.requests.intake import Intake
-from services.gateway.settings import GatewaySettings
-from services.gateway.text.tokenization import StubTokenizer
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.intake import Intake
+from services.gateway.intake.record import Parts
+from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.generation import Deliver
+from services.gateway.ratelimit.limiter import Limiter
+from services.gateway.tokenizer.tokenizer import StubTokenizer
 from shared.messages import ModelCard, TokenEntry
 from shared.process import freeze_gc_after_startup
 from shared.service.endpoints import Health, OpsApp

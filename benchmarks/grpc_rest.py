@@ -36,9 +36,9 @@ from rich.table import Table
 from benchmarks.control_plane_systems import HOST, SEED, Ours
 from benchmarks.edge import Edge
 from benchmarks.process_cpu import cpu_seconds
-from services.gateway.grpc.frames import PREFACE
-from services.gateway.grpc.generated import inference_pb2 as pb
-from services.gateway.grpc.headers import literal
+from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.server.http2.frames import PREFACE
+from services.gateway.server.http2.hpack import literal
 
 Ask = Callable[[int, bool], Awaitable[int]]
 """A request for so many tokens, streamed or not; returns the characters or tokens that came."""

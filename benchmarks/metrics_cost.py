@@ -14,8 +14,8 @@ from prometheus_client.exposition import generate_latest
 
 from services.executor.board import RingBoard
 from services.executor.metrics import Labels, RingCollector, vllm_aliases
-from services.gateway import metrics as gateway
-from services.gateway.readers.mailbox import Mailbox
+from services.gateway.core import metrics as gateway
+from services.gateway.streams.run import Mailbox
 from shared.messages import GroupLoad, TokenEntry
 from shared.service.metrics import LATENCY
 

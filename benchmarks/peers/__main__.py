@@ -29,7 +29,7 @@ from benchmarks.prompts import Vocabulary, calibrate
 from benchmarks.report import machine, versions
 from benchmarks.runner import conversation
 from benchmarks.serve import named_workloads
-from services.gateway.text.tokenization import ModelTokenizer
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.errors import RyzansteinError
 
 _PIPED_WIDTH = 200

@@ -30,11 +30,11 @@ from services.executor.engine.admission import BatchSettings
 from services.executor.engine.batching import ContinuousBatcher
 from services.executor.engine.protocol import EngineSpec, SampledToken
 from services.executor.gathering import Gathering
-from services.gateway.life.decisions import Limits
-from services.gateway.life.generation import Generation
-from services.gateway.life.generations import Generations
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.settings import GatewaySettings
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.lifecycle.generation import Generation
+from services.gateway.lifecycle.generations import Generations
+from services.gateway.lifecycle.token_stream import Limits
 from shared.config import CommonSettings
 from shared.messages import (
     DispatchBatch,

@@ -1,7 +1,7 @@
 """`python -m services.gateway`: the gateway as a process."""
 
+from services.gateway.core.settings import GatewaySettings
 from services.gateway.service import GatewayService
-from services.gateway.settings import GatewaySettings
 from shared import process
 from shared.service import lifecycle
 

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import structlog
 from starlette.middleware.cors import CORSMiddleware
 
-from services.gateway.app import GatewayApp
+from services.gateway.api.app import GatewayApp
+from services.gateway.api.backend import Backend
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.auth.browsers import is_loopback, listed
-from services.gateway.backend import Backend
-from services.gateway.connections.http import guarded_http
-from services.gateway.connections.limits import Limits, allowed_by_files
-from services.gateway.connections.places import Door, Places
-from services.gateway.connections.websocket import GuardedWebSocket
-from services.gateway.metrics import GatewayMetrics, vllm_aliases
-from services.gateway.settings import GatewaySettings
-from services.gateway.work import Work
+from services.gateway.core.metrics import GatewayMetrics, vllm_aliases
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.server.connections import Door, Limits, Places, allowed_by_files
+from services.gateway.server.http1 import guarded_http
+from services.gateway.server.websocket import GuardedWebSocket
+from services.gateway.wiring import Work
 from shared.errors import ConfigurationError
 from shared.messages import ServiceName
 from shared.service.endpoints import OpsApp
@@ -25,7 +24,7 @@ from shared.service.lifecycle import Service
 from shared.tls import Certificates, server_context
 
 if TYPE_CHECKING:
-    from services.gateway.grpc.server import GrpcServer
+    from services.gateway.api.grpc.server import GrpcServer
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +61,7 @@ class GatewayService(Service):
         self._door = Door(
             Places(settings.max_connections), settings.head_timeout, self._metrics.connection_refused
         )
-        self._metrics.watch_connections(self._door.places)
+        self._metrics.watch_connections(self._door.places.count)
         self._certificates: Certificates | None = None
         self._grpc: GrpcServer | None = None
         self._work: Work | None = None
@@ -122,7 +121,7 @@ class GatewayService(Service):
     async def start(self) -> None:
         await self._serve_grpc()
         if self._certificates is not None:
-            from services.gateway.certificate_expiry import CertificateExpiry  # its library takes a moment
+            from services.gateway.server.certificates import CertificateExpiry  # its library takes a moment
 
             expiry = CertificateExpiry(self.registry, self.settings.tls_certificate)
             watch = self._certificates.run(self.settings.tls_check_interval, expiry.refresh)
@@ -153,7 +152,7 @@ class GatewayService(Service):
         """Calls are refused until the backend is open. Raises `PortInUse`, `ConfigurationError`."""
         if self.settings.grpc_port is None:
             return
-        from services.gateway.grpc.api import make_server  # its libraries take a moment, and memory
+        from services.gateway.api.grpc.api import make_server  # its libraries take a moment, and memory
 
         tls: ssl.SSLContext | None = None
         settings = self.settings

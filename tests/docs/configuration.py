@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from services.cli.settings import LocalSettings, StackSettings
 from services.executor.settings import ExecutorSettings
-from services.gateway.settings import GatewaySettings
+from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.settings import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX, CommonSettings

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.stack import Stack, run_cli
 from tests.unit.executor.model.tiny import make_model
-from tests.unit.gateway.tiny_tokenizer import tiny_files
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

@@ -12,7 +12,7 @@ import pytest
 
 from services.cli.models import DEFAULT_MODEL
 from services.cli.run_file import read_run_file
-from services.gateway.grpc.generated import inference_pb2 as pb
+from services.gateway.api.grpc.generated import inference_pb2 as pb
 from shared.config import CommonSettings
 from tests.e2e.stack import Stack, run_cli
 

@@ -12,9 +12,9 @@ import pytest
 
 from services.cli.nats_config import deployed, variable_of
 from services.cli.nats_server import LocalNats, find_binary
-from services.gateway.files.store import Files
-from services.gateway.life.large_records import LargeRecords
-from services.gateway.settings import GatewaySettings
+from services.gateway.batches.files import Files
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.lifecycle.records import LargeRecords
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable
 from shared.messages import GenerationRequest

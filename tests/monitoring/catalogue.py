@@ -15,10 +15,10 @@ from services.executor.debug.recorder import FlightRecorder
 from services.executor.handover.board import HandoverBoard
 from services.executor.orchestrator import ExecutorService
 from services.executor.settings import ExecutorSettings
-from services.gateway.batches.metrics import BatchMetrics
-from services.gateway.certificate_expiry import CertificateExpiry
+from services.gateway.batches.dependencies import BatchMetrics
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.server.certificates import CertificateExpiry
 from services.gateway.service import GatewayService
-from services.gateway.settings import GatewaySettings
 from services.health_monitor.service import HealthMonitorService
 from services.health_monitor.settings import HealthMonitorSettings
 from services.scheduler.service import SchedulerService

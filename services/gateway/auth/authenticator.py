@@ -1,19 +1,48 @@
-"""Whether a key is good, decided from the records that `watch.py` brings. No I/O.
+"""Who a request comes from.
+
+Whether a key is good, decided from the records that `watch.py` brings. No I/O.
 
     unknown ──records read──▶ open, while there has never been a key ──first key──▶ closed, for good
        │ everything is refused (503)                                                  keys are asked for
 
 Once closed it never opens again by itself, whatever becomes of the records.
+
+Where a client puts its key.
+
+Keeps an `Authenticator` up to date with the KV bucket `keys`.
 """
 
+import asyncio
 import hmac
 import time
 from collections.abc import Callable
 
-from services.gateway.auth.principal import ANONYMOUS, Principal
-from services.gateway.errors import AuthenticationFailed
+import msgspec
+
+from services.gateway.core.asgi import header
+from services.gateway.core.errors import AuthenticationFailed
 from shared.errors import Unavailable
-from shared.keys import KeyRecord, digest_of, parse
+from shared.keys import KeyLimits, KeyRecord, digest_of, parse
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.service.endpoints import OpsApp, Scope
+
+
+class Principal(msgspec.Struct, frozen=True):
+    """The owner of a key; what belongs to one tenant is not there for another."""
+
+    key: str = ""
+    """Id of the key; empty: nobody in particular, while no key exists."""
+    tenant: str = ""
+    limits: KeyLimits = KeyLimits()
+    vouched: bool = False
+    """Work that was accepted from this principal earlier: what becomes of its key since then stops it not."""
+
+
+ANONYMOUS = Principal()
+"""Whoever asks before the first key exists."""
+
 
 _NOBODY = KeyRecord(bytes(32), "", 0.0)
 """Compared with where there is no record: an unknown id takes as long as a wrong secret."""
@@ -98,3 +127,45 @@ class Authenticator:
         if state != "active":
             what = "was revoked" if state == "revoked" else "has expired"
             raise AuthenticationFailed(f"The API key provided {what}; use another.")
+
+
+PUBLIC_PATHS = frozenset(OpsApp.paths)
+"""Answered without a key: what load balancers and Prometheus ask for. /metrics can be closed by a setting."""
+
+
+def token_of(scope: Scope) -> str | None:
+    """The key in `Authorization: Bearer`, else in `api-key` (Azure's clients) or `x-api-key` (Anthropic's)."""
+    scheme, _, token = (header(scope, b"authorization") or "").partition(" ")
+    if scheme.lower() == "bearer":
+        return token.strip()
+    return header(scope, b"api-key") or header(scope, b"x-api-key")
+
+
+class KeyWatch:
+    """A change reaches every gateway in the time of a message. While NATS is away, what was known last holds."""
+
+    def __init__(self, bus: Bus, authenticator: Authenticator) -> None:
+        self._bus = bus
+        self._authenticator = authenticator
+        self._caught_up = asyncio.Event()
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        keys = await Bucket.open(self._bus, subjects.KEYS_BUCKET, KeyRecord)
+        async for update in keys.watch():
+            if self._stopping:
+                return
+            if update is None:
+                self._authenticator.complete()
+                self._caught_up.set()
+            else:
+                self._authenticator.update(*update)
+
+    async def wait(self) -> None:
+        """Until every key that there is has been read once."""
+        await self._caught_up.wait()
+
+    def stop(self) -> None:
+        """Lets `run` end with the next change, should nats-py swallow its cancellation."""
+        self._stopping = True

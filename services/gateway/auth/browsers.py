@@ -9,8 +9,8 @@ import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from services.gateway.errors import RouteError
-from services.gateway.http_io import header
+from services.gateway.core.asgi import header
+from services.gateway.core.errors import RouteError
 from shared.service.endpoints import Scope
 
 ANY = "*"

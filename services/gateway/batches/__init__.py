@@ -1,1 +1,1 @@
-"""OpenAI's batches: JSON lines in, JSON lines out, each line generated once (docs/batch.md, ADR 0014)."""
+"""Batches under a lease: their files, lines, states and results."""

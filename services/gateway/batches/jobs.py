@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import structlog
 
-from services.gateway.errors import QuotaExceeded
+from services.gateway.core.errors import QuotaExceeded
 from shared.errors import Unavailable
 from shared.limits import KNOWN_BATCHES, TENANT_BATCHES
 from shared.messages.batches import OVER, BatchJob

@@ -4,23 +4,29 @@ begin ──room?──▶ generation ──▶ result ──▶ stored ──�
                     │ 429, 503, group lost ...: again after a pause, until the batch ends
                     ▼
                  refused, or a fault of ours three times: a result too
+
+How many lines a batch may have under way. Pure.
+
+    places of the model's groups ──▶ at most the setting ──▶ shared out among the batches that run here
+
+More would only wait in the queue: the scheduler gives batch work to groups with idle places alone. A group
+whose places are not known counts as `UNKNOWN`.
+
+Ending tasks for certain.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import structlog
 
-from services.gateway.batches.checking import Request
-from services.gateway.batches.endpoints import LineEndpoint
-from services.gateway.batches.outcome import failed, request_id_of, succeeded
-from services.gateway.batches.parts import BatchParts
-from services.gateway.batches.room import backoff, room
-from services.gateway.batches.tally import Tally
-from services.gateway.batches.tasks import end_all
-from services.gateway.requests.build import Context
-from services.gateway.traces.lines import line_span
+from services.gateway.batches.dependencies import BatchParts, LineEndpoint
+from services.gateway.batches.results import Tally, failed, request_id_of, succeeded
+from services.gateway.batches.validation import Request
+from services.gateway.intake.record import Context
+from services.gateway.tracing.requests import line_span
 from shared import tracing
 from shared.errors import InternalError, RyzansteinError
 from shared.messages.batches import BatchJob, LineResult
@@ -143,3 +149,34 @@ class LineRunner:
                 log.info("result_not_stored", error=str(error))
             await asyncio.sleep(min(2.0, backoff(tries)))
             tries += 1
+
+
+UNKNOWN = 16
+LEAST = 2
+
+
+def room(places: int, parallelism: int, batches: int) -> int:
+    """`places`: of the model's groups; `batches`: that run in this gateway, at least 1."""
+    wanted = min(places or UNKNOWN, parallelism)
+    return max(min(LEAST, parallelism), -(-wanted // max(1, batches)))
+
+
+def backoff(tries: int) -> float:
+    """Seconds to wait before the next try, after `tries` that failed: 0.25, 0.5, 1 ... 60."""
+    return float(min(60.0, 0.25 * 2 ** min(tries, 10)))
+
+
+PATIENCE = 1.0
+"""Seconds after which a task is told again."""
+
+
+async def end_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    """Cancels `tasks` until they have ended.
+
+    Before Python 3.12 `asyncio.wait_for`, which nats-py uses, swallows a cancellation that meets its result.
+    """
+    going = {task for task in tasks if not task.done()}
+    while going:
+        for task in going:
+            task.cancel()
+        _, going = await asyncio.wait(going, timeout=PATIENCE)

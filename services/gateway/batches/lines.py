@@ -5,9 +5,17 @@ r"""JSON lines out of bytes, however these were cut into parts. Pure.
 Lines end with \n or \r\n; blank ones are counted and left out; a byte order mark at the beginning is none of
 the text. A line that is too long is given up as soon as that is known, so memory is bounded by the limit and
 one part.
+
+The lines of a batch's input, from the object store, a few at a time.
 """
 
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
 from typing import Literal, NamedTuple
+
+from services.gateway.batches.files import Files
+from shared.messages.batches import BatchJob
 
 BOM = b"\xef\xbb\xbf"
 Fault = Literal["", "too_long", "not_utf8"]
@@ -86,3 +94,26 @@ def _is_utf8(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+AT_ONCE = 32
+"""Lines that are looked at before others get their turn."""
+PATIENCE = 60.0
+"""Seconds for which a chunk is tried again while the broker is away."""
+ENVELOPE = 64 << 10
+"""Bytes of a line beside its body."""
+
+
+async def input_lines(files: Files, job: BatchJob, body_limit: int) -> AsyncGenerator[Line, None]:
+    """Every line that is not blank. Raises `MissingObject`, `BrokerUnavailable`, `InternalError`."""
+    splitter = LineSplitter(body_limit + ENVELOPE)
+    count = 0
+    async with contextlib.aclosing(files.objects.read(job.input_object, patience=PATIENCE)) as parts:
+        async for part in parts:
+            for line in splitter.feed(part):
+                yield line
+                count += 1
+                if count % AT_ONCE == 0:
+                    await asyncio.sleep(0)
+    for line in splitter.end():
+        yield line

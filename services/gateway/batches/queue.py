@@ -11,13 +11,12 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
-from services.gateway.auth.principal import Principal
+from services.gateway.auth.authenticator import Principal
+from services.gateway.batches.files import Files
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import batch_object
-from services.gateway.errors import InvalidParameter, describe, status_of
-from services.gateway.files.store import Files
-from services.gateway.requests import validation
-from services.gateway.requests.validation import check_range
+from services.gateway.core.errors import InvalidParameter, check_range, describe, status_of
+from services.gateway.intake import validation
 from shared.errors import RyzansteinError
 from shared.messages.batches import BatchAsk, BatchJob, BatchListing, BatchReply, BatchSubmit
 from shared.nats import subjects

@@ -1,4 +1,8 @@
-"""Results of lines, each in the stream `BATCHES` before it counts, until the batch's files are written.
+"""What has come of a line, as it stands in the output or error file. Pure.
+
+Which lines of a batch are done. Pure; a bit per line, whatever the lines say.
+
+Results of lines, each in the stream `BATCHES` before it counts, until the batch's files are written.
 
     line ends ─┐  one turn of    ┌─ batches.results.<batch>    one message for all lines of a batch
     line ends ─┴─ the event loop ┴─ acknowledged: they are done
@@ -6,24 +10,153 @@
 While one publish is under way the next results gather. A result may be in the stream twice (a publish of which
 the acknowledgement was lost; a gateway that slept through the loss of its batch): both come of the same
 generation, and readers take the first. So no window of deduplication has to be long enough.
+
+The files of a batch: written from the results in the stream, each result once.
+
+Their ids and their bytes follow from the batch, so whoever writes them writes the same ones, and of several
+writings the first one stays.
 """
 
 import asyncio
+import hashlib
 import secrets
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Literal
 
 import msgspec
 import structlog
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import NotFoundError
 
+from services.gateway.batches.files import Files
+from services.gateway.batches.states import file_id
+from services.gateway.core.errors import describe, status_of
 from shared.errors import RyzansteinError
-from shared.messages.batches import LineResult, LineResults
+from shared.messages.batches import BatchJob, Counts, FileRecord, LineResult, LineResults, TokenCounts
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.errors import translated
 from shared.nats.objects import Objects
 from shared.nats.streams import ensure_stream
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Usage(msgspec.Struct):
+    """Tokens in a response's body: chat completions' and completions' names, then those of responses."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+    input_tokens_details: dict[str, Any] | None = None
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_body = msgspec.json.Decoder(_Body)
+
+
+def request_id_of(batch: str, line: int) -> str:
+    """The request id of a line: in its result, and in every service's log."""
+    return f"{batch}-{line}"
+
+
+def succeeded(batch: str, line: int, custom_id: str, body: bytes) -> LineResult:
+    """`body`: the endpoint's response."""
+    text = _line(batch, line, custom_id, _response(batch, line, 200, msgspec.Raw(body)), None)
+    return LineResult(line, True, text, _usage(body))
+
+
+def failed(batch: str, line: int, custom_id: str, error: BaseException) -> LineResult:
+    """The request was refused, or the server has a fault: the answer that a client would have got."""
+    body = _encode(describe(error, request_id_of(batch, line)))
+    text = _line(batch, line, custom_id, _response(batch, line, status_of(error), msgspec.Raw(body)), None)
+    return LineResult(line, False, text)
+
+
+def not_run(batch: str, line: int, custom_id: str, error: dict[str, str]) -> LineResult:
+    """It has no answer: `error` says why, by `code` and `message`."""
+    return LineResult(line, False, _line(batch, line, custom_id, None, error))
+
+
+EXPIRED = {
+    "code": "batch_expired",
+    "message": "This request could not be executed before the completion window expired.",
+}
+
+
+def _response(batch: str, line: int, status: int, body: msgspec.Raw) -> dict[str, Any]:
+    return {"status_code": status, "request_id": request_id_of(batch, line), "body": body}
+
+
+def _line(
+    batch: str, line: int, custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None
+) -> bytes:
+    digest = hashlib.blake2b(request_id_of(batch, line).encode(), digest_size=12).hexdigest()
+    return _encode(
+        {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": error}
+    )
+
+
+def _usage(body: bytes) -> TokenCounts:
+    try:
+        usage = _body.decode(body).usage or _Usage()
+    except msgspec.DecodeError:
+        return TokenCounts()
+    details = usage.prompt_tokens_details or usage.input_tokens_details or {}
+    cached = details.get("cached_tokens", 0)
+    return TokenCounts(
+        usage.prompt_tokens or usage.input_tokens,
+        cached if isinstance(cached, int) else 0,
+        usage.completion_tokens or usage.output_tokens,
+    )
+
+
+class Tally:
+    """Fed with results, some of them twice perhaps."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self._completed = 0
+        self._failed = 0
+        self.usage = TokenCounts()
+        self.size = 0
+        """Bytes of all results."""
+
+    def __contains__(self, line: int) -> bool:
+        place = line >> 3
+        return place < len(self._bits) and bool(self._bits[place] & (1 << (line & 7)))
+
+    def add(self, result: LineResult) -> bool:
+        """False when the line was done before: its first result counts."""
+        if result.line in self:
+            return False
+        place = result.line >> 3
+        if place >= len(self._bits):
+            self._bits.extend(bytes(place + 1 - len(self._bits)))
+        self._bits[place] |= 1 << (result.line & 7)
+        if result.succeeded:
+            self._completed += 1
+        else:
+            self._failed += 1
+        self.usage = self.usage.plus(result.usage)
+        self.size += len(result.text) or result.size
+        return True
+
+    def counts(self, total: int) -> Counts:
+        """Of `total` requests."""
+        return Counts(total, self._completed, self._failed)
+
+    @property
+    def done(self) -> int:
+        """Lines that have a result."""
+        return self._completed + self._failed
+
 
 log = structlog.get_logger(__name__)
 
@@ -149,3 +282,34 @@ class Results:
         """Waits until everything is stored, or has failed."""
         if self._task is not None:
             await self._task
+
+
+Kind = Literal["output", "errors"]
+
+
+async def write_file(
+    files: Files, results: Results, job: BatchJob, kind: Kind, confirm: Callable[[], Awaitable[object]]
+) -> str:
+    """Writes the output or the error file; returns its id. `confirm` is called before it is seen: it raises
+    where the batch is another gateway's by now. Raises `RyzansteinError`."""
+    now = time.time()
+    name = file_id(job, kind)
+
+    async def parts() -> AsyncGenerator[bytes, None]:
+        tally = Tally()
+        async for result in results.read(job.id):
+            if tally.add(result) and result.succeeded == (kind == "output"):
+                yield await results.text(result) + b"\n"
+        await confirm()
+
+    record = FileRecord(
+        id=name,
+        tenant=job.tenant,
+        filename=f"{job.id}_{kind}.jsonl",
+        purpose="batch_output",
+        created_at=now,
+        expires_at=now + job.output_expires_after if job.output_expires_after else 0.0,
+        object_name=name,
+    )
+    await files.put(record, parts())
+    return name

@@ -34,18 +34,13 @@ import msgspec
 import structlog
 
 from services.gateway.batches import states
-from services.gateway.batches.checking import Checker, Request, Wrong, parse
-from services.gateway.batches.input import input_lines
+from services.gateway.batches.dependencies import BatchParts
 from services.gateway.batches.jobs import RENEW, Lease, LeaseLost
-from services.gateway.batches.line_runner import LineRunner
-from services.gateway.batches.lines import Line
-from services.gateway.batches.outcome import EXPIRED, not_run
-from services.gateway.batches.output import Kind, write_file
-from services.gateway.batches.parts import BatchParts
-from services.gateway.batches.room import backoff
-from services.gateway.batches.tally import Tally
-from services.gateway.batches.tasks import end_all
-from services.gateway.errors import QuotaExceeded
+from services.gateway.batches.line_runner import LineRunner, backoff, end_all
+from services.gateway.batches.lines import Line, input_lines
+from services.gateway.batches.results import EXPIRED, Kind, Tally, not_run, write_file
+from services.gateway.batches.validation import Checker, Request, Wrong, parse
+from services.gateway.core.errors import QuotaExceeded
 from shared.errors import BrokerUnavailable, InternalError, RyzansteinError, StorageFull
 from shared.limits import TENANT_FILE_BYTES
 from shared.messages.batches import OVER, BatchError, BatchJob, Ending

@@ -1,4 +1,12 @@
-"""Which batches this gateway runs: those that nobody runs, and those whose gateway is lost, tenants in turn.
+"""Whose batch comes next, and whose makes room. Pure; times are monotonic seconds.
+
+    waiting ──tenant that has the fewest running here, then the one served longest ago, then the oldest──▶ runs
+    every place taken, and a tenant waits that has fewer than another ──▶ the other's longest-running batch
+                                                                          goes back to the waiting ones
+
+So a tenant's hundred batches hold up nobody else's: tenants take turns, however many batches each has.
+
+Which batches this gateway runs: those that nobody runs, and those whose gateway is lost, tenants in turn.
 
 Every gateway watches the bucket. A batch whose record stands still for longer than a lease is taken by
 compare-and-set; the time is that of the watcher's own clock, and begins anew with its connection.
@@ -7,20 +15,68 @@ compare-and-set; the time is that of the watcher's own clock, and begins anew wi
 import asyncio
 import contextlib
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import structlog
 
+from services.gateway.batches.dependencies import BatchParts
 from services.gateway.batches.jobs import LEASE, Jobs, LeaseLost
-from services.gateway.batches.line_runner import LineRunner
-from services.gateway.batches.parts import BatchParts
+from services.gateway.batches.line_runner import LineRunner, end_all
 from services.gateway.batches.runner import BatchRunner
 from services.gateway.batches.states import needs_work
-from services.gateway.batches.tasks import end_all
-from services.gateway.batches.turns import Running, Waiting, next_of, to_yield
 from shared.errors import RyzansteinError
 from shared.messages.batches import BatchJob
 from shared.nats.bus import Bus
+
+SHORT_TURN = 10.0
+"""Seconds that a batch runs at least where its tenant has two more than the one that waits."""
+TURN = 600.0
+"""Seconds that it runs at least where its tenant has one more: tenants take turns then."""
+
+
+class Waiting(NamedTuple):
+    """A batch that nobody runs."""
+
+    key: str
+    tenant: str
+    created_at: float
+
+
+class Running(NamedTuple):
+    """A batch that runs here."""
+
+    key: str
+    tenant: str
+    began: float
+
+
+def next_of(
+    waiting: Iterable[Waiting], running: Iterable[Running], served: Mapping[str, float]
+) -> Waiting | None:
+    """The one to run next. `served`: when a batch of each tenant began here last."""
+    busy = Counter(item.tenant for item in running)
+    return min(
+        waiting,
+        key=lambda item: (busy[item.tenant], served.get(item.tenant, 0.0), item.created_at, item.key),
+        default=None,
+    )
+
+
+def to_yield(waiting: Iterable[Waiting], running: Iterable[Running], now: float) -> Running | None:
+    """The running one that makes room for one that waits; None: all is fair, or it is too soon."""
+    running = list(running)
+    busy = Counter(item.tenant for item in running)
+    least = min((busy[item.tenant] for item in waiting), default=None)
+    if least is None or not running:
+        return None
+    most = max(busy.values())
+    if most <= least:
+        return None
+    longest = min((item for item in running if busy[item.tenant] == most), key=lambda item: item.began)
+    return longest if now - longest.began >= (TURN if most == least + 1 else SHORT_TURN) else None
+
 
 log = structlog.get_logger(__name__)
 

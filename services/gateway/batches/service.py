@@ -7,15 +7,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from services.gateway.auth.principal import Principal
+from services.gateway.auth.authenticator import Principal
 from services.gateway.batches import states
+from services.gateway.batches.files import Files, expiry
 from services.gateway.batches.jobs import Jobs
-from services.gateway.errors import InvalidParameter, KeyReused, RouteError
-from services.gateway.files.expiry import expiry
-from services.gateway.files.listing import page
-from services.gateway.files.store import Files
-from services.gateway.requests.refusals import check_metadata_sizes
-from services.gateway.settings import GatewaySettings
+from services.gateway.core.errors import InvalidParameter, KeyReused, RouteError, check_metadata_sizes
+from services.gateway.core.pagination import page
+from services.gateway.core.settings import GatewaySettings
 from shared import tracing
 from shared.messages.batches import BatchJob, ExpiresAfter
 

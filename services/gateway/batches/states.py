@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.errors import InvalidParameter, RouteError
-from services.gateway.requests.validation import check_range
+from services.gateway.core.errors import InvalidParameter, RouteError, check_range
 from shared.messages.batches import OVER, BatchError, BatchJob, Counts, Ending, TokenCounts
 
 WINDOW = "([0-9]{1,6})([smhd])"

@@ -15,8 +15,8 @@ from shared.nats.bus import Bus
 from tests.integration.clients.cutting import Cutting, cutting
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, silence, until
+from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_process
 from tests.integration.gateway.resuming import Paced
-from tests.integration.gateway.test_gateway_lost import gateway_process
 
 TEXT = "Whoever has the cursor has the stream, and nobody else need know."
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}

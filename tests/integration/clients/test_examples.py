@@ -13,11 +13,11 @@ from shared.nats.bus import Bus
 from tests.integration.clients import programs
 from tests.integration.clients.cutting import cutting
 from tests.integration.clients.programs import EXAMPLES, LANGUAGES, Command, run, running
+from tests.integration.gateway.auth.test_limits import make
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import FakeRing, say, saying, until
+from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_process
 from tests.integration.gateway.resuming import Paced, text_of
-from tests.integration.gateway.test_gateway_lost import gateway_process
-from tests.integration.gateway.test_limits import make
 
 TEXT = "Once upon a time, a connection was lost, and nobody who listened noticed."
 PERSON = '{"name": "Anna", "age": 31}'

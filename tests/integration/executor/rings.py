@@ -30,7 +30,7 @@ from shared.nats.subjects import pin_key
 from tests.integration.executor.reader import Reader
 from tests.processes import ServiceProcess, service_process
 from tests.unit.executor.model.tiny import make_model
-from tests.unit.gateway.tiny_tokenizer import tiny_files
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 BLOCK = 4
 CONTEXT = 1024

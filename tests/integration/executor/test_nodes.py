@@ -20,7 +20,7 @@ from shared.version import VERSION
 from tests.integration.executor.test_executor import Reader, dispatch, expected, reader, request
 from tests.processes import ServiceProcess, service_process
 from tests.unit.executor.model.tiny import make_model
-from tests.unit.gateway.tiny_tokenizer import tiny_files
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 __all__ = ["reader"]
 

@@ -16,7 +16,7 @@ from shared.messages import Heartbeat, SamplingParams
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import CONTEXT, VOCABULARY, Rings, request_of, rings
 from tests.unit.executor.model.tiny import make_model
-from tests.unit.gateway.tiny_tokenizer import tiny_files
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 pytestmark = [
     pytest.mark.timeout(180),

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
+from services.gateway.core.settings import GatewaySettings
 from services.gateway.service import GatewayService
-from services.gateway.settings import GatewaySettings
 from shared.config import CommonSettings
 from shared.keys import KeyRecord
 from shared.nats import subjects

@@ -15,9 +15,9 @@ from shared.messages import GenerationRequest, TokenizerBundle
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
 from shared.nats.objects import ObjectStore
+from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.fake_ring import FakeRing, stub_card
-from tests.integration.gateway.test_rest import until_listed
-from tests.unit.gateway.tiny_tokenizer import tiny_files
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 
 async def start(nats: CommonSettings, *options: str) -> asyncio.subprocess.Process:

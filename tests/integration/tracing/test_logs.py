@@ -15,7 +15,7 @@ import pytest
 import websockets
 
 from services.cli.nats_server import LocalNats
-from services.gateway.grpc.generated import inference_pb2 as pb
+from services.gateway.api.grpc.generated import inference_pb2 as pb
 from tests.integration.gateway.fake_ring import until
 from tests.integration.rollout.house import House
 from tests.otlp import Collector

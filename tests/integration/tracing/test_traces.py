@@ -13,7 +13,7 @@ import httpx
 import pytest
 import websockets
 
-from services.gateway.grpc.generated import inference_pb2 as pb
+from services.gateway.api.grpc.generated import inference_pb2 as pb
 from tests.integration.gateway.fake_ring import until
 from tests.integration.rollout.house import House, until_answered
 from tests.otlp import Collector, ReceivedSpan

@@ -11,7 +11,7 @@ import yaml
 
 from services.cli.settings import LocalSettings
 from services.executor.settings import ExecutorSettings
-from services.gateway.settings import GatewaySettings
+from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.settings import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import CommonSettings

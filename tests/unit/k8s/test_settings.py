@@ -4,7 +4,7 @@ import pytest
 
 from services.cli.settings import LocalSettings
 from services.executor.settings import ExecutorSettings
-from services.gateway.settings import GatewaySettings
+from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.settings import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX, CommonSettings

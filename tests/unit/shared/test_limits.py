@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from services.executor.settings import ExecutorSettings
+from services.gateway.api.openai.stored_chats import ChangedChat
+from services.gateway.api.openai.vllm import TokenizeRequest
+from services.gateway.api.openapi.constraints import constrain
 from services.gateway.batches.service import BatchCreate
-from services.gateway.openapi.constraints import constrain
-from services.gateway.requests.embeddings import EmbeddingRequest
-from services.gateway.requests.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.responses.schemas import InputTokensRequest, ResponseRequest
-from services.gateway.settings import GatewaySettings
-from services.gateway.stored_chats.operations import ChangedChat
-from services.gateway.tokenizing import TokenizeRequest
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.responses.schemas import InputTokensRequest, ResponseRequest
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX
 from shared.limits import LIMITS, PAGE, Limit, page_with_table

@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from services.gateway.batches import jobs as jobs_module
-from services.gateway.batches import runner, runners, turns
+from services.gateway.batches import runner, runners
+from services.gateway.batches import runners as turns
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from shared.messages.batches import BatchJob

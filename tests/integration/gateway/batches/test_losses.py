@@ -30,7 +30,7 @@ from tests.integration.gateway.batches.helpers import (
 )
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, say, until
-from tests.integration.gateway.test_gateway_lost import gateway_process
+from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_process
 
 COUNT = 300
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.cli.sla.intervals import Interval
 from services.cli.sla.ledger import LATE, PATIENCE, Ledger
 from services.cli.sla.report import Scope
-from services.gateway.life.large_records import outline_of
+from services.gateway.lifecycle.records import outline_of
 from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenFrame
 from shared.messages.records import GenerationRecord
 

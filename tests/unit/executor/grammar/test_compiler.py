@@ -16,7 +16,7 @@ from shared.limits import GRAMMAR_BYTES
 from shared.messages import GenerationRequest, Grammar, ModelCard, TokenizerBundle
 from shared.nats.bus import encode
 from tests.unit.executor.grammar.guided_ring import CARD, ask
-from tests.unit.gateway.tiny_tokenizer import tiny_files
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 BAD: list[tuple[Grammar, str]] = [
     (Grammar("regex", "(a"), "unclosed group"),

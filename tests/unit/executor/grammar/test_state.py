@@ -16,7 +16,7 @@ from shared.errors import InvalidGrammar
 from shared.messages import Grammar, ModelCard, TokenizerBundle
 from shared.nats.bus import encode
 from tests.unit.executor.grammar.guided_ring import CARD, ask, state_of
-from tests.unit.gateway.tiny_tokenizer import tiny_files
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 NUMBER = Grammar("regex", "[0-9]{2,3}")
 OBJECT = Grammar("json_schema", '{"type":"object"}')

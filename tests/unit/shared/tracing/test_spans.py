@@ -104,7 +104,7 @@ def test_opentelemetrys_own_variables_turn_it_on(environment: dict[str, str], by
 
 SERVICES = (
     "services.gateway.service",
-    "services.gateway.grpc.api",
+    "services.gateway.api.grpc.api",
     "services.scheduler.service",
     "services.health_monitor.service",
     "services.executor.orchestrator",

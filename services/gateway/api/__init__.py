@@ -1,0 +1,1 @@
+"""What clients see: REST, WebSocket, gRPC, the console."""

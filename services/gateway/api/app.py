@@ -1,0 +1,267 @@
+"""The ASGI application: routes, and around them request ids, errors, logs and metrics."""
+
+import contextlib
+import secrets
+import time
+from typing import Any
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Router, WebSocketRoute
+
+from services.gateway.api.backend import Backend
+from services.gateway.api.console.pages import PATHS, ClusterRoute, page_routes
+from services.gateway.api.openai import operations
+from services.gateway.api.openai.batches import batch_routes
+from services.gateway.api.openai.completions import CompletionsRoute, ModelRoute, ModelsRoute
+from services.gateway.api.openai.files import file_routes
+from services.gateway.api.openai.generations import GenerationRoute, GenerationStreamRoute
+from services.gateway.api.openai.responses import response_routes
+from services.gateway.api.openai.stored_chats import chat_routes
+from services.gateway.api.openai.vllm import (
+    PING,
+    LoadRoute,
+    Pong,
+    SayRoute,
+    TokenizerInfoRoute,
+    TokenizerRoute,
+    Version,
+)
+from services.gateway.api.openapi.document import DocumentRoute, document
+from services.gateway.api.openapi.operation import TEMPLATE, ApiRoute
+from services.gateway.api.websocket import StreamSocket
+from services.gateway.auth.authenticator import ANONYMOUS, PUBLIC_PATHS, Principal, token_of
+from services.gateway.auth.browsers import Browsers, listed
+from services.gateway.core.asgi import header, send_json
+from services.gateway.core.errors import ClientGone, RouteError, describe, headers_of, log_failure, status_of
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.validation import check_request_id
+from services.gateway.tracing.requests import begin_request, end_request
+from shared import tracing
+from shared.errors import InvalidRequest
+from shared.service.endpoints import OpsApp, Receive, Scope, Send
+from shared.version import VERSION
+
+log = structlog.get_logger(__name__)
+
+CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
+EMBEDDINGS, GENERATIONS = "/v1/embeddings", "/v1/generations"
+METRICS = "/metrics"
+RESPONSES = "/v1/responses"
+OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path, PING))
+"""Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody."""
+CLIENT_GONE = 499
+"""nginx's status for a request that its client gave up; in logs and metrics alone."""
+
+
+class GatewayApp:
+    """Every answer carries an x-request-id; every error is in OpenAI's shape."""
+
+    def __init__(
+        self, backend: Backend, ops: OpsApp, settings: GatewaySettings, metrics: GatewayMetrics
+    ) -> None:
+        self._metrics = metrics
+        self._metrics_need_key = settings.metrics_need_key
+        self._backend = backend
+        self._ops = ops
+        self._browsers = Browsers(
+            settings.host, listed(settings.allowed_hosts), listed(settings.allowed_origins)
+        )
+        self._socket = StreamSocket(backend, settings, metrics)
+        chat = CompletionsRoute("chat.completions", backend, settings)
+        completions = CompletionsRoute("completions", backend, settings)
+        embeddings = CompletionsRoute("embeddings", backend, settings)
+        tokenize = TokenizerRoute(backend, settings, back=False)
+        detokenize = TokenizerRoute(backend, settings, back=True)
+        tokenizer_info = TokenizerInfoRoute(backend)
+        self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): completions}
+        """The way of nearly every request, past the router's search."""
+        self._router = Router(
+            routes=[
+                *chat_routes(backend, settings, chat),
+                ApiRoute(completions, operations.COMPLETIONS),
+                ApiRoute(embeddings, operations.EMBEDDINGS),
+                *(ApiRoute(tokenize, item) for item in operations.TOKENIZE),
+                *(ApiRoute(detokenize, item) for item in operations.DETOKENIZE),
+                *(ApiRoute(tokenizer_info, item) for item in operations.TOKENIZER_INFO),
+                ApiRoute(ModelsRoute(backend), operations.MODELS),
+                ApiRoute(ModelRoute(backend), operations.MODEL),
+                ApiRoute(GenerationRoute(backend), operations.GENERATION, operations.CANCEL),
+                ApiRoute(GenerationStreamRoute(backend), operations.GENERATION_STREAM),
+                *response_routes(backend, settings),
+                *file_routes(backend, settings),
+                *batch_routes(backend, settings),
+                WebSocketRoute(STREAM, self._socket),
+                *(ApiRoute(ops, item) for item in operations.OPS),
+                ApiRoute(SayRoute(Version(VERSION)), operations.SERVER_VERSION),
+                ApiRoute(SayRoute(Pong()), *operations.PINGS),
+                ApiRoute(LoadRoute(backend), operations.LOAD),
+                ApiRoute(ClusterRoute(backend), operations.CLUSTER),
+                *page_routes(),
+                ApiRoute(DocumentRoute(lambda: document(self.routes, settings)), operations.DOCUMENT),
+            ],
+            redirect_slashes=False,
+            default=_not_found,
+        )
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        return self._router.routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return
+        scope["app"] = self  # lets the router raise where it would else answer in plain text
+        public = scope["path"] in PUBLIC_PATHS and not (self._metrics_need_key and scope["path"] == METRICS)
+        if public and scope["type"] == "http":
+            await self._ops(scope, receive, send)
+            return
+        # Counted from here on: what a connection brought before it was closed to more is answered.
+        answer = self._traced if tracing.on() and scope["type"] == "http" else self._exchange
+        with self._backend.active() if scope["type"] == "http" else contextlib.nullcontext():
+            await answer(scope, receive, _Exchange(scope, send))
+
+    async def _traced(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
+        span = begin_request(scope)
+        try:
+            with tracing.active(span):
+                await self._exchange(scope, receive, exchange)
+        finally:
+            end_request(span, scope, exchange.status, _route(scope))
+
+    async def _exchange(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
+        try:
+            exchange.take_request_id()
+            self._browsers.check(scope, everybody=self._backend.authenticator.open)
+            scope["state"]["principal"] = self._principal(scope)
+            app = self._direct.get((scope.get("method", ""), scope["path"]), self._router)
+            await app(scope, receive, exchange.send)
+        except Exception as error:
+            await exchange.fail(error)
+        finally:
+            self._account(scope, exchange)
+
+    def _principal(self, scope: Scope) -> Principal:
+        """Who asks. Anybody may load a page, which asks for the key with which it asks for everything else."""
+        if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
+            return ANONYMOUS
+        return self._backend.authenticator.authenticate(token_of(scope))
+
+    def _account(self, scope: Scope, exchange: "_Exchange") -> None:
+        if scope["type"] != "http":
+            return
+        seconds = time.perf_counter() - exchange.began
+        route, model = _route(scope), scope["state"].get("model", "")
+        self._metrics.requests.labels(route, model, exchange.status).inc()
+        self._metrics.duration.labels(route).observe(seconds)
+        log.info(
+            "request",
+            method=scope["method"],
+            path=scope["path"][:256],
+            status=exchange.status,
+            model=model,
+            milliseconds=round(seconds * 1000, 1),
+        )
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.began = time.perf_counter()
+        self.status = 0
+        self._scope = scope
+        self._send = send
+        self.request_id = f"req-{secrets.token_hex(12)}"
+        self._remember()
+
+    def take_request_id(self) -> None:
+        """The client's, where it sent one. Raises `InvalidParameter`."""
+        given = check_request_id(header(self._scope, b"x-request-id"))
+        if given:
+            self.request_id = given
+            self._remember()
+
+    def _remember(self) -> None:
+        state = self._scope.setdefault("state", {})
+        state["request_id"] = self.request_id
+        self._more_headers = state.setdefault("answer_headers", {})
+        structlog.contextvars.bind_contextvars(request_id=self.request_id)
+
+    async def send(self, message: Any) -> None:
+        if message["type"] in ("http.response.start", "websocket.accept"):
+            self.status = message.get("status", 101)
+            more = {"x-request-id": self.request_id, **self._more_headers}
+            message["headers"] = [
+                *message.get("headers", ()),
+                *((name.encode(), value.encode()) for name, value in more.items()),
+            ]
+        await self._send(message)
+
+    async def fail(self, error: Exception) -> None:
+        """Answers with `error`, if there was no answer yet."""
+        if isinstance(error, ClientGone):
+            self.status = CLIENT_GONE
+            return
+        if isinstance(error, HTTPException):
+            error = _route_error(self._scope, error)
+        if not isinstance(error, InvalidRequest):
+            log_failure(error)
+        send = self.send
+        if self._scope["type"] == "websocket":
+            if self.status or "websocket.http.response" not in self._scope.get("extensions", {}):
+                await self._send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
+                return
+            send = self._deny
+        if not self.status:
+            await send_json(send, status_of(error), describe(error, self.request_id), headers_of(error))
+        else:
+            self.status = status_of(error)  # a stream has told it: for logs and metrics alone
+
+    async def _deny(self, message: Any) -> None:
+        """Answers a WebSocket's handshake like a request (ASGI's extension `websocket.http.response`)."""
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"x-request-id", self.request_id.encode())]
+        await self._send({**message, "type": f"websocket.{message['type']}"})
+
+
+def _route_error(scope: Scope, error: HTTPException) -> RouteError:
+    """What the router raised, in our words."""
+    allow = (error.headers or {}).get("Allow", "")
+    return RouteError(
+        f"Not allowed to {scope['method']} {scope['path'][:256]}; allowed: {allow or 'other methods'}.",
+        status=error.status_code,
+        reason="method_not_allowed",
+        allow=allow,
+    )
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        raise RouteError(f"The WebSocket is at {STREAM}.", status=404, reason="unknown_url")
+    hint = "see /openapi.json, or /docs in a browser, for what is here"
+    if scope["path"] == STREAM:
+        hint = "it is a WebSocket"
+    elif meant := _meant(scope):
+        hint = f"it is at {meant}"
+    raise RouteError(
+        f"Unknown request URL: {scope['method']} {scope['path'][:256]}; {hint}.",
+        status=404,
+        reason="unknown_url",
+    )
+
+
+def _meant(scope: Scope) -> str:
+    """The path that a client asks for whose base URL lacks /v1, or has it twice; empty: there is none."""
+    path = scope["path"]
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    known = any(getattr(route, "path", "") == meant for route in scope["app"].routes)
+    return meant if known else ""
+
+
+def _route(scope: Scope) -> str:
+    """The route that a request took, for metrics: one of few."""
+    if scope["path"] in (CHAT, COMPLETIONS):
+        return str(scope["path"])
+    return str(scope.get(TEMPLATE, "other"))

@@ -1,0 +1,157 @@
+"""What the routes work with: there once the service has started, closed to new work when it stops.
+
+starting ──open──▶ serving ──drain──▶ draining ──close──▶ closed
+refuses            takes              sessions begin      refuses
+everything         everything         nothing new         everything
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from services.gateway.auth.authenticator import Authenticator
+from services.gateway.batches.files import Files
+from services.gateway.batches.service import Batches
+from services.gateway.core.catalog import Catalog
+from services.gateway.intake.intake import Intake
+from services.gateway.persistence.chats import StoredChats
+from services.gateway.persistence.responses import ResponseLookup
+from services.gateway.streams.reading import Reading
+from shared.errors import Unavailable
+
+if TYPE_CHECKING:
+    from services.gateway.api.cluster import Cluster
+
+
+def shutting_down() -> Unavailable:
+    """What requests are told while the gateway stops."""
+    return Unavailable(
+        "The gateway is shutting down; send the request again, or go on with a stream at another gateway by "
+        "its last event id.",
+        retry_after=1,
+    )
+
+
+T = TypeVar("T")
+
+
+def _started(part: T | None) -> T:
+    if part is None:
+        raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
+    return part
+
+
+class Backend:
+    """Opened by the service, asked by the routes, which are built before NATS is connected."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self.authenticator = authenticator
+        self._intake: Intake | None = None
+        self._reading: Reading | None = None
+        self._catalog: Catalog | None = None
+        self._responses: ResponseLookup | None = None
+        self._stored_chats: StoredChats | None = None
+        self._files: Files | None = None
+        self._batches: Batches | None = None
+        self.cluster: Cluster | None = None
+        """For the console; None until the gateway has started."""
+        self._draining = self._closed = False
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(
+        self,
+        intake: Intake,
+        reading: Reading,
+        catalog: Catalog,
+        responses: ResponseLookup,
+        stored_chats: StoredChats,
+    ) -> None:
+        """From now on requests are taken."""
+        self._intake, self._reading, self._catalog = intake, reading, catalog
+        self._responses, self._stored_chats = responses, stored_chats
+
+    def open_jobs(self, files: Files, batches: Batches) -> None:
+        """From now on files and batches are served."""
+        self._files, self._batches = files, batches
+
+    def drain(self) -> None:
+        """From now on sessions, which outlast their requests, begin nothing new. What came over a connection that
+        ends with its answer is served: it was sent before its client could know."""
+        self._draining = True
+
+    def close(self) -> None:
+        """From now on everything is refused."""
+        self._closed = True
+
+    def check_draining(self) -> None:
+        """For a session that is about to begin something. Raises `Unavailable`."""
+        if self._draining:
+            raise shutting_down()
+
+    @property
+    def intake(self) -> Intake:
+        """For a new request. Raises `Unavailable`."""
+        return self._there(self._intake)
+
+    @property
+    def reading(self) -> Reading:
+        """For a generation that exists. Raises `Unavailable`."""
+        return self._there(self._reading)
+
+    @property
+    def responses(self) -> ResponseLookup:
+        """For a response that exists. Raises `Unavailable`."""
+        return self._there(self._responses)
+
+    @property
+    def stored_chats(self) -> StoredChats:
+        """For a chat completion that was stored. Raises `Unavailable`."""
+        return self._there(self._stored_chats)
+
+    @property
+    def files(self) -> Files:
+        """Raises `Unavailable`."""
+        return self._there(self._files)
+
+    @property
+    def batches(self) -> Batches:
+        """Raises `Unavailable`."""
+        return self._there(self._batches)
+
+    @property
+    def catalog(self) -> Catalog:
+        """To its end: what is there may be asked for as long as anybody listens. Raises `Unavailable`."""
+        return _started(self._catalog)
+
+    def _there(self, part: T | None) -> T:
+        if self._closed:
+            raise shutting_down()
+        return _started(part)
+
+    @property
+    def active_now(self) -> int:
+        """Requests, and generations on WebSockets, that are being worked on."""
+        return self._active
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Around the work for one request."""
+        self._active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    async def idle(self, within: float) -> bool:
+        """Waits until no request is being worked on; False when that takes longer than `within` seconds."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), within)
+        except TimeoutError:
+            return False
+        return True

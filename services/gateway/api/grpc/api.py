@@ -1,0 +1,98 @@
+"""Who calls: the one place of the gRPC API where a key is looked at, before a request is read.
+
+The gRPC API of a gateway, put together; and what is logged and counted of its calls.
+"""
+
+import ssl
+import time
+from collections.abc import Callable
+
+import structlog
+from google.rpc.code_pb2 import Code
+
+from services.gateway.api.backend import Backend
+from services.gateway.api.grpc.call import Call
+from services.gateway.api.grpc.health import SERVICE as HEALTH
+from services.gateway.api.grpc.health import HealthService, ReflectionService
+from services.gateway.api.grpc.inference import SERVICE, Inference
+from services.gateway.api.grpc.server import GrpcServer, ServerOptions
+from services.gateway.api.grpc.status import code_of
+from services.gateway.core.errors import ClientGone, log_failure, status_of
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.server.connections import Door
+from shared.errors import InvalidRequest
+from shared.service.endpoints import Health
+from shared.service.listener import bind
+
+
+def authorizer(backend: Backend) -> Callable[[Call], None]:
+    """What the server asks of every call whose method is not public; it raises where a call is refused."""
+
+    def authorize(call: Call) -> None:
+        scheme, _, token = (call.metadata("authorization") or "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else call.metadata("x-api-key")
+        call.principal = backend.authenticator.authenticate(given)
+
+    return authorize
+
+
+log = structlog.get_logger(__name__)
+
+CLIENT_GONE = 499
+"""As in the logs and metrics of the REST API."""
+
+
+def make_server(
+    backend: Backend,
+    settings: GatewaySettings,
+    health: Callable[[], Health],
+    metrics: GatewayMetrics,
+    port: int,
+    tls: ssl.SSLContext | None = None,
+    door: Door | None = None,
+) -> GrpcServer:
+    """A server on `port`, not started yet. Raises `PortInUse`, `ConfigurationError`."""
+    methods = {
+        **Inference(backend, settings).methods(),
+        **HealthService(health, [SERVICE]).methods(),
+        **ReflectionService([SERVICE, HEALTH]).methods(),
+    }
+    options = ServerOptions(
+        message_limit=settings.body_limit,
+        message_timeout=settings.body_timeout,
+        keepalive=settings.grpc_keepalive,
+        keepalive_timeout=settings.grpc_keepalive / 3,
+    )
+    sock = bind(settings.host, port, option="--grpc-port")
+    accounts = Accounts(metrics, frozenset(methods))
+    return GrpcServer(sock, methods, options, accounts.on_done, authorizer(backend), tls, door)
+
+
+class Accounts:
+    """Every call is logged and counted under its path, beside the REST API's requests."""
+
+    def __init__(self, metrics: GatewayMetrics, paths: frozenset[str]) -> None:
+        self._metrics = metrics
+        self._paths = paths
+
+    def on_done(self, call: Call) -> None:
+        """`call` has ended."""
+        error = call.error
+        seconds = time.perf_counter() - call.began
+        gone = isinstance(error, ClientGone)
+        status = 200 if error is None else CLIENT_GONE if gone else status_of(error)
+        structlog.contextvars.bind_contextvars(request_id=call.request_id)  # also where it never began
+        if isinstance(error, Exception) and not gone and not isinstance(error, InvalidRequest):
+            log_failure(error)
+        route = call.headers.path if call.headers.path in self._paths else "other"
+        self._metrics.requests.labels(route, call.model, status).inc()
+        self._metrics.duration.labels(route).observe(seconds)
+        log.info(
+            "request",
+            method="gRPC",
+            path=call.headers.path[:256],
+            status=Code.Name(0 if error is None else 1 if gone else code_of(error)),
+            model=call.model,
+            milliseconds=round(seconds * 1000, 1),
+        )

@@ -1,0 +1,168 @@
+"""SubmitBatch, GetBatch, CancelBatch, ListBatches: the batches of /v1/batches, as protobuf messages."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from services.gateway.api.backend import Backend
+from services.gateway.api.grpc import requests
+from services.gateway.api.grpc.call import Call
+from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.api.grpc.tools import missing
+from services.gateway.api.openai.batches import MOST, USUAL
+from services.gateway.api.openai.files import BATCH_EXPIRY
+from services.gateway.auth.authenticator import Principal
+from services.gateway.batches.service import BatchCreate
+from services.gateway.core.errors import InvalidParameter, RouteError, check_range
+from services.gateway.intake import validation
+from shared.errors import InvalidRequest
+from shared.messages.batches import BatchJob, ExpiresAfter
+
+_KEYS_OF = "grpc "
+"""Before an idempotency key: no key of the REST API has a space, so that the two APIs' are apart."""
+_WINDOW = "24h"
+
+
+class BatchMethods:
+    """The methods."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def submit(self, call: Call) -> None:
+        """SubmitBatch."""
+        given = requests.decode(pb.SubmitBatchRequest, call.take())
+        with self._backend.active():
+            key = validation.check_idempotency_key(call.metadata("idempotency-key"))
+            job = await self._submitted(given, call.principal, _KEYS_OF + key if key else "")
+        await call.send(pb.SubmitBatchResponse(batch=shown(job)).SerializeToString())
+
+    async def get(self, call: Call) -> None:
+        """GetBatch."""
+        given = requests.decode(pb.GetBatchRequest, call.take())
+        with self._backend.active():
+            job = await self._backend.batches.get(_named(given.batch_id), call.principal.tenant)
+        await call.send(pb.GetBatchResponse(batch=shown(job)).SerializeToString())
+
+    async def cancel(self, call: Call) -> None:
+        """CancelBatch."""
+        given = requests.decode(pb.CancelBatchRequest, call.take())
+        with self._backend.active():
+            job = await self._backend.batches.cancel(_named(given.batch_id), call.principal.tenant)
+        await call.send(pb.CancelBatchResponse(batch=shown(job)).SerializeToString())
+
+    async def listed(self, call: Call) -> None:
+        """ListBatches."""
+        given = requests.decode(pb.ListBatchesRequest, call.take())
+        size = given.page_size or USUAL
+        check_range("page_size", size, 1, MOST)
+        with self._backend.active():
+            batches = self._backend.batches
+            try:
+                jobs, more = await batches.listed(call.principal.tenant, given.page_token or None, size)
+            except RouteError:
+                raise InvalidParameter(
+                    "Invalid 'page_token': it is not the next_page_token of a page of your batches; leave it out for "
+                    "the first page.",
+                    param="page_token",
+                    reason="invalid_value",
+                ) from None
+        page = pb.ListBatchesResponse(
+            batches=[shown(job) for job in jobs], next_page_token=jobs[-1].id if more else ""
+        )
+        await call.send(page.SerializeToString())
+
+    async def _submitted(self, given: pb.SubmitBatchRequest, principal: Principal, key: str) -> BatchJob:
+        kind = given.WhichOneof("input")
+        if kind is None:
+            raise missing("input", "input_file_id or jsonl")
+        print_ = requests.fingerprint(given) if key else ""
+        batches = self._backend.batches
+        if key and (known := await batches.known(principal, key, print_)) is not None:
+            return known
+        if kind == "input_file_id":
+            return await batches.submit(_wanted(given, given.input_file_id), principal, key, print_)
+        batches.check(_wanted(given, ""))
+        return await self._submitted_lines(given, principal, key, print_)
+
+    async def _submitted_lines(
+        self, given: pb.SubmitBatchRequest, principal: Principal, key: str, print_: str
+    ) -> BatchJob:
+        """With the lines as a file of their own, which is gone again where no batch came of it."""
+        files = self._backend.files
+        await self._backend.intake.count(principal, {})
+        size = len(given.jsonl)
+        async with files.receive(principal.tenant, "input.jsonl", _parts(given.jsonl), size) as record:
+            expires = record.created_at + BATCH_EXPIRY
+            file = await files.publish(msgspec.structs.replace(record, purpose="batch", expires_at=expires))
+        used = ""
+        try:
+            job = await self._backend.batches.submit(_wanted(given, file.id), principal, key, print_)
+            used = job.input_file_id
+        except InvalidRequest:
+            await files.delete(file.id, principal.tenant)
+            raise
+        if used != file.id:  # the same request, under the same key, was faster
+            with contextlib.suppress(InvalidRequest):
+                await files.delete(file.id, principal.tenant)
+        return job
+
+
+def _named(batch: str) -> str:
+    if not batch:
+        raise missing("batch_id", "the id of a batch")
+    return batch
+
+
+async def _parts(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+def _wanted(given: pb.SubmitBatchRequest, file: str) -> BatchCreate:
+    expires = given.HasField("output_expires_after_seconds")
+    return BatchCreate(
+        input_file_id=file,
+        endpoint=given.endpoint,
+        completion_window=given.completion_window or _WINDOW,
+        metadata=dict(given.metadata) or None,
+        output_expires_after=ExpiresAfter(given.output_expires_after_seconds) if expires else None,
+    )
+
+
+def shown(job: BatchJob) -> pb.Batch:
+    """A batch for the client."""
+    ended = job.completed_at or job.failed_at or job.expired_at or job.cancelled_at
+    usage = pb.Usage(
+        prompt_tokens=job.usage.input,
+        completion_tokens=job.usage.output,
+        cached_tokens=job.usage.cached,
+    )
+    return pb.Batch(
+        id=job.id,
+        status=f"BATCH_STATUS_{job.status.upper()}",
+        endpoint=job.endpoint,
+        input_file_id=job.input_file_id,
+        output_file_id=job.output_file_id,
+        error_file_id=job.error_file_id,
+        total=job.counts.total,
+        completed=job.counts.completed,
+        failed=job.counts.failed,
+        create_time=_time(job.created_at),
+        expire_time=_time(job.expires_at),
+        end_time=_time(ended) if ended else None,
+        errors=[
+            pb.BatchError(line=one.line or 0, code=one.code, message=one.message, param=one.param or "")
+            for one in job.errors
+        ],
+        metadata=job.metadata or {},
+        model=job.model,
+        usage=usage if ended else None,
+    )
+
+
+def _time(seconds: float) -> Timestamp:
+    made = Timestamp()
+    made.FromNanoseconds(int(seconds * 1e9))
+    return made

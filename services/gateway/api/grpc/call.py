@@ -1,0 +1,258 @@
+"""One call: its request, its answer, and its end, whoever brings it about."""
+
+import asyncio
+import time
+from typing import Protocol
+
+from services.gateway.api.grpc.framing import MessageReader
+from services.gateway.api.grpc.status import trailers
+from services.gateway.auth.authenticator import ANONYMOUS
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.server.http2.connection import Connection
+from services.gateway.server.http2.frames import Stream
+from services.gateway.server.http2.hpack import RESPONSE, Headers
+from services.gateway.streams.run import Mailbox
+
+
+class Peer(Protocol):
+    """The connection that the call came on."""
+
+    connection: Connection
+    paused: bool
+    """Whether what was written waits for the client to read."""
+
+    def flush_soon(self) -> None: ...
+
+    def hold(self, change: int) -> None:
+        """So many bytes more are held of request messages that nobody has taken yet. Raises `QueueFull`."""
+        ...
+
+
+class Call:
+    """Given to a method. What it has not read and sent when it returns is not wanted."""
+
+    __slots__ = (
+        "_begun",
+        "_ended",
+        "_held",
+        "_loop",
+        "_mailboxes",
+        "_messages",
+        "_peer",
+        "_reader",
+        "_receiving",
+        "_sending",
+        "_single",
+        "_stream",
+        "began",
+        "complete",
+        "deadline",
+        "error",
+        "finished",
+        "headers",
+        "model",
+        "principal",
+        "public",
+        "request_id",
+        "timer",
+        "trailing",
+    )
+
+    def __init__(self, peer: Peer, stream: Stream, headers: Headers, request_id: str = "") -> None:
+        self._peer = peer
+        self._stream = stream
+        self._loop = asyncio.get_running_loop()
+        self._reader = MessageReader(0)
+        self._single = True
+        self._messages: list[bytes] = []
+        self._held = 0
+        """Bytes of messages that nobody has taken yet."""
+        self._receiving: asyncio.Future[None] | None = None
+        self._sending: asyncio.Future[None] | None = None
+        self._mailboxes: list[Mailbox] = []
+        self._ended: BaseException | None = None
+        self._begun = False
+        self.headers = headers
+        self.request_id = request_id
+        self.began = time.perf_counter()
+        self.deadline: float | None = None
+        """Unix seconds until which the client waits."""
+        self.timer: asyncio.TimerHandle | None = None
+        self.complete = False
+        """Whether the client has sent all it will."""
+        self.finished = False
+        self.error: BaseException | None = None
+        """What it ended with, once it is finished."""
+        self.model = ""
+        """For logs and metrics."""
+        self.principal = ANONYMOUS
+        """Whose call it is."""
+        self.public = False
+        """Whether it needed no key."""
+        self.trailing: dict[str, str] = {}
+        """More trailing metadata."""
+
+    # --- for methods -----------------------------------------------------------------------------
+
+    def metadata(self, name: str) -> str | None:
+        """A value of the request's metadata."""
+        return self.headers.metadata.get(name)
+
+    @property
+    def alive(self) -> bool:
+        """Whether somebody waits for its answer."""
+        return self._ended is None
+
+    def take(self) -> bytes:
+        """The one message of a call that has one; once."""
+        message = self._messages.pop()
+        self._hold()
+        return message
+
+    async def receive(self) -> bytes | None:
+        """The next message; None when there are no more. Raises what `end` was given."""
+        while not self._messages:
+            if self._ended is not None:
+                raise self._ended
+            if self.complete:
+                return None
+            self._receiving = self._loop.create_future()
+            try:
+                await self._receiving
+            finally:
+                self._receiving = None
+        message = self._messages.pop(0)
+        self._hold()
+        if not self._messages:
+            self._release()
+        return message
+
+    async def send(self, message: bytes) -> None:
+        """Returns when the client's window and the socket have taken it. Raises what `end` was given."""
+        if self._ended is not None:
+            raise self._ended
+        peer = self._peer
+        headers = b"" if self._begun else RESPONSE
+        self._begun = True
+        fits = peer.connection.send(self._stream, headers, message)
+        peer.flush_soon()
+        if not fits or peer.paused:
+            await self._until_writable()
+
+    async def wait(self, news: "asyncio.Future[None]") -> None:
+        """Returns when `news` is done, or earlier. Raises what `end` was given."""
+        if self._ended is None:
+            self._receiving = self._loop.create_future()
+            try:
+                await asyncio.wait((news, self._receiving), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._receiving = None
+        if self._ended is not None:
+            raise self._ended
+
+    def watch(self, mailbox: Mailbox) -> None:
+        """`mailbox` is closed when the call ends before the method does. Raises what `end` was given."""
+        if self._ended is not None:
+            raise self._ended
+        self._mailboxes.append(mailbox)
+
+    def unwatch(self, mailbox: Mailbox) -> None:
+        """Undoes `watch`."""
+        if mailbox in self._mailboxes:
+            self._mailboxes.remove(mailbox)
+
+    # --- for the connection ----------------------------------------------------------------------
+
+    def expect(self, reader: MessageReader, *, single: bool) -> None:
+        """`reader` is for its messages; `single`: it takes one alone."""
+        self._reader = reader
+        self._single = single
+
+    def feed(self, data: bytes, ended: bool) -> None:
+        """More of the request. Raises as `MessageReader.feed`, and `QueueFull`."""
+        self.complete = ended
+        if data:
+            self._messages += self._reader.feed(data)
+            if self._single and self._messages and (self._reader.partial or len(self._messages) > 1):
+                raise self._not_single()
+            self._hold()
+            if len(self._messages) < 2:  # else the reader is slow: let it be told to wait
+                self._release()
+        if ended and self._single and not self._messages:
+            raise self._not_single()
+        self._wake(self._receiving)
+
+    def _not_single(self) -> InvalidParameter:
+        more = " and a part" if self._reader.partial else ""
+        return InvalidParameter(
+            f"The call has {len(self._messages)} whole request messages{more}, and takes exactly one.",
+            param=None,
+            reason="invalid_value",
+        )
+
+    def end(self, reason: BaseException) -> None:
+        """The client has gone, or its time is over: whatever the method waits for raises `reason`."""
+        if self._ended is not None:
+            return
+        self._ended = reason
+        self._forget()
+        for mailbox in self._mailboxes:
+            mailbox.close(reason)
+        self._wake(self._receiving)
+        self._wake(self._sending)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Ends the answer. Twice is safe: the first counts."""
+        if self.finished:
+            return
+        error = error or self._ended
+        self.finished, self.error = True, error
+        self._forget()
+        if self.timer is not None:
+            self.timer.cancel()
+        end = trailers(error, self.request_id, self.trailing)
+        self._peer.connection.end(self._stream, end if self._begun else RESPONSE + end)
+        self._peer.flush_soon()
+
+    def refuse(self, error: BaseException) -> None:
+        """Ends a call for what it asks; it counts as one that costs the client nothing."""
+        self._stream.refused = True
+        self.finish(error)
+
+    def writable(self) -> None:
+        """The client has made room."""
+        self._wake(self._sending)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _hold(self) -> None:
+        """Tells the connection what is held now."""
+        before, self._held = self._held, self._reader.size + sum(map(len, self._messages))
+        if self._held != before:
+            self._peer.hold(self._held - before)
+
+    def _forget(self) -> None:
+        """Nothing more of its messages is wanted."""
+        if self._held:
+            self._reader = MessageReader(0)
+            self._peer.hold(-self._held)
+            self._held = 0
+
+    def _release(self) -> None:
+        self._peer.connection.release(self._stream)
+        self._peer.flush_soon()
+
+    async def _until_writable(self) -> None:
+        while self._stream.pending or self._peer.paused:
+            if self._ended is not None:
+                raise self._ended
+            self._sending = self._loop.create_future()
+            try:
+                await self._sending
+            finally:
+                self._sending = None
+
+    @staticmethod
+    def _wake(waiter: "asyncio.Future[None] | None") -> None:
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

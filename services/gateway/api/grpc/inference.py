@@ -1,0 +1,168 @@
+"""ryzanstein.v1.InferenceService: each method from its request to its answer."""
+
+import msgspec
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from services.gateway.api.backend import Backend
+from services.gateway.api.grpc import requests
+from services.gateway.api.grpc.batches import BatchMethods
+from services.gateway.api.grpc.call import Call
+from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.api.grpc.requests import EmbedView, EventView, decode
+from services.gateway.api.grpc.server import Method
+from services.gateway.api.grpc.session import CHAT, GENERATE, ChatSession, context_of, send_events
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake import validation
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.streams import cursor
+from shared.messages import ModelCard
+
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+class Inference:
+    """The service's methods."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings
+
+    def methods(self) -> dict[str, Method]:
+        """By path."""
+        session = ChatSession(self._backend, self._settings)
+        batches = BatchMethods(self._backend)
+        unary = {
+            "Generate": self.generate,
+            "Chat": self.chat,
+            "Attach": self.attach,
+            "Cancel": self.cancel,
+            "Tokenize": self.tokenize,
+            "Detokenize": self.detokenize,
+            "ListModels": self.list_models,
+            "Embed": self.embed,
+            "SubmitBatch": batches.submit,
+            "GetBatch": batches.get,
+            "CancelBatch": batches.cancel,
+            "ListBatches": batches.listed,
+        }
+        found = {f"/{SERVICE}/{name}": Method(answer) for name, answer in unary.items()}
+        return found | {f"/{SERVICE}/ChatSession": Method(session.serve, streamed=True)}
+
+    async def generate(self, call: Call) -> None:
+        """Generate."""
+        given = decode(pb.GenerateRequest, call.take())
+        await self._answer(call, GENERATE, given, requests.completion_request(given))
+
+    async def chat(self, call: Call) -> None:
+        """Chat."""
+        given = decode(pb.ChatRequest, call.take())
+        await self._answer(call, CHAT, given, requests.chat_request(given))
+
+    async def _answer(
+        self,
+        call: Call,
+        endpoint: str,
+        given: pb.GenerateRequest | pb.ChatRequest,
+        request: ChatCompletionRequest | CompletionRequest,
+    ) -> None:
+        with self._backend.active():
+            intake = self._backend.intake
+            view = EventView(given.output)
+            context = msgspec.structs.replace(context_of(call, self._settings), view=view)
+            print_ = requests.fingerprint(given) if context.key else ""
+            run = await intake.prepare_decoded(endpoint, request, context, print_)
+            call.model = run.model
+            try:
+                call.watch(run.mailbox)
+                await run.begin()
+                await send_events(run, view, call.send)
+            finally:
+                run.close()
+
+    async def attach(self, call: Call) -> None:
+        """Attach."""
+        given = decode(pb.AttachRequest, call.take())
+        with self._backend.active():
+            view = EventView(given.output)
+            after = cursor.parse(given.position, "position") if given.position else None
+            run = await self._backend.reading.attach(
+                given.generation_id, after, how="grpc", view=view, tenant=call.principal.tenant
+            )
+            call.model = run.model
+            try:
+                call.watch(run.mailbox)
+                await send_events(run, view, call.send)
+            finally:
+                run.close()
+
+    async def cancel(self, call: Call) -> None:
+        """Cancel."""
+        given = decode(pb.CancelRequest, call.take())
+        with self._backend.active():
+            answer, going = await self._backend.reading.cancel(given.generation_id, call.principal.tenant)
+            call.model = answer.record.requests[0].model
+        await call.send(pb.CancelResponse(cancelled=going).SerializeToString())
+
+    async def tokenize(self, call: Call) -> None:
+        """Tokenize."""
+        given = decode(pb.TokenizeRequest, call.take())
+        with self._backend.active():
+            card, tokenizer = await self._backend.intake.tokenizer(given.model)
+            call.model = card.model
+            kind = given.WhichOneof("input")
+            if kind is None:
+                raise InvalidParameter(
+                    "Missing required parameter: 'input'; send text or conversation.",
+                    param="input",
+                    reason="missing_required_parameter",
+                )
+            if kind == "text":
+                ids = await tokenizer.encode(given.text)
+            else:
+                chat = requests.conversation_request(given.model, given.conversation)
+                ids = await self._backend.intake.chat_prompt(chat)
+        shown = pb.TokenizeResponse(token_ids=ids, context_length=card.context_length)
+        await call.send(shown.SerializeToString())
+
+    async def detokenize(self, call: Call) -> None:
+        """Detokenize."""
+        given = decode(pb.DetokenizeRequest, call.take())
+        with self._backend.active():
+            card, tokenizer = await self._backend.intake.tokenizer(given.model)
+            call.model = card.model
+            ids = list(given.token_ids)
+            validation.check_token_ids("token_ids", ids, card.vocab_size)
+            text = await tokenizer.decode_many(ids, skip_special_tokens=given.skip_special_tokens)
+        await call.send(pb.DetokenizeResponse(text=text).SerializeToString())
+
+    async def list_models(self, call: Call) -> None:
+        """ListModels."""
+        decode(pb.ListModelsRequest, call.take())
+        models = [_model(card) for card in self._backend.catalog.listed()]
+        await call.send(pb.ListModelsResponse(models=models).SerializeToString())
+
+    async def embed(self, call: Call) -> None:
+        """Embed."""
+        given = decode(pb.EmbedRequest, call.take())
+        with self._backend.active():
+            context = msgspec.structs.replace(context_of(call, self._settings), view=EmbedView())
+            print_ = requests.fingerprint(given) if context.key else ""
+            request = requests.embedding_request(given)
+            run = await self._backend.intake.prepare_decoded("grpc.Embed", request, context, print_)
+            call.model = run.model
+            try:
+                call.watch(run.mailbox)
+                await run.begin()
+                await call.send(await run.collect())
+            finally:
+                run.close()
+
+
+def _model(card: ModelCard) -> pb.Model:
+    return pb.Model(
+        id=card.model,
+        create_time=Timestamp(seconds=int(card.created)),
+        context_length=card.context_length,
+        vocabulary_size=card.vocab_size,
+    )

@@ -1,0 +1,221 @@
+"""From protobuf requests to those that the REST API decodes from JSON. What is wrong with them is said there."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
+
+from services.gateway.api.grpc.encoding import EmbedFormat, EventFormat, TokenOutput
+from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.api.grpc.tools import calls_of, choice_of, format_of, missing, object_in, tools_of
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
+from services.gateway.lifecycle.answer import Answer
+from services.gateway.streams.embeddings import VectorOutput
+from services.gateway.streams.formats import Format
+from services.gateway.streams.output import Output
+from services.gateway.streams.reading import output_of, prompt_list, shown_as_asked
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.messages import GenerationRequest
+
+MessageT = TypeVar("MessageT", bound=Protobuf)
+
+_ROLES = {
+    pb.ROLE_SYSTEM: "system",
+    pb.ROLE_DEVELOPER: "developer",
+    pb.ROLE_USER: "user",
+    pb.ROLE_ASSISTANT: "assistant",
+    pb.ROLE_TOOL: "tool",
+}
+_SAME = frozenset(
+    (
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "n",
+        "ignore_eos",
+        "min_tokens",
+        "skip_special_tokens",
+        "truncate_prompt_tokens",
+        "prompt_logprobs",
+    )
+)
+"""Fields of SamplingParameters that a request has under the same name."""
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+_USAGE = StreamOptions(include_usage=True)
+
+
+def decode(kind: type[MessageT], data: bytes) -> MessageT:
+    """Raises `InvalidParameter` for what is no such message."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidParameter(
+            f"The request is no {kind.DESCRIPTOR.full_name} ({len(data)} bytes); build the client from the server's "
+            "protobuf definitions.",
+            param=None,
+            reason="invalid_protobuf",
+        ) from None
+
+
+def fingerprint(request: Protobuf) -> str:
+    """The same for requests that say the same, as far as protobuf tells."""
+    return hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+
+
+def chat_request(given: pb.ChatRequest) -> ChatCompletionRequest:
+    """Raises `InvalidParameter`."""
+    fields = _fields(given.sampling)
+    logprobs = fields.pop("logprobs", None)
+    if logprobs is not None:
+        fields["logprobs"], fields["top_logprobs"] = True, logprobs
+    return ChatCompletionRequest(
+        model=given.model,
+        messages=messages_of(given.messages),
+        prompt_cache_key=given.prompt_cache_key if given.HasField("prompt_cache_key") else None,
+        tools=tools_of(given.tools),
+        tool_choice=choice_of(given.tool_choice) if given.HasField("tool_choice") else None,
+        parallel_tool_calls=given.parallel_tool_calls if given.HasField("parallel_tool_calls") else None,
+        reasoning_effort=given.reasoning_effort if given.HasField("reasoning_effort") else None,
+        chat_template_kwargs=_template_variables(given),
+        **format_of(given),
+        **_delivery(given.output),
+        **fields,
+    )
+
+
+def completion_request(given: pb.GenerateRequest) -> CompletionRequest:
+    """Raises `InvalidParameter`."""
+    kind = given.WhichOneof("prompt")
+    if kind is None:
+        raise missing("prompt", "text or tokens")
+    return CompletionRequest(
+        model=given.model,
+        prompt=given.text if kind == "text" else [list(given.tokens.ids)],
+        prompt_cache_key=given.prompt_cache_key if given.HasField("prompt_cache_key") else None,
+        echo=given.echo if given.HasField("echo") else None,
+        **format_of(given),
+        **_delivery(given.output),
+        **_fields(given.sampling),
+    )
+
+
+def _template_variables(given: pb.ChatRequest) -> dict[str, Any] | None:
+    if not given.HasField("chat_template_kwargs_json"):
+        return None
+    return object_in(
+        given.chat_template_kwargs_json, "chat_template_kwargs", "variables for the chat template"
+    )
+
+
+def conversation_request(model: str, given: pb.Conversation) -> ChatCompletionRequest:
+    """A chat of which only the prompt is wanted. Raises `InvalidParameter`."""
+    return ChatCompletionRequest(
+        model=model, messages=messages_of(given.messages), tools=tools_of(given.tools)
+    )
+
+
+def messages_of(given: Sequence[pb.ChatMessage]) -> list[Message]:
+    """A conversation. Raises `InvalidParameter` for a message that nobody says."""
+    found = []
+    for index, message in enumerate(given):
+        role = _ROLES.get(message.role)
+        if role is None:
+            raise missing(f"messages[{index}].role", "one of the values of Role")
+        calls = calls_of(message.tool_calls)
+        found.append(
+            Message(
+                role,
+                (message.content or None) if calls else message.content,
+                message.name if message.HasField("name") else None,
+                message.tool_call_id if message.HasField("tool_call_id") else None,
+                calls,
+                reasoning_content=message.reasoning if message.HasField("reasoning") else None,
+            )
+        )
+    return found
+
+
+def _fields(sampling: pb.SamplingParameters) -> dict[str, Any]:
+    """What is given, under the names of the REST API."""
+    found: dict[str, Any] = {}
+    for descriptor, value in sampling.ListFields():
+        name = descriptor.name
+        if name in _SAME or name == "logprobs":
+            found[name] = value
+        elif name in _LISTS:
+            found[name] = list(value)
+        else:
+            found[name] = dict(value)
+        _check_number(name, value)
+    return found
+
+
+def _check_number(name: str, value: Any) -> None:
+    """JSON has no NaN, so the checks that follow do not look for it."""
+    numbers = value.values() if name == "logit_bias" else (value,)
+    if any(isinstance(number, float) and math.isnan(number) for number in numbers):
+        raise InvalidParameter(
+            f"Invalid '{name}': it is not a number; leave it out for the default.",
+            param=name,
+            reason="invalid_value",
+        )
+
+
+def _delivery(output: pb.OutputOptions) -> dict[str, Any]:
+    return {} if output.whole else {"stream": True, "stream_options": _USAGE}
+
+
+def embedding_request(given: pb.EmbedRequest) -> EmbeddingRequest:
+    """Raises `InvalidParameter`."""
+    inputs: list[Any] = []
+    for index, item in enumerate(given.inputs):
+        kind = item.WhichOneof("input")
+        if kind is None:
+            raise missing(f"inputs[{index}]", "text or tokens")
+        inputs.append(item.text if kind == "text" else list(item.tokens.ids))
+    dimensions = given.dimensions if given.HasField("dimensions") else None
+    return EmbeddingRequest(model=given.model, input=inputs, dimensions=dimensions)
+
+
+class EmbedView:
+    """Vectors as an `EmbedResponse`."""
+
+    def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format:
+        return EmbedFormat()
+
+    def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
+        return VectorOutput(answer.record.dimensions)
+
+
+class EventView:
+    """Answers as `GenerationEvent`s; whichever API began them."""
+
+    def __init__(self, output: pb.OutputOptions) -> None:
+        self._tokens = output.kind == pb.OUTPUT_KIND_TOKENS
+        self.whole = output.whole
+        self.format: EventFormat | None = None
+        """Of the reading that it was last asked for."""
+
+    def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format:
+        self.format = EventFormat(
+            answer.public_id, tokenizer, tokens=self._tokens, prompts=prompt_list(answer, tokenizer)
+        )
+        return self.format if self._tokens else shown_as_asked(self.format, answer.record, tokenizer)
+
+    def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
+        if not self._tokens:
+            return output_of(answer, request, tokenizer)
+        text = output_of(answer, request, tokenizer) if answer.record.stop else None
+        scored = answer.record.prompt_logprobs >= 0
+        return TokenOutput(text, logprobs=request.sampling.logprobs >= 0, prompt_scores=scored)

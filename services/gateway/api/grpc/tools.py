@@ -1,0 +1,138 @@
+"""What is wrong with fields that JSON does not have, in the words of the REST API.
+
+Tools, their choice and response formats: from protobuf to what the REST API decodes from JSON. Pure.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.schemas import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from services.gateway.tool_calls.schemas import (
+    AllowedTools,
+    CalledFunction,
+    FunctionDefinition,
+    FunctionName,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolName,
+)
+
+_object = msgspec.json.Decoder(dict[str, Any])
+
+
+def missing(name: str, wanted: str) -> InvalidParameter:
+    """The error for a field that must be there."""
+    return InvalidParameter(
+        f"Missing required parameter: '{name}'; send {wanted}.",
+        param=name,
+        reason="missing_required_parameter",
+    )
+
+
+def schema_in(text: str, name: str) -> dict[str, Any]:
+    """The JSON Schema that a field has as JSON text. Raises `InvalidParameter`."""
+    return object_in(text, name, "a JSON Schema")
+
+
+def object_in(text: str, name: str, wanted: str) -> dict[str, Any]:
+    """The object that a field has as JSON text. Raises `InvalidParameter`."""
+    try:
+        return _object.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidParameter(
+            f"Invalid '{name}': it is no JSON object ({why}); send {wanted} as JSON text.",
+            param=name,
+            reason="invalid_json",
+        ) from None
+
+
+_MODES = {
+    pb.TOOL_MODE_UNSPECIFIED: "auto",
+    pb.TOOL_MODE_AUTO: "auto",
+    pb.TOOL_MODE_NONE: "none",
+    pb.TOOL_MODE_REQUIRED: "required",
+}
+_FUNCTION = "function"
+_NAME = "answer"
+
+
+def tools_of(given: Sequence[pb.Tool]) -> list[Tool] | None:
+    """Raises `InvalidParameter`."""
+    return [_tool(f"tools[{index}].function", tool) for index, tool in enumerate(given)] or None
+
+
+def _tool(path: str, tool: pb.Tool) -> Tool:
+    if not tool.HasField("function"):
+        raise missing(path, "the function that may be called")
+    given = tool.function
+    text = given.parameters_json
+    return Tool(
+        _FUNCTION,
+        FunctionDefinition(
+            given.name,
+            given.description if given.HasField("description") else None,
+            schema_in(text, f"{path}.parameters_json") if text else None,
+            given.strict if given.HasField("strict") else None,
+        ),
+    )
+
+
+def choice_of(given: pb.ToolChoice) -> str | ToolChoice:
+    """Raises `InvalidParameter`."""
+    kind = given.WhichOneof("choice")
+    if kind is None:
+        raise missing("tool_choice.choice", "mode, function or allowed")
+    if kind == "mode":
+        return _mode("tool_choice.mode", given.mode)
+    if kind == "function":
+        return ToolChoice(_FUNCTION, FunctionName(given.function))
+    allowed = given.allowed
+    names = [ToolName(_FUNCTION, FunctionName(name)) for name in allowed.functions]
+    mode = _mode("tool_choice.allowed.mode", allowed.mode)
+    return ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, names))
+
+
+def _mode(path: str, mode: pb.ToolMode) -> str:
+    if mode not in _MODES:
+        raise InvalidParameter(
+            f"Invalid value for '{path}': {mode} is no ToolMode.", param=path, reason="invalid_value"
+        )
+    return _MODES[mode]
+
+
+def calls_of(given: Sequence[pb.ToolCall]) -> list[ToolCall] | None:
+    """The calls of an assistant's message."""
+    return [ToolCall(call.id, _FUNCTION, CalledFunction(call.name, call.arguments)) for call in given] or None
+
+
+def format_of(request: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
+    """The field of the REST API that says the same. Raises `InvalidParameter`."""
+    if not request.HasField("response_format"):
+        return {}
+    given = request.response_format
+    kind = given.WhichOneof("format")
+    if kind is None:
+        raise missing("response_format.format", "json_object, json_schema, regex, grammar or choice")
+    if kind == "json_object":
+        return {"response_format": ResponseFormat(kind)}
+    if kind == "json_schema":
+        return {"response_format": ResponseFormat(kind, _schema(given.json_schema))}
+    wanted: dict[str, Any] = {kind: list(given.choice.texts) if kind == "choice" else getattr(given, kind)}
+    return {"structured_outputs": StructuredOutputs(**wanted)}
+
+
+def _schema(given: pb.JsonSchema) -> JsonSchemaFormat:
+    path = "response_format.json_schema.schema_json"
+    if not given.schema_json:
+        raise missing(path, "a JSON Schema as JSON text")
+    return JsonSchemaFormat(
+        given.name if given.HasField("name") else _NAME,
+        given.description if given.HasField("description") else None,
+        schema_in(given.schema_json, path),
+    )

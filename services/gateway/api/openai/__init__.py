@@ -1,0 +1,1 @@
+"""The routes of OpenAI's API, and those of vLLM beside it."""

@@ -1,0 +1,170 @@
+"""The operations of batches, for their routes and the OpenAPI document.
+
+/v1/batches: POST, GET, GET of one, POST of its cancellation.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+from starlette.routing import BaseRoute
+
+from services.gateway.api.backend import Backend
+from services.gateway.api.openai.files import AFTER
+from services.gateway.api.openapi import operation
+from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter
+from services.gateway.batches.service import BatchCreate
+from services.gateway.batches.states import batch_object
+from services.gateway.core.asgi import header, read_body, send_json
+from services.gateway.core.pagination import limit_of, query, shown
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake import validation
+from shared.messages.batches import BatchJob, BatchStatus, Counts
+from shared.service.endpoints import Receive, Scope, Send
+
+PATH = "/v1/batches"
+TAG = "Batches"
+MOST = 100
+"""Batches of a page."""
+ID = Parameter(
+    "batch",
+    "The batch's id.",
+    {"type": "string", "minLength": 1},
+    "path",
+    "batch_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+)
+
+
+class BatchObject(msgspec.Struct):
+    """OpenAI's batch object; it has the times of its states, too."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    model: str | None
+    errors: dict[str, Any] | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    request_counts: Counts
+    usage: dict[str, Any] | None
+    metadata: dict[str, str] | None
+
+
+class BatchList(msgspec.Struct):
+    """A page of batches."""
+
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+CREATE = Operation(
+    "POST",
+    PATH,
+    "createBatch",
+    "Runs the requests of a file, in idle capacity.",
+    TAG,
+    request=BatchCreate,
+    example={
+        "input_file_id": "file-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    },
+    response=BatchObject,
+    parameters=(operation.IDEMPOTENCY,),
+    errors=(404, 408, 413, 422, 429, 503),
+)
+LIST = Operation(
+    "GET",
+    PATH,
+    "listBatches",
+    "The batches that there are, the newest first.",
+    TAG,
+    response=BatchList,
+    parameters=(
+        AFTER,
+        Parameter("limit", "Batches of a page.", {"type": "integer", "minimum": 1, "maximum": MOST}, "query"),
+    ),
+    errors=(404, 503),
+)
+RETRIEVE = Operation(
+    "GET",
+    PATH + "/{batch}",
+    "retrieveBatch",
+    "A batch as it stands.",
+    TAG,
+    response=BatchObject,
+    parameters=(ID,),
+    errors=(404, 503),
+)
+CANCEL = Operation(
+    "POST",
+    PATH + "/{batch}/cancel",
+    "cancelBatch",
+    "Begins no more of a batch's lines, and keeps what is done.",
+    TAG,
+    response=BatchObject,
+    parameters=(ID,),
+    errors=(404, 409, 503),
+)
+
+
+USUAL = 20
+BODY_BYTES = 64 << 10
+
+
+class BatchesRoute:
+    """POST and GET of /v1/batches."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._decoder = msgspec.json.Decoder(BatchCreate)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        batches, principal = self._backend.batches, scope["state"]["principal"]
+        if scope["method"] == "POST":
+            key = validation.check_idempotency_key(header(scope, b"idempotency-key"))
+            body = await read_body(scope, receive, BODY_BYTES, self._settings.body_timeout)
+            job = await batches.submit(validation.decode(body, self._decoder), principal, key)
+            await _send(send, job)
+            return
+        params = query(scope["query_string"], ("after", "limit"))
+        jobs, more = await batches.listed(
+            principal.tenant, params.get("after"), limit_of(params, USUAL, MOST)
+        )
+        data = shown([batch_object(job) for job in jobs], more)
+        await send_json(send, 200, msgspec.json.encode(data))
+
+
+class BatchRoute:
+    """GET of /v1/batches/{id}, POST of /v1/batches/{id}/cancel."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        batches, tenant = self._backend.batches, scope["state"]["principal"].tenant
+        batch = scope["path_params"]["batch"]
+        act = batches.cancel if scope["method"] == "POST" else batches.get
+        await _send(send, await act(batch, tenant))
+
+
+async def _send(send: Send, job: BatchJob) -> None:
+    await send_json(send, 200, msgspec.json.encode(batch_object(job)))
+
+
+def batch_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+    """For the application's router."""
+    one = BatchRoute(backend, settings)
+    return [
+        ApiRoute(BatchesRoute(backend, settings), CREATE, LIST),
+        ApiRoute(one, RETRIEVE),
+        ApiRoute(one, CANCEL),
+    ]

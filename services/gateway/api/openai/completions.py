@@ -1,0 +1,141 @@
+"""POST /v1/chat/completions and /v1/completions, GET /v1/models and /v1/models/{id}."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+import structlog
+
+from services.gateway.api.backend import Backend
+from services.gateway.core.asgi import EventStream, header, read_body, send_json, watch_disconnect
+from services.gateway.core.errors import ClientGone, InvalidParameter, describe
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.intake import Endpoint
+from services.gateway.intake.record import Context
+from services.gateway.intake.validation import check_background, check_idempotency_key, check_session_id
+from services.gateway.streams import cursor
+from services.gateway.streams.run import Run
+from shared.errors import Unavailable
+from shared.messages import ModelCard
+from shared.service.endpoints import Receive, Scope, Send
+
+log = structlog.get_logger(__name__)
+
+DONE = b"[DONE]"
+
+
+class CompletionsRoute:
+    """One of the two endpoints that generate."""
+
+    def __init__(self, endpoint: Endpoint, backend: Backend, settings: GatewaySettings) -> None:
+        self._endpoint = endpoint
+        self._backend = backend
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        intake = self._backend.intake
+        settings = self._settings
+        context = context_of(scope, settings)
+        body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
+        run = await intake.prepare(self._endpoint, body, context)
+        scope["state"]["model"] = run.model
+        watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox.close))
+        try:
+            await run.begin()
+            if run.stream:
+                await stream(run, send, context.request_id)
+            else:
+                await send_json(send, 200, await run.collect())
+        finally:
+            watcher.cancel()
+            run.close()
+
+
+def context_of(scope: Scope, settings: GatewaySettings) -> Context:
+    """What the headers say. Raises `InvalidParameter`."""
+    key = check_idempotency_key(header(scope, b"idempotency-key"))
+    after = positions_of(scope)
+    if after is not None and not key:
+        raise InvalidParameter(
+            "Invalid header 'Last-Event-ID': a POST goes on with a stream only under the Idempotency-Key that began "
+            "it; send that too, or GET /v1/generations/{id}/stream.",
+            param="Last-Event-ID",
+            reason="invalid_header",
+        )
+    return Context(
+        scope["state"]["request_id"],
+        check_session_id(header(scope, b"x-session-id")),
+        background=check_background(header(scope, b"x-ryzanstein-background"), settings.background_limit),
+        key=key,
+        tenant=scope["state"]["principal"].tenant,
+        after=after,
+        principal=scope["state"]["principal"],
+        answer_headers=scope["state"]["answer_headers"],
+    )
+
+
+def positions_of(scope: Scope) -> list[int] | None:
+    """The Last-Event-ID header; an empty one is none. Raises `InvalidParameter`."""
+    given = header(scope, b"last-event-id")
+    return cursor.parse(given) if given else None
+
+
+async def stream(run: Run, send: Send, request_id: str) -> None:
+    """Events until the end. An error is raised: before the first chunk, so that it gets a status of its own; behind
+    it, once the client has been told, so that it is logged and counted as what it is and not as a success."""
+    events = EventStream(send)
+    try:
+        async with contextlib.aclosing(run.chunks()) as chunks:
+            async for batch in chunks:
+                await events.write(batch)
+        await events.write([(DONE, b"")] if run.ends_with_done else [], end=True)
+    except ClientGone:
+        raise
+    except Exception as error:
+        if events.started:
+            await events.write([(msgspec.json.encode(describe(error, request_id)), b"")], end=True)
+        raise
+
+
+class Model(msgspec.Struct, frozen=True):
+    """OpenAI's model object; `max_model_len` as vLLM has it."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+    @classmethod
+    def of(cls, card: ModelCard) -> "Model":
+        return cls(card.model, "model", card.created, "ryzanstein", card.context_length)
+
+
+class ModelsRoute:
+    """The models that are served."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        models = [Model.of(card) for card in self._backend.catalog.listed()]
+        if not models:  # clients read the first one
+            raise Unavailable(
+                "No model is served yet: its executors are loading it, or there are none; try again in a moment "
+                "(`ryzanstein status` shows them).",
+                retry_after=2,
+            )
+        data: dict[str, Any] = {"object": "list", "data": models}
+        await send_json(send, 200, msgspec.json.encode(data))
+
+
+class ModelRoute:
+    """One model, also while it waits for a group. Names may have slashes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        card = self._backend.catalog.card(scope["path_params"]["model"])
+        await send_json(send, 200, Model.of(card))

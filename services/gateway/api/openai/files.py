@@ -1,0 +1,301 @@
+"""The operations of files, for their routes and the OpenAPI document.
+
+/v1/files: POST, GET, GET and DELETE of one, GET of its content.
+"""
+
+import contextlib
+import time
+from typing import Any, Literal
+
+import msgspec
+from starlette.routing import BaseRoute
+
+from services.gateway.api.backend import Backend
+from services.gateway.api.openai.multipart import MultipartForm
+from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter
+from services.gateway.batches.files import ANCHOR, LEAST_EXPIRY, MOST_EXPIRY, Files, expiry
+from services.gateway.core.asgi import send_json
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.pagination import limit_of, page, query, shown
+from services.gateway.core.settings import GatewaySettings
+from shared.messages.batches import FileRecord
+from shared.service.endpoints import Receive, Scope, Send
+
+PATH = "/v1/files"
+TAG = "Files"
+PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+"""What clients may say that a file is for. Only `batch` makes a difference here."""
+EXPIRY_ANCHOR, EXPIRY_SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+MOST = 10_000
+"""Files of a page."""
+ID = Parameter(
+    "file",
+    "The file's id.",
+    {"type": "string", "minLength": 1},
+    "path",
+    "file-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+)
+
+
+class FileObject(msgspec.Struct):
+    """OpenAI's file object."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: str
+    status_details: str | None
+
+
+class FileList(msgspec.Struct):
+    """A page of files."""
+
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(msgspec.Struct):
+    """What DELETE answers."""
+
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+def _query(name: str, description: str, schema: dict[str, Any]) -> Parameter:
+    return Parameter(name, description, schema, "query")
+
+
+AFTER = _query("after", "The id of the last one that you have.", {"type": "string"})
+UPLOAD = Operation(
+    "POST",
+    PATH,
+    "uploadFile",
+    "Stores a file.",
+    TAG,
+    "With `purpose` before `file` in the form a wrong one is refused before the file is read; the input of a batch "
+    "has the purpose `batch`.",
+    request_content={
+        "multipart/form-data": {
+            "type": "object",
+            "required": ["purpose", "file"],
+            "properties": {
+                "purpose": {"type": "string", "enum": list(PURPOSES)},
+                "file": {"type": "string", "format": "binary"},
+                EXPIRY_ANCHOR: {"const": ANCHOR},
+                EXPIRY_SECONDS: {"type": "integer", "minimum": LEAST_EXPIRY, "maximum": MOST_EXPIRY},
+            },
+            "dependentRequired": {EXPIRY_ANCHOR: [EXPIRY_SECONDS], EXPIRY_SECONDS: [EXPIRY_ANCHOR]},
+            "additionalProperties": False,
+        }
+    },
+    response=FileObject,
+    errors=(408, 413, 429, 503, 507),
+)
+LIST = Operation(
+    "GET",
+    PATH,
+    "listFiles",
+    "The files that there are.",
+    TAG,
+    response=FileList,
+    parameters=(
+        AFTER,
+        _query("limit", "Files of a page.", {"type": "integer", "minimum": 1, "maximum": MOST}),
+        _query("order", "By time.", {"type": "string", "enum": ["asc", "desc"]}),
+        _query("purpose", "Those of one purpose alone.", {"type": "string"}),
+    ),
+    errors=(404, 503),
+)
+RETRIEVE = Operation(
+    "GET",
+    PATH + "/{file}",
+    "retrieveFile",
+    "A file's description.",
+    TAG,
+    response=FileObject,
+    parameters=(ID,),
+    errors=(404, 503),
+)
+DELETE = Operation(
+    "DELETE",
+    PATH + "/{file}",
+    "deleteFile",
+    "Deletes a file.",
+    TAG,
+    response=FileDeleted,
+    parameters=(ID,),
+    errors=(404, 503),
+)
+CONTENT = Operation(
+    "GET",
+    PATH + "/{file}/content",
+    "downloadFile",
+    "A file's bytes.",
+    TAG,
+    response_content={"application/octet-stream": {"type": "string", "format": "binary"}},
+    parameters=(ID,),
+    errors=(404, 503),
+)
+
+
+BATCH_EXPIRY = float(MOST_EXPIRY)
+"""Seconds after which a batch's input goes when nothing was said, as in OpenAI's API."""
+
+
+def file_object(record: FileRecord) -> dict[str, Any]:
+    """OpenAI's file object."""
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.bytes,
+        "created_at": int(record.created_at),
+        "expires_at": int(record.expires_at) or None,
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": record.status,
+        "status_details": None,
+    }
+
+
+class FilesRoute:
+    """POST and GET of /v1/files."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        files, principal = self._backend.files, scope["state"]["principal"]
+        tenant = principal.tenant
+        if scope["method"] == "POST":
+            await self._backend.intake.count(principal, scope["state"]["answer_headers"])
+            record = await self._upload(files, tenant, scope, receive)
+            await send_json(send, 200, msgspec.json.encode(file_object(record)))
+        else:
+            await send_json(send, 200, msgspec.json.encode(await _list(files, tenant, scope)))
+
+    async def _upload(self, files: Files, tenant: str, scope: Scope, receive: Receive) -> FileRecord:
+        form = MultipartForm(scope, receive, self._settings.body_timeout, files.limit)
+        await form.until_file()
+        if "purpose" in form.fields:
+            _purpose(form.fields)  # refused before a byte is stored
+        async with files.receive(tenant, form.filename or "file", form.file_data(), form.announced) as record:
+            await form.rest()
+            purpose, seconds = _purpose(form.fields), _expires_after(form.fields)
+            now = time.time()
+            if not seconds and purpose == "batch":
+                seconds = BATCH_EXPIRY
+            return await files.publish(
+                msgspec.structs.replace(
+                    record,
+                    purpose=purpose,
+                    created_at=now,
+                    expires_at=now + seconds if seconds else 0.0,
+                )
+            )
+
+
+def _purpose(fields: dict[str, str]) -> str:
+    known = ("purpose", EXPIRY_ANCHOR, EXPIRY_SECONDS)
+    for name in fields:
+        if name not in known:
+            raise InvalidParameter(
+                f"Unknown parameter: '{name[:64]}'.", param=name[:64], reason="unknown_parameter"
+            )
+    purpose = fields.get("purpose")
+    if purpose is None:
+        raise InvalidParameter(
+            "Missing required parameter: 'purpose'.", param="purpose", reason="missing_required_parameter"
+        )
+    if purpose not in PURPOSES:
+        names = ", ".join(f"'{name}'" for name in PURPOSES)
+        raise InvalidParameter(
+            f"Invalid value: '{purpose[:64]}'. Supported values are: {names}.",
+            param="purpose",
+            reason="invalid_value",
+        )
+    return purpose
+
+
+def _expires_after(fields: dict[str, str]) -> float:
+    given = fields.get(EXPIRY_SECONDS)
+    if given is not None and not (given.isascii() and given.isdigit() and len(given) < 10):
+        raise InvalidParameter(
+            "Invalid type for 'expires_after.seconds': expected an integer.",
+            param="expires_after.seconds",
+            reason="invalid_type",
+        )
+    return expiry(fields.get(EXPIRY_ANCHOR), None if given is None else int(given), "expires_after")
+
+
+async def _list(files: Files, tenant: str, scope: Scope) -> dict[str, Any]:
+    params = query(scope["query_string"], ("after", "limit", "order", "purpose"))
+    limit, order = limit_of(params, MOST, MOST), params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidParameter(
+            f"Invalid value: '{order[:64]}'. Supported values are: 'asc', 'desc'.",
+            param="order",
+            reason="invalid_value",
+        )
+    records = await files.listed(tenant, params.get("purpose"))
+    found, more = page(records, after=params.get("after"), limit=limit, ascending=order == "asc")
+    return shown([file_object(record) for record in found], more)
+
+
+class FileRoute:
+    """GET and DELETE of /v1/files/{id}."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        files, file_id = self._backend.files, scope["path_params"]["file"]
+        tenant = scope["state"]["principal"].tenant
+        if scope["method"] == "DELETE":
+            await files.delete(file_id, tenant)
+            gone = {"id": file_id, "object": "file", "deleted": True}
+            await send_json(send, 200, msgspec.json.encode(gone))
+        else:
+            record = await files.get(file_id, tenant)
+            await send_json(send, 200, msgspec.json.encode(file_object(record)))
+
+
+class FileContentRoute:
+    """GET of /v1/files/{id}/content: the bytes, a chunk at a time, as fast as the client takes them."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        files = self._backend.files
+        record = await files.get(scope["path_params"]["file"], scope["state"]["principal"].tenant)
+        async with contextlib.aclosing(files.content(record)) as parts:
+            first = await anext(parts, b"")  # what is wrong is said before the status is sent
+            head = [
+                (b"content-type", b"application/octet-stream"),
+                (b"content-length", str(record.bytes).encode()),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def file_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+    """For the application's router."""
+    return [
+        ApiRoute(FilesRoute(backend, settings), UPLOAD, LIST),
+        ApiRoute(FileRoute(backend, settings), RETRIEVE, DELETE),
+        ApiRoute(FileContentRoute(backend, settings), CONTENT),
+    ]

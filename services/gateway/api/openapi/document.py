@@ -1,0 +1,188 @@
+"""From the routes' descriptions to an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1). Pure.
+
+GET /openapi.json.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from services.gateway.api.openapi import operation as parameters
+from services.gateway.api.openapi.constraints import constrain
+from services.gateway.api.openapi.operation import EVENTS, JSON, ApiRoute, Operation, Parameter
+from services.gateway.core.asgi import send_json
+from services.gateway.core.errors import ErrorBody
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.validation import EXACT_HEADER
+from shared.service.endpoints import Receive, Scope, Send
+from shared.version import VERSION
+
+REF = "#/components/schemas/{name}"
+ERROR = {"$ref": REF.format(name="ErrorBody")}
+COMMON_ERRORS = (400, 401, 403, 405, 429, 500, 503)
+"""Statuses that any operation may answer with."""
+STATUSES = {
+    400: "The request must change; `param` names the field, `code` says how.",
+    401: "The API key is missing or not known.",
+    403: "The Host, or the page that asks (Origin), is not allowed.",
+    404: "No such thing, or no longer.",
+    405: "Another method is needed; `Allow` has those that are possible.",
+    408: "The body was not complete in time.",
+    409: "It is in another state than the request needs.",
+    413: "The body is over the limit.",
+    415: "The body is not JSON by its Content-Type.",
+    422: "The Idempotency-Key came with another body before.",
+    429: "Too much at once; try again after `Retry-After` seconds.",
+    500: "A fault of ours; report it with the request id.",
+    503: "Not possible now; try again after `Retry-After` seconds.",
+    504: "No token came in time.",
+    507: "The store of files is full; delete some, or make it larger.",
+}
+ABOUT = (
+    "OpenAI's API, and beyond it generations that outlive connections: every event of a stream has an id, from "
+    "which any gateway goes on. `WS /v1/stream` has several generations on one WebSocket connection. "
+    "Where a field appears twice in a JSON object, the last one counts."
+)
+
+
+def document(routes: Iterable[Any], settings: GatewaySettings) -> dict[str, Any]:
+    """The document of those of `routes` that describe themselves."""
+    operations = [item for route in routes if isinstance(route, ApiRoute) for item in route.operations]
+    shown, components = _schemas(operations)
+    paths: dict[str, Any] = {}
+    for operation in operations:
+        paths.setdefault(operation.template, {})[operation.method.lower()] = _operation(
+            operation, shown, settings
+        )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Ryzanstein", "version": VERSION, "description": ABOUT},
+        "security": [{}, {"bearer": []}],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": "An API key."}},
+        },
+    }
+
+
+def _schemas(operations: Sequence[Operation]) -> tuple[dict[int, Any], dict[str, Any]]:
+    """The schema of every type that the operations name (by the type's id), and the components they refer to."""
+    types = [ErrorBody]
+    for operation in operations:
+        types += [kind for kind in (operation.request, operation.response, *operation.events) if kind]
+    schemas, components = msgspec.json.schema_components(types, ref_template=REF)
+    constrain(components)
+    return dict(zip(map(id, types), schemas, strict=True)), components
+
+
+def _operation(operation: Operation, shown: dict[int, Any], settings: GatewaySettings) -> dict[str, Any]:
+    given = operation.parameters if operation.plain else (*operation.parameters, parameters.REQUEST)
+    answer = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "parameters": [_parameter(item, settings) for item in given],
+        "responses": _responses(operation, shown),
+    }
+    if operation.description:
+        answer["description"] = operation.description
+    content = dict(_content(operation.request_content))
+    if operation.request:
+        content[JSON] = {"schema": shown[id(operation.request)]}
+        if operation.example is not None:
+            content[JSON]["example"] = operation.example
+    if content:
+        answer["requestBody"] = {"required": True, "content": content}
+    return answer
+
+
+def _parameter(item: Parameter, settings: GatewaySettings) -> dict[str, Any]:
+    schema = dict(item.schema)
+    if schema.pop(parameters.MAX_SECONDS, False):
+        schema["maximum"] = settings.background_limit
+    answer: dict[str, Any] = {
+        "name": item.name,
+        "in": item.place,
+        "description": item.description,
+        "schema": schema,
+    }
+    if item.place == "path":
+        answer["required"] = True
+    if item.example is not None:
+        answer["example"] = item.example
+    return answer
+
+
+def _responses(operation: Operation, shown: dict[int, Any]) -> dict[str, Any]:
+    content = dict(_content(operation.response_content))
+    if operation.response:
+        content[JSON] = {"schema": shown[id(operation.response)]}
+    if operation.events:
+        content[EVENTS] = {"schema": _event([shown[id(kind)] for kind in operation.events])}
+    done = {"description": "Done."} | ({"content": content} if content else {})
+    answers: dict[str, dict[str, Any]] = {str(operation.success): done}
+    if operation.plain:
+        for status in operation.errors:
+            answers[str(status)] = {"description": STATUSES[status], "content": content}
+        return answers
+    by_body = (415,) if operation.request is not None else ()
+    for status in sorted({*COMMON_ERRORS, *by_body, *operation.errors}):
+        answers[str(status)] = {
+            "description": STATUSES[status],
+            "content": {JSON: {"schema": ERROR}},
+        }
+    for code, answer in answers.items():
+        answer["headers"] = _headers(int(code), generates=parameters.BACKGROUND in operation.parameters)
+    return answers
+
+
+def _event(data: list[Any]) -> dict[str, Any]:
+    """One event of a stream: version 3.1 has no word for the whole."""
+    chunk = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [*data, ERROR]}}
+    return {
+        "type": "object",
+        "description": "One server-sent event.",
+        "properties": {
+            "data": {"anyOf": [{"const": "[DONE]"}, chunk]},
+            "id": {
+                "type": "string",
+                "description": "Where its reader stands: the `Last-Event-ID` behind it.",
+            },
+            "retry": {"type": "integer"},
+        },
+    }
+
+
+def _headers(status: int, generates: bool) -> dict[str, Any]:
+    headers: dict[str, Any] = {
+        "x-request-id": {"description": "Names the request.", "required": True, "schema": {"type": "string"}}
+    }
+    if generates and status == 200:
+        headers[EXACT_HEADER] = {
+            "description": "Whether the text depends on the model, its settings (`system_fingerprint`) and the request "
+            "alone, to the bit: not on other requests, on what is cached, or on failures.",
+            "schema": {"type": "string", "enum": ["true", "false"]},
+        }
+    if status in (429, 503, 504):
+        headers["retry-after"] = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
+    if status == 405:
+        headers["allow"] = {"description": "The methods.", "required": True, "schema": {"type": "string"}}
+    return headers
+
+
+def _content(schemas: Any) -> Iterable[tuple[str, Any]]:
+    return ((kind, {"schema": schema}) for kind, schema in schemas.items())
+
+
+class DocumentRoute:
+    """Makes the document when it is first asked for: no gateway starts slower for it."""
+
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        self._make = make
+        self._body = b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._body = self._body or msgspec.json.encode(self._make())
+        await send_json(send, 200, self._body)

@@ -1,0 +1,150 @@
+"""What a route says of itself: the words from which Starlette's routes and the OpenAPI document are made.
+
+A new endpoint is one `Operation` beside its route and one line in the application's table:
+
+    EMBEDDINGS = Operation("POST", "/v1/embeddings", "createEmbedding", "Embeddings of texts.",
+                           tag="Embeddings", request=EmbeddingRequest, response=EmbeddingList)
+    ...
+    ApiRoute(EmbeddingsRoute(backend), EMBEDDINGS)
+
+The headers and parts of paths that several operations have.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.routing import Match, Route
+
+from services.gateway.intake.validation import IDEMPOTENCY_KEY, REQUEST_ID
+from shared.service.endpoints import Scope
+
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+GENERATING = (404, 408, 413, 422, 429, 503, 504)
+"""Statuses, besides those of every operation, with which a request for tokens may end."""
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A header, query field or part of the path."""
+
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+    place: str = "header"
+    example: Any = None
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """One method of one path."""
+
+    method: str
+    path: str
+    """As Starlette has it; `{name:path}` may hold slashes."""
+    name: str
+    """The document's operationId."""
+    summary: str
+    tag: str = ""
+    description: str = ""
+    request: Any = None
+    """The type that the JSON body is decoded as; None: the request has no body."""
+    request_content: Mapping[str, Any] = {}
+    """Bodies that are not JSON: their schemas by content type."""
+    example: Any = None
+    """A body to begin with."""
+    response: Any = None
+    """The type of the JSON answer; None: see `response_content`."""
+    response_content: Mapping[str, Any] = {}
+    """Other answers: their schemas by content type."""
+    events: tuple[Any, ...] = ()
+    """The types of a server-sent event's data, where the answer can be a stream."""
+    success: int = 200
+    parameters: tuple[Parameter, ...] = ()
+    errors: tuple[int, ...] = ()
+    """Statuses of errors, besides those that every operation may have."""
+    plain: bool = False
+    """Answered beside the API, on every service: without x-request-id and without OpenAI's errors."""
+
+    @property
+    def template(self) -> str:
+        """The path as OpenAPI has it."""
+        return re.sub(r"\{(\w+):\w+\}", r"{\1}", self.path)
+
+
+TEMPLATE = "ryzanstein.template"
+"""Where an ASGI scope has the path of the route that it took, as OpenAPI has it."""
+
+
+class ApiRoute(Route):
+    """A route that is in the document, with an operation for each of its methods."""
+
+    def __init__(self, app: Any, *operations: Operation) -> None:
+        (path,) = {operation.path for operation in operations}
+        super().__init__(path, app, methods=[operation.method for operation in operations])
+        self.operations = operations
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, found = super().matches(scope)
+        return match, {**found, TEMPLATE: self.operations[0].template}
+
+
+MAX_SECONDS = "x-max-seconds"
+"""Stands in a schema for the gateway's own limit, which the document fills in."""
+
+
+def _pattern(pattern: str) -> dict[str, Any]:
+    return {"type": "string", "pattern": f"^{pattern}$"}
+
+
+REQUEST = Parameter(
+    "x-request-id",
+    "A name for the request, in the log of every service that it passes; made up where it is missing.",
+    _pattern(REQUEST_ID.pattern),
+    example="order-66-attempt-1",
+)
+SESSION = Parameter(
+    "X-Session-ID",
+    "The conversation goes back to the group that holds its KV cache. 1 to 256 printable ASCII characters.",
+    _pattern(r"[\x21-\x7e]([\x20-\x7e]{0,254}[\x21-\x7e])?"),
+    example="conversation-7",
+)
+IDEMPOTENCY = Parameter(
+    "Idempotency-Key",
+    "The same request under the same key is one generation: a repeat attaches to it or returns its answer. With it "
+    "`Last-Event-ID` may be sent: the stream goes on behind that event.",
+    _pattern(IDEMPOTENCY_KEY.pattern),
+    example="order-66",
+)
+BACKGROUND = Parameter(
+    "X-Ryzanstein-Background",
+    "Seconds for which the generation goes on while nobody listens.",
+    {"type": "number", "exclusiveMinimum": 0, MAX_SECONDS: True},
+    example=60,
+)
+LAST_EVENT = Parameter(
+    "Last-Event-ID",
+    "The id of the last event that you have: the stream goes on behind it.",
+    {"type": "string", "pattern": r"^([0-9]{1,10}(,[0-9]{1,10})*)?$", "maxLength": 2048},
+    example="12",
+)
+GENERATING_HEADERS = (SESSION, IDEMPOTENCY, BACKGROUND)
+"""The headers of a request for tokens."""
+MODEL = Parameter(
+    "model",
+    "The model's name; slashes in it may stay as they are.",
+    {"type": "string", "minLength": 1},
+    "path",
+)
+MODEL_ASKED = Parameter(
+    "model",
+    "The model's name; it may be left out where one model alone is served.",
+    {"type": "string", "minLength": 1},
+    "query",
+)
+GENERATION = Parameter(
+    "generation",
+    "The id that every chunk and every response of it has.",
+    {"type": "string", "minLength": 1},
+    "path",
+    "chatcmpl-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+)

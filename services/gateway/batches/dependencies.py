@@ -1,0 +1,117 @@
+"""What the lines of a batch may ask for: a table of endpoints, by their URL.
+
+A new endpoint needs an entry here, and nothing else of the batches.
+
+What the batches tell Prometheus.
+
+What every runner of a batch works with.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from services.gateway.auth.authenticator import Authenticator
+from services.gateway.batches.files import Files
+from services.gateway.batches.results import Results
+from services.gateway.batches.validation import refuse_for_lines
+from services.gateway.core.catalog import Catalog
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.intake import Endpoint, Intake
+from services.gateway.intake.record import Context
+from shared.service.metrics import begin_at_zero
+
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "chat.completions",
+    "/v1/completions": "completions",
+    "/v1/embeddings": "embeddings",
+    "/v1/responses": "responses",
+}
+"""The table: an endpoint's name by its URL."""
+URLS = tuple(ENDPOINTS)
+
+
+class LineEndpoint(Protocol):
+    """One endpoint, for lines of batches."""
+
+    def check(self, body: msgspec.Raw) -> str:
+        """The model of `body`. Raises `InvalidRequest` for what is wrong with it."""
+        ...
+
+    async def run(self, body: msgspec.Raw, context: Context, unwanted: Callable[[], bool]) -> bytes:
+        """The whole response, JSON. `context` has a key under which a repeat, here or at another gateway, gets
+        what the first call began. `unwanted` says, where the call is cancelled, whether that is the end of the
+        line or another gateway goes on with it. Raises `RyzansteinError`."""
+        ...
+
+
+class GenerationLines:
+    """What a run makes: all endpoints that there are."""
+
+    def __init__(self, endpoint: Endpoint, intake: Intake, catalog: Catalog) -> None:
+        self._endpoint = endpoint
+        self._intake = intake
+        self._catalog = catalog
+
+    def check(self, body: msgspec.Raw) -> str:
+        request = self._intake.check(self._endpoint, body)
+        refuse_for_lines({name: getattr(request, name, None) for name in ("stream", "background")})
+        return self._catalog.card(request.model).model
+
+    async def run(self, body: msgspec.Raw, context: Context, unwanted: Callable[[], bool]) -> bytes:
+        run = await self._intake.prepare(self._endpoint, body, context)
+        try:
+            await run.begin(record_first=True)
+            return await run.collect()
+        except asyncio.CancelledError:
+            if unwanted():
+                run.cancel()
+            raise
+        finally:
+            run.close()
+
+
+def line_endpoints(intake: Intake, catalog: Catalog) -> dict[str, LineEndpoint]:
+    """What works off the lines of each URL."""
+    return {url: GenerationLines(name, intake, catalog) for url, name in ENDPOINTS.items()}
+
+
+class BatchMetrics:
+    """Registered on the service's own registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.running = Gauge("ryzanstein_gateway_batches_running", "Batches run here.", registry=registry)
+        self.lines = Counter(
+            "ryzanstein_gateway_batch_lines",
+            "Lines of batches that have ended.",
+            ["result"],
+            registry=registry,
+        )
+        self.retries = Counter(
+            "ryzanstein_gateway_batch_line_retries", "Lines of batches tried again.", registry=registry
+        )
+        self.in_flight = Gauge(
+            "ryzanstein_gateway_batch_lines_in_flight", "Lines of batches under way.", registry=registry
+        )
+        self.taken_over = Counter(
+            "ryzanstein_gateway_batches_taken_over",
+            "Batches taken over from lost gateways.",
+            registry=registry,
+        )
+        begin_at_zero(self.lines, ("completed", "failed"))
+
+
+class BatchParts(msgspec.Struct, frozen=True):
+    """One set per gateway."""
+
+    files: Files
+    results: Results
+    endpoints: dict[str, LineEndpoint]
+    catalog: Catalog
+    metrics: BatchMetrics
+    settings: GatewaySettings
+    authenticator: Authenticator
+    instance: str

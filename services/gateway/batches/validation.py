@@ -1,0 +1,185 @@
+"""Whether the lines of an input file are requests of one batch. Pure but for the endpoint that is asked.
+
+Of the lines nothing is kept but eight bytes of each custom_id's hash; of what is wrong the first hundred
+findings.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from services.gateway.batches.lines import Line
+from services.gateway.core.errors import InvalidParameter
+from shared.errors import InvalidRequest
+from shared.messages.batches import BatchError
+
+MAX_ERRORS = 100
+CUSTOM_ID_CHARACTERS = 512
+FIELDS = ("custom_id", "method", "url", "body")
+CheckBody = Callable[[msgspec.Raw], str]
+"""Returns the model of a body; raises `InvalidRequest`."""
+
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_string = msgspec.json.Decoder(str)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A line of the input file."""
+
+    line: int
+    custom_id: str
+    body: msgspec.Raw
+
+
+class Wrong(Exception):
+    """What is wrong with a line."""
+
+    def __init__(self, line: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.error = BatchError(code, message, line, param)
+
+
+def parse(line: Line, url: str) -> Request:
+    """The request of `line`. Raises `Wrong`."""
+    fields = _fields(line)
+    custom_id = _text(line, fields, "custom_id")
+    if not 0 < len(custom_id) <= CUSTOM_ID_CHARACTERS:
+        raise Wrong(
+            line.number,
+            "invalid_custom_id",
+            f"A custom_id has 1 to {CUSTOM_ID_CHARACTERS} characters.",
+            "custom_id",
+        )
+    if _text(line, fields, "method") != "POST":
+        raise Wrong(line.number, "invalid_method", "The method of a request must be 'POST'.", "method")
+    if (given := _text(line, fields, "url")) != url:
+        raise Wrong(
+            line.number,
+            "invalid_url",
+            f"The URL provided for this request ('{given[:64]}') does not match the batch endpoint '{url}'.",
+            "url",
+        )
+    body = _field(line, fields, "body")
+    if bytes(body)[:1] != b"{":
+        raise Wrong(line.number, "invalid_type", "The body of a request must be an object.", "body")
+    return Request(line.number, custom_id, body)
+
+
+def _fields(line: Line) -> dict[str, msgspec.Raw]:
+    if line.fault == "too_long":
+        raise Wrong(line.number, "line_too_long", "The line is too long; shorten its request.")
+    if line.fault:
+        raise Wrong(line.number, "invalid_json_line", "This line is not valid UTF-8.")
+    try:
+        fields = _decoder.decode(line.data)
+    except msgspec.ValidationError:
+        raise Wrong(line.number, "invalid_json_line", "This line is not a JSON object.") from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise Wrong(line.number, "invalid_json_line", "This line is not parseable as valid JSON.") from None
+    for name in fields:
+        if name not in FIELDS:
+            raise Wrong(line.number, "unknown_parameter", f"Unknown parameter: '{name[:64]}'.", name[:64])
+    return fields
+
+
+def _field(line: Line, fields: dict[str, msgspec.Raw], name: str) -> msgspec.Raw:
+    value = fields.get(name)
+    if value is None:
+        raise Wrong(line.number, "missing_required_parameter", f"Missing required parameter: '{name}'.", name)
+    return value
+
+
+def _text(line: Line, fields: dict[str, msgspec.Raw], name: str) -> str:
+    try:
+        return _string.decode(_field(line, fields, name))
+    except (msgspec.DecodeError, UnicodeError):
+        raise Wrong(
+            line.number, "invalid_type", f"Invalid type for '{name}': expected a string.", name
+        ) from None
+
+
+class Checker:
+    """Fed with the lines of one file."""
+
+    def __init__(self, url: str, check_body: CheckBody, max_requests: int) -> None:
+        self._url = url
+        self._check_body = check_body
+        self._max_requests = max_requests
+        self._seen: set[int] = set()
+        """Eight bytes of each custom_id's hash: two of a million meet once in forty million files."""
+        self.errors: list[BatchError] = []
+        self.requests = 0
+        self.model = ""
+        """The first line's: a batch has one."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it is of no use to go on."""
+        return len(self.errors) >= MAX_ERRORS or self.requests > self._max_requests
+
+    def check(self, line: Line) -> None:
+        """Counts `line`, or notes what is wrong with it."""
+        self.requests += 1
+        if self.requests > self._max_requests:
+            self.errors.append(
+                BatchError(
+                    "too_many_requests",
+                    f"The file has more than {self._max_requests:,} requests; split it.",
+                    line.number,
+                )
+            )
+            return
+        try:
+            request = parse(line, self._url)
+            self._check_unique(request)
+            self._check_model(request)
+        except Wrong as wrong:
+            self.errors.append(wrong.error)
+
+    def end(self) -> None:
+        """All lines have been seen."""
+        if not self.requests:
+            self.errors.append(BatchError("empty_file", "The file has no requests."))
+
+    def _check_unique(self, request: Request) -> None:
+        digest = hashlib.blake2b(request.custom_id.encode(), digest_size=8).digest()
+        key = int.from_bytes(digest)
+        if key in self._seen:
+            raise Wrong(
+                request.line,
+                "duplicate_custom_id",
+                f"The custom_id '{request.custom_id[:64]}' for this request is a duplicate of another "
+                "request. The custom_id must be unique for each request in a batch.",
+                "custom_id",
+            )
+        self._seen.add(key)
+
+    def _check_model(self, request: Request) -> None:
+        try:
+            model = self._check_body(request.body)
+        except InvalidRequest as error:
+            reason = getattr(error, "reason", None) or error.code
+            param = f"body.{error.param}" if error.param else "body"
+            raise Wrong(request.line, reason, error.message, param) from None
+        self.model = self.model or model
+        if model != self.model:
+            raise Wrong(
+                request.line,
+                "mismatched_model",
+                f"The model '{model[:64]}' is another one than '{self.model[:64]}' of the lines before; "
+                "a batch has one model.",
+                "body.model",
+            )
+
+
+def refuse_for_lines(body: Mapping[str, Any]) -> None:
+    """Raises `InvalidParameter` where a line wants to be streamed, or to be left alone: it is already."""
+    for name in ("stream", "background"):
+        if body.get(name):
+            raise InvalidParameter(
+                f"Unsupported parameter: '{name}' is not supported in a batch; leave it out.",
+                param=name,
+                reason="unsupported_parameter",
+            )

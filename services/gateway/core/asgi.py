@@ -1,0 +1,126 @@
+"""ASGI in small pieces: bodies with a limit, JSON answers, event streams, the client's going."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from services.gateway.core.errors import ClientGone, InvalidParameter, RequestTimeout, RouteError
+from shared.errors import PayloadTooLarge
+from shared.service.endpoints import Receive, Scope, Send
+
+RETRY = 500
+"""Milliseconds after which a client that was cut off should come back: shorter than the grace it has."""
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """A request header by its lower-case name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float) -> bytes:
+    """The whole body. Raises `PayloadTooLarge`, before it is read where its length is told;
+    `RequestTimeout` when it is not there within `timeout` seconds; `ClientGone`."""
+    _check_content_type(scope)
+    length = header(scope, b"content-length")
+    if length is not None and length.isdigit() and int(length) > limit:
+        raise _too_large(limit)
+    try:
+        async with asyncio.timeout(timeout):
+            body = await _read_all(receive, limit)
+    except TimeoutError:
+        raise RequestTimeout(
+            f"The request body was not complete after {timeout:g} s; send it again, faster or in smaller parts."
+        ) from None
+    if header(scope, b"content-encoding") not in (None, "identity"):
+        raise InvalidParameter(
+            "Compressed request bodies are not supported; send the body as it is.",
+            param="content-encoding",
+            reason="unsupported_encoding",
+        )
+    return body
+
+
+async def _read_all(receive: Receive, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            break
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _check_content_type(scope: Scope) -> None:
+    """A page may send other types than JSON to anywhere without asking first (Fetch, CORS-safelisted headers). None at
+    all is taken for JSON: pages are known by their Origin, and old scripts send none. Raises `RouteError`."""
+    given = header(scope, b"content-type")
+    if given is None:
+        return
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise RouteError(
+            f"The body is JSON; send it with Content-Type: application/json instead of '{given[:64]}'.",
+            status=415,
+            reason="unsupported_media_type",
+            param="content-type",
+        )
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The request body is larger than {limit:,} bytes; shorten the request.")
+
+
+async def watch_disconnect(receive: Receive, gone: Callable[[BaseException], None]) -> None:
+    """Calls `gone` with `ClientGone` when the client goes. The body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    gone(ClientGone())
+
+
+async def send_json(
+    send: Send, status: int, body: bytes | msgspec.Struct, headers: Mapping[str, str] | None = None
+) -> None:
+    """A whole answer."""
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    head += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": data})
+
+
+class EventStream:
+    """Server-sent events (WHATWG HTML, section 9.2). Begins with the first write."""
+
+    _HEAD = (
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    )
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def write(self, events: Sequence[tuple[bytes, ...]], *, end: bool = False) -> None:
+        """Events of (data, id) or (data, id, type), in one write; an empty id or type is left out."""
+        body = b""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
+            body = b"retry: %d\n" % RETRY
+        for data, identity, *kind in events:
+            if kind and kind[0]:
+                body += b"event: %b\n" % kind[0]
+            body += b"data: %b\nid: %b\n\n" % (data, identity) if identity else b"data: %b\n\n" % data
+        await self._send({"type": "http.response.body", "body": body, "more_body": not end})

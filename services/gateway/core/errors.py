@@ -1,0 +1,259 @@
+"""Errors as the HTTP and WebSocket edge shows them: a status, and a body in OpenAI's shape.
+
+The words of refusals that many checks share, in OpenAI's shape. Pure.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from shared import limits
+from shared.errors import (
+    BrokerUnavailable,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NoGroupAvailable,
+    PayloadTooLarge,
+    QueueFull,
+    RyzansteinError,
+    StorageFull,
+    Unavailable,
+    UnknownModel,
+)
+from shared.keys import redact
+from shared.limits import Limit
+
+log = structlog.get_logger(__name__)
+
+
+class RequestTimeout(InvalidRequest):
+    """The client has not sent the whole request in time."""
+
+    code = "request_timeout"
+
+
+class KeyReused(InvalidRequest):
+    """Another body came under an idempotency key that is known already."""
+
+    code = "idempotency_key_reused"
+
+
+class AuthenticationFailed(InvalidRequest):
+    """There is no API key, or not one that is good."""
+
+    code = "invalid_api_key"
+    headers = {"www-authenticate": 'Bearer realm="ryzanstein"'}
+
+
+class RateLimited(Unavailable):
+    """A key or a tenant has done as much as it may within this minute, or has as much under way."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, kind: str, wait: float = 0.0) -> None:
+        """`kind`: requests or tokens, OpenAI's type of the error; `wait`: seconds to the next try, 0: none will do."""
+        super().__init__(message, retry_after=math.ceil(wait) or None)
+        self.kind = kind
+        self.wait = wait
+        self.headers = {"retry-after-ms": str(math.ceil(wait * 1000))} if wait else {}
+
+
+class QuotaExceeded(InvalidRequest):
+    """A tenant keeps as much as it may: waiting does not help, deleting does."""
+
+    code = "quota_exceeded"
+    headers = {"x-should-retry": "false"}
+    """Asks OpenAI's clients, which would try again after a 429, not to."""
+
+
+_STATUS: list[tuple[type[RyzansteinError], int]] = [
+    (AuthenticationFailed, 401),
+    (UnknownModel, 404),
+    (ContextLengthExceeded, 400),
+    (PayloadTooLarge, 413),
+    (RequestTimeout, 408),
+    (KeyReused, 422),
+    (RateLimited, 429),
+    (QuotaExceeded, 429),
+    (QueueFull, 429),
+    (NoGroupAvailable, 503),
+    (DeadlineExceeded, 504),
+    (StorageFull, 507),
+    (BrokerUnavailable, 503),
+    (Unavailable, 503),
+]
+_RETRY_AFTER = {429: 1.0, 503: 2.0, 504: 2.0}
+
+
+class InvalidParameter(InvalidRequest):
+    """A field of the request is wrong; `reason` is OpenAI's code for how, e.g. `invalid_type`."""
+
+    def __init__(self, message: str, *, param: str | None, reason: str) -> None:
+        super().__init__(message, param=param)
+        self.reason = reason
+
+
+class RouteError(InvalidRequest):
+    """The URL or method is wrong, or what it names is not there."""
+
+    def __init__(
+        self, message: str, *, status: int, reason: str, allow: str = "", param: str | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.status = status
+        self.reason = reason
+        self.allow = allow
+        """Methods that the URL takes, for the header of that name."""
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status for `error`; 500 for what is a fault of ours."""
+    if isinstance(error, RouteError):
+        return error.status
+    for kind, status in _STATUS:
+        if isinstance(error, kind):
+            return status
+    return 400 if isinstance(error, InvalidRequest) else 500
+
+
+def describe(error: BaseException, request_id: str) -> ErrorBody:
+    """`error` for the client. A fault of ours shows nothing of our insides, only the request's id."""
+    status = status_of(error)
+    if status == 500 or not isinstance(error, RyzansteinError):
+        message = (
+            "The server failed on this request by a fault of its own; "
+            f"report it with the request id {request_id}."
+        )
+        return ErrorBody(ErrorDetail(redact(message), "server_error", None, "internal_error"))
+    code = getattr(error, "reason", None) or error.code
+    kind = getattr(error, "kind", None) or _type(status)
+    return ErrorBody(ErrorDetail(redact(error.message), kind, error.param, code))
+
+
+def _type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def headers_of(error: BaseException) -> dict[str, str]:
+    """Headers that belong to `error`: its own, Retry-After (whole seconds, at least 1), Allow, and Connection
+    where what is left of the request must not be taken for the next one."""
+    headers: dict[str, str] = dict(getattr(error, "headers", {}))
+    seconds: Any = getattr(error, "retry_after", None)
+    if seconds is None and not isinstance(error, (RateLimited, QuotaExceeded)):
+        seconds = _RETRY_AFTER.get(status_of(error))
+    if seconds is not None:
+        headers["retry-after"] = str(max(1, round(seconds)))
+    if isinstance(error, RequestTimeout):
+        headers["connection"] = "close"
+    if isinstance(error, RouteError) and error.allow:
+        headers["allow"] = error.allow
+    return headers
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+def log_failure(error: Exception) -> None:
+    """A fault of ours with its stack trace, anything else as a line. What is wrong with a request has a code
+    here: the words that say so, and the field's name, may be the client's."""
+    if isinstance(error, InvalidRequest):
+        log.info("request_refused", code=error.code, reason=getattr(error, "reason", "") or error.code)
+    elif isinstance(error, RyzansteinError):
+        fault = isinstance(error, InternalError)
+        log.log(
+            logging.ERROR if fault else logging.INFO, "generation_failed", code=error.code, error=str(error)
+        )
+    else:
+        log.exception("request_failed", exc_info=error)
+
+
+def unsupported(name: str, detail: str = "leave it out") -> InvalidParameter:
+    return InvalidParameter(
+        f"Unsupported parameter: '{name}' is not supported by this server; {detail}.",
+        param=name,
+        reason="unsupported_parameter",
+    )
+
+
+def asks_for_nothing(value: object, neutral: Sequence[object]) -> bool:
+    """Whether `value` is one of `neutral`, also by its type: to Python 0 is False, to a client it is not."""
+    return any(type(value) is type(allowed) and value == allowed for allowed in neutral)
+
+
+def check_size(name: str, given: Collection[object] | None, limit: Limit) -> None:
+    """Raises `InvalidParameter` where a text has more characters, or anything else more entries, than `limit`."""
+    if given is not None and len(given) > limit.value:
+        raise above(name, given, limit)
+
+
+def above(name: str, given: Collection[object], limit: Limit) -> InvalidParameter:
+    """What `check_size` raises."""
+    most, got = limit.value, len(given)
+    if isinstance(given, Mapping):
+        what = f"too many properties. Expected an object with at most {most} properties, but got an object with {got}"
+        reason = "object_above_max_properties"
+    else:
+        kind, reason = "array", "array_above_max_length"
+        if isinstance(given, str):
+            kind, reason = "string", "string_above_max_length"
+        article = "an" if kind == "array" else "a"
+        what = (
+            f"{kind} too long. Expected {article} {kind} with maximum length {most}, but got {article} {kind} with "
+            f"length {got}"
+        )
+    return InvalidParameter(f"Invalid '{name}': {what} instead ({limit.cited()}).", param=name, reason=reason)
+
+
+def check_metadata_sizes(metadata: Mapping[str, str] | None) -> None:
+    """Raises `InvalidParameter`."""
+    check_size("metadata", metadata, limits.METADATA_ENTRIES)
+    for key, value in (metadata or {}).items():
+        check_size("metadata", key, limits.METADATA_KEY)
+        check_size(f"metadata.{key}", value, limits.METADATA_VALUE)
+
+
+def empty_array(name: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Invalid '{name}': empty array. Expected an array with minimum length 1, "
+        "but got an empty array instead.",
+        param=name,
+        reason="empty_array",
+    )
+
+
+def check_range(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> None:
+    """Raises `InvalidParameter` when `value` is not within `low` and `high`."""
+    kind = "integer" if isinstance(value, int) else "decimal"
+    if value > high:
+        side, code, sign, bound = "above maximum", "above_max", "<=", high
+    elif value < low or (open_below and value == low):
+        side, code, sign, bound = "below minimum", "below_min", ">" if open_below else ">=", low
+    else:
+        return
+    raise InvalidParameter(
+        f"Invalid '{name}': {kind} {side} value. Expected a value {sign} {bound}, but got {value} instead.",
+        param=name,
+        reason=f"{kind}_{code}_value",
+    )

@@ -1,0 +1,138 @@
+"""The gateway's settings."""
+
+from pydantic import Field
+
+from shared.config import CommonSettings
+
+
+class GatewaySettings(CommonSettings):
+    """OpenAI-compatible edge: REST, SSE, WebSocket and gRPC."""
+
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the API and of /health, /ready and /metrics; 0: the system chooses."""
+    tls_certificate: str = ""
+    """File of the certificate chain (PEM) of the API; with `tls_key`. Both may be replaced while it runs."""
+    tls_key: str = ""
+    """File of its key (PEM, without a password)."""
+    tls_client_ca: str = ""
+    """File of the authorities of which every client must bring a certificate; empty: clients need none."""
+    tls_check_interval: float = Field(default=5.0, gt=0)
+    """Seconds between two looks whether certificate and key were replaced."""
+    body_limit: int = Field(default=4 << 20, gt=0)
+    """Largest request body or WebSocket message, in bytes."""
+    generation_bytes: int = Field(default=16 << 20, gt=0)
+    """Bytes that the generations of one request may put into the queue together: each choice carries the whole
+    prompt."""
+    body_timeout: float = Field(default=30.0, gt=0)
+    """Seconds that a client gets to send a request body."""
+    prompt_limit: int = Field(default=0, ge=0)
+    """Tokens that a prompt may have; 0: what the model's context takes."""
+    special_tokens_in_messages: bool = False
+    """Whether the text of a special token inside a message is tokenized as that token. Off: it is plain text, so
+    that no message can imitate a chat turn of another role."""
+    request_timeout: float = Field(default=0.0, ge=0)
+    """Seconds after which a generation is ended, however far it has come; 0: never. Batch jobs have their own
+    limit."""
+    token_timeout: float = Field(default=600.0, gt=0)
+    """Seconds to wait for the first token, and for each next one."""
+    stall_timeout: float = Field(default=10.0, gt=0)
+    """Seconds without a token after which the journal is read for a frame that was missed."""
+    max_generations: int = Field(default=4096, gt=0)
+    """Generations in flight; beyond them requests are refused with 429."""
+    max_generations_per_socket: int = Field(default=256, gt=0)
+    """Generations in flight on one WebSocket connection."""
+    max_readers: int = Field(default=64, gt=0)
+    """Connections that may read one generation here at the same time."""
+    resume_grace: float = Field(default=5.0, ge=0)
+    """Seconds for which a stream continues after its client has disconnected, so that it can be resumed; then it is
+    cancelled."""
+    background_limit: float = Field(default=3600.0, ge=0)
+    """Longest time, in seconds, for which a request may ask that its generation continues without a connected
+    client."""
+    idempotency_ttl: float = Field(default=3600.0, gt=0)
+    """Seconds for which an idempotency key is remembered; the journal should keep frames as long."""
+    records_max_bytes: int = Field(default=512 << 20, gt=0)
+    """Bytes of requests that are too large for the journal and are stored beside it, of all tenants together."""
+    tenant_record_bytes: int = Field(default=128 << 20, gt=0)
+    """Bytes of one tenant's requests beside the journal; beyond them its own oldest are deleted, and can no longer
+    be resumed."""
+    response_ttl: float = Field(default=2_592_000.0, gt=0)
+    """Seconds for which a response of /v1/responses is kept after it has ended or was last continued."""
+    response_max_bytes: int = Field(default=256 << 20, gt=0)
+    """Bytes of stored responses, compressed; beyond them the oldest are deleted."""
+    tenant_response_bytes: int = Field(default=64 << 20, gt=0)
+    """Bytes of one tenant's stored responses and chat completions, compressed; beyond them its own oldest are
+    deleted."""
+    tenant_responses: int = Field(default=10_000, gt=0)
+    """Stored responses of one tenant, and as many stored chat completions; beyond them its own oldest are
+    deleted."""
+    default_max_tokens: int = Field(default=0, ge=0)
+    """Output tokens of a chat completion that names no limit; 0: what is left of the context."""
+    recovery_attempts: int = Field(default=3, ge=0)
+    """Times that a request is submitted again after its group was lost."""
+    drain_delay: float = Field(default=0.0, ge=0)
+    """Seconds for which a stopping gateway goes on accepting requests while /ready already answers 503: as long as
+    a load balancer takes to notice."""
+    drain_timeout: float = Field(default=20.0, ge=0)
+    """Seconds that running streams get to end when the gateway stops; then other gateways take them over."""
+    requests_per_minute: int = Field(default=0, ge=0)
+    """Requests that each API key may begin within any minute, at all gateways together; 0: unlimited. A key may
+    have a limit of its own. While there are no keys the limit counts all requests together."""
+    tokens_per_minute: int = Field(default=0, ge=0)
+    """As `requests_per_minute`, for prompt and output tokens."""
+    concurrent_generations: int = Field(default=0, ge=0)
+    """Requests that each API key may have in flight; 0: unlimited."""
+    tenant_requests_per_minute: int = Field(default=0, ge=0)
+    """As `requests_per_minute`, for all keys of a tenant together."""
+    tenant_tokens_per_minute: int = Field(default=0, ge=0)
+    """As `tokens_per_minute`, for all keys of a tenant together."""
+    tenant_concurrent_generations: int = Field(default=0, ge=0)
+    """As `concurrent_generations`, for all keys of a tenant together."""
+    allowed_hosts: str = ""
+    """Host names, separated by commas, under which clients may address the gateway beside its own address; `*`:
+    any. Compared with the Host header while no API key exists (against DNS rebinding); with keys only where this is
+    set."""
+    allowed_origins: str = ""
+    """Origins (https://chat.example), separated by commas, whose web pages may call the API (CORS); `*`: any."""
+    strict_fields: bool = False
+    """Refuse request fields that have no effect here, instead of naming them in the header
+    `x-ryzanstein-ignored-fields`."""
+    require_key: bool = False
+    """Require an API key even before the first one exists. Once there is one, it is always required."""
+    metrics_need_key: bool = False
+    """Whether /metrics requires an API key as well, once one exists."""
+    isolate_tenant_cache: bool = False
+    """Whether the prefix cache is separate for each tenant: no tenant can then tell from timing what others have
+    sent, and prefixes that tenants have in common are computed and kept once for each."""
+    file_limit: int = Field(default=512 << 20, gt=0)
+    """Largest file that may be uploaded, in bytes."""
+    files_max_bytes: int = Field(default=4 << 30, ge=0)
+    """Bytes of all files together; 0: as many as NATS has. Read when the object store is created."""
+    tenant_file_bytes: int = Field(default=1 << 30, gt=0)
+    """Bytes of all uploaded files of a tenant together; outputs of batches may take as many again."""
+    tenant_files: int = Field(default=10_000, gt=0)
+    """Files of a tenant; beyond them uploads are refused."""
+    batch_requests: int = Field(default=200_000, gt=0)
+    """Largest number of lines of a batch."""
+    batch_window_limit: float = Field(default=604_800.0, gt=0)
+    """Longest completion window of a batch, in seconds."""
+    tenant_batches: int = Field(default=200, gt=0)
+    """Unfinished batches of a tenant; beyond them submissions are refused."""
+    batch_jobs: int = Field(default=8, ge=0)
+    """Batches that this gateway runs at a time; 0: it leaves them to other gateways."""
+    batch_parallelism: int = Field(default=256, gt=0)
+    """Most batch lines in flight from this gateway; it never has more than the groups have places for."""
+    pending_frames: int = Field(default=65_536, gt=0)
+    """Token frames that may be queued for reading; beyond them frames are dropped, and read from the journal."""
+    max_connections: int = Field(default=10_000, gt=0)
+    """Connections at the same time (REST, WebSocket and gRPC together, TLS handshakes included), and never more
+    than the process may open files; beyond them requests get 503, gRPC calls UNAVAILABLE."""
+    head_timeout: float = Field(default=10.0, gt=0)
+    """Seconds that a client gets for its TLS handshake, and to send a request's line and headers."""
+    head_limit: int = Field(default=65_536, ge=1024)
+    """Largest request line and headers together, in bytes."""
+    grpc_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the gRPC API; 0: the system chooses. Unset: gRPC is not served."""
+    grpc_keepalive: float = Field(default=60.0, gt=0)
+    """Seconds of silence after which a gRPC client is pinged; it has a third as long to answer. A connection also
+    ends once its client has left answers unread, or has had no admitted call, for this long."""

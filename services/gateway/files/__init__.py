@@ -1,1 +1,0 @@
-"""OpenAI's files: in NATS, streamed in and out."""

@@ -1,0 +1,267 @@
+"""What becomes of a chat request: the prompt for its template, and how the answer is read. Pure.
+
+Whether the answer to a chat must match a grammar, and which: from its tools and its format together. Pure.
+
+From a chat request to the text that its model reads: the same for answers, for counting and for tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake import extra_fields, validation
+from services.gateway.intake.conversation import (
+    functions_for_template,
+    instructions,
+    messages_for_template,
+    with_instructions,
+)
+from services.gateway.intake.schemas import ChatCompletionRequest
+from services.gateway.intake.structured_output import Wanted, grammar_of_schema
+from services.gateway.intake.tools import Asked, asked_of
+from services.gateway.tokenizer.templates import TemplateOptions, Traits
+from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
+from services.gateway.tool_calls.families import FAMILIES, NONE
+from services.gateway.tool_calls.grammar import (
+    Calling,
+    behind_reasoning,
+    calls_or,
+    required_calls,
+    strict_calls,
+)
+from services.gateway.tool_calls.grammar_rules import NO_PARAMETERS
+from services.gateway.tool_calls.parsers.reasoning import MARKERS
+from services.gateway.tool_calls.schemas import too_deep, types_of
+from shared import limits
+from shared.messages import Grammar, ModelCard
+from shared.messages.records import Parsing
+
+AUTO = "auto"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables with which templates turn reasoning on and off."""
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+DEFAULT_FAMILY = "hermes"
+
+
+class ChatPlan(msgspec.Struct, frozen=True):
+    """A chat request, ready to be rendered."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    options: TemplateOptions
+    asked: Asked
+    family: str
+    """Whose parser and grammar it is; "" without tools."""
+    variant: str
+    single: bool
+    """One call at most: the client wants no more, or the template takes no more."""
+    reasoning: str
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that the template does not look at."""
+
+    def parsing(self, prompt: str) -> Parsing | None:
+        """For the record; `prompt` is the rendered one. None: the text is the answer as it stands."""
+        opened = bool(self.reasoning) and prompt.rstrip().endswith(MARKERS[self.reasoning][0])
+        if not self.family and not self.reasoning:
+            return None
+        asked = self.asked
+        return Parsing(
+            tools=self.family,
+            types={function.name: types_of(function.parameters or {}) for function in asked.functions}
+            if self.family
+            else {},
+            single=asked.single,
+            named=asked.named,
+            legacy=asked.legacy,
+            reasoning=self.reasoning,
+            opened=opened,
+        )
+
+
+def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> ChatPlan:
+    """Raises `InvalidParameter`."""
+    asked = asked_of(request)
+    if asked.functions and card.tool_parser == NONE:
+        name = "functions" if asked.legacy else "tools"
+        raise InvalidParameter(
+            f"Unsupported parameter: '{name}' is not supported with this model; its tool parser is turned off.",
+            param=name,
+            reason="unsupported_parameter",
+        )
+    if asked.required and request.min_tokens:
+        raise InvalidParameter(
+            "Unsupported parameter: 'min_tokens' is not supported where a tool call is demanded; leave it out.",
+            param="min_tokens",
+            reason="unsupported_parameter",
+        )
+    known = bool(traits.family) or card.tool_parser in FAMILIES
+    native_calls = traits.calls and known
+    native_tools = traits.tools and known
+    messages = messages_for_template(request.messages, traits, native=native_calls)
+    family = _family(card, traits, native_calls or native_tools) if asked.functions else ""
+    if family and not native_tools:
+        messages = with_instructions(messages, instructions(asked.shown, FAMILIES[family].form), traits)
+    return ChatPlan(
+        messages=messages,
+        tools=functions_for_template(asked.shown) if family and native_tools else None,
+        options=_options(request, traits),
+        asked=asked,
+        family=family,
+        variant=traits.variant if family == traits.family else "",
+        single=asked.single or (native_calls and not traits.several),
+        reasoning=_reasoning(card, traits),
+        ignored=tuple(
+            f"chat_template_kwargs.{name}"
+            for name in request.chat_template_kwargs or ()
+            if name not in traits.variables
+        ),
+    )
+
+
+def _family(card: ModelCard, traits: Traits, native: bool) -> str:
+    if card.tool_parser in FAMILIES:
+        return card.tool_parser
+    return traits.family if native else DEFAULT_FAMILY
+
+
+def _reasoning(card: ModelCard, traits: Traits) -> str:
+    chosen = traits.reasoning if card.reasoning_parser == AUTO else card.reasoning_parser
+    return "" if chosen == NONE else chosen
+
+
+def _options(request: ChatCompletionRequest, traits: Traits) -> TemplateOptions:
+    continues = bool(request.continue_final_message)
+    asked = request.add_generation_prompt
+    return TemplateOptions(
+        add_generation_prompt=not continues if asked is None else asked,
+        continue_final=continues,
+        variables=_variables(request, traits),
+    )
+
+
+def _variables(request: ChatCompletionRequest, traits: Traits) -> dict[str, Any]:
+    """`chat_template_kwargs`, and what `reasoning_effort` and `verbosity` mean for the template. What it does not look
+    at is in `ChatPlan.ignored`."""
+    given = request.chat_template_kwargs or {}
+    for name in given:
+        if name in _RESERVED:
+            raise InvalidParameter(
+                f"Unsupported parameter: 'chat_template_kwargs.{name}' is made of other fields of the request; leave "
+                "it out.",
+                param="chat_template_kwargs",
+                reason="unsupported_parameter",
+            )
+        if too_deep(given[name]):
+            raise InvalidParameter(
+                f"Invalid 'chat_template_kwargs.{name}': it is nested too deeply ({limits.NESTING.cited()}).",
+                param="chat_template_kwargs",
+                reason="invalid_value",
+            )
+    looked_at = {name: value for name, value in given.items() if name in traits.variables}
+    return _effort(request.reasoning_effort, traits) | _verbosity(request.verbosity, traits) | looked_at
+
+
+def _effort(effort: str | None, traits: Traits) -> dict[str, Any]:
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        words = ", ".join(f"'{word}'" for word in EFFORTS)
+        raise InvalidParameter(
+            f"Invalid value: '{effort[:64]}'. Supported values are: {words}.",
+            param="reasoning_effort",
+            reason="invalid_value",
+        )
+    if "reasoning_effort" in traits.variables:
+        return {"reasoning_effort": effort}
+    for name in _SWITCHES:
+        if name in traits.variables:
+            return {name: effort != "none"}
+    raise InvalidParameter(
+        "Unsupported parameter: 'reasoning_effort' is not supported with this model; leave it out.",
+        param="reasoning_effort",
+        reason="unsupported_parameter",
+    )
+
+
+def _verbosity(verbosity: str | None, traits: Traits) -> dict[str, Any]:
+    if verbosity is not None and "verbosity" in traits.variables:
+        return {"verbosity": verbosity}
+    if verbosity in (None, "medium"):
+        return {}
+    raise InvalidParameter(
+        "Unsupported parameter: 'verbosity' is not supported by this server; this model's chat template has none; "
+        "leave it out.",
+        param="verbosity",
+        reason="unsupported_parameter",
+    )
+
+
+def demanded(
+    plan: ChatPlan, parsing: Parsing | None, answer: Wanted | None, specials: Mapping[str, int]
+) -> Wanted | None:
+    """What is to be checked and sent to the ring; None: any text. `answer`: what the client says of the format.
+    `specials`: ids of the special tokens among the markers. Raises `InvalidParameter`."""
+    if parsing is None:
+        return answer
+    reasoning, opened = parsing.reasoning, parsing.opened
+    if not plan.family:
+        if answer is None or not opened:
+            return answer
+        return _as(answer, behind_reasoning(answer.grammar, reasoning, specials))
+    calling = Calling(plan.family, plan.variant, plan.asked.functions, plan.single, specials)
+    if plan.asked.required:
+        grammar = required_calls(calling, reasoning, opened=opened)
+    elif answer is not None:
+        return _as(answer, calls_or(calling, answer.grammar, reasoning, opened=opened))
+    elif (strict := strict_calls(calling, reasoning, opened=opened)) is not None:
+        grammar = strict
+    else:
+        return None
+    name = "functions" if plan.asked.legacy else "tools"
+    return _small_enough(Wanted(grammar, name, f"Invalid '{name}'"))
+
+
+def schemas_of(plan: ChatPlan) -> Iterator[Wanted]:
+    """The schema of each function alone: which of them does not compile."""
+    path = "functions[{}].parameters" if plan.asked.legacy else "tools[{}].function.parameters"
+    for index, function in enumerate(plan.asked.shown):
+        schema = {"type": "object", **(function.parameters or NO_PARAMETERS)}
+        yield Wanted(
+            grammar_of_schema(schema), path.format(index), f"Invalid schema for function '{function.name}'"
+        )
+
+
+def _as(wanted: Wanted, grammar: Grammar) -> Wanted:
+    return _small_enough(Wanted(grammar, wanted.param, wanted.subject))
+
+
+def _small_enough(wanted: Wanted) -> Wanted:
+    size = len(wanted.grammar.text.encode())
+    if size > limits.GRAMMAR_BYTES.value:
+        raise InvalidParameter(
+            f"{wanted.subject}: as a grammar it has {size} bytes; send fewer or smaller schemas "
+            f"({limits.GRAMMAR_BYTES.cited()}).",
+            param=wanted.param,
+            reason="string_above_max_length",
+        )
+    return wanted
+
+
+class Planned(NamedTuple):
+    plan: ChatPlan
+    prompt: Rendered
+
+
+def check_conversation(request: ChatCompletionRequest) -> None:
+    """As far as that needs no model. Raises `InvalidParameter`."""
+    validation.check_chat(request)
+    extra_fields.check(request)
+
+
+async def rendered(request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer) -> Planned:
+    """A request that was checked, in the model's own form. Raises `InvalidParameter`, `QueueFull`."""
+    plan = plan_of(request, card, tokenizer.traits)
+    return Planned(plan, await tokenizer.render_chat(plan.messages, plan.tools, plan.options))

@@ -1,0 +1,206 @@
+"""A conversation with tool calls as the model's chat template wants it. Pure.
+
+A template that knows tools gets them as transformers passes them: `tools` as functions with their JSON Schema, calls in
+`tool_calls`, results in messages of the role `tool`. One that does not gets the same in words: the tools in the system
+message, calls in the assistant's text, results in the user's, in the notation that Hermes 2 Pro began.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from services.gateway.intake.schemas import Message
+from services.gateway.tokenizer.templates import Traits
+from services.gateway.tool_calls.schemas import FunctionDefinition, too_deep
+
+_NINE = re.compile(r"[a-zA-Z0-9]{9}")
+
+Shown = dict[str, Any]
+"""A message as templates get it."""
+
+
+class _Call(NamedTuple):
+    id: str
+    name: str
+    arguments: str
+
+
+def functions_for_template(functions: Iterable[FunctionDefinition]) -> list[dict[str, Any]]:
+    """As transformers passes them; templates rely on a description and on parameters."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": function.name,
+                "description": function.description or "",
+                "parameters": {"type": "object", "properties": {}} | (function.parameters or {}),
+            },
+        }
+        for function in functions
+    ]
+
+
+def messages_for_template(messages: Sequence[Message], traits: Traits, *, native: bool) -> list[Shown]:
+    """`native`: the template shows calls and results; otherwise they are put into words."""
+    plain = list(_messages(messages))
+    if not native:
+        return list(_in_words(plain))
+    if not traits.several:
+        plain = list(_one_by_one(plain))
+    return [_native(message, traits) for message in plain]
+
+
+def with_instructions(messages: list[Shown], text: str, traits: Traits) -> list[Shown]:
+    """`text` in the system message, or where the template has none, before the user's first words."""
+    role = "system" if traits.system else "user"
+    first = next((message for message in messages if message["role"] == role), None)
+    if first is None:
+        return [{"role": role, "content": text}, *messages]
+    parts = [first["content"], text] if traits.system else [text, first["content"]]
+    changed = first | {"content": "\n\n".join(parts)}
+    return [changed if message is first else message for message in messages]
+
+
+def instructions(functions: Sequence[FunctionDefinition], form: str) -> str:
+    """What a model is told of tools where its template tells it nothing. `form`: how it is to write a call."""
+    described = "\n".join(
+        json.dumps(function, ensure_ascii=False) for function in functions_for_template(functions)
+    )
+    return (
+        "# Tools\n\n"
+        "You can call functions. These are their names and the JSON Schemas of their arguments:\n"
+        f"<tools>\n{described}\n</tools>\n\n"
+        "To call a function, write its name and its arguments exactly in this form, once for each call:\n"
+        f"{form}\n\n"
+        "The results are sent to you within <tool_response></tool_response>. Without need of a function, answer in "
+        "plain words."
+    )
+
+
+# --- messages, older and newer form alike ---------------------------------------------------------
+
+
+def _messages(messages: Sequence[Message]) -> Iterator[Shown]:
+    """Messages as dicts, their calls as a list of `_Call` under `calls`, results with the name of their function."""
+    names: dict[str, str] = {}
+    last = ""
+    for index, message in enumerate(messages):
+        calls = [
+            _Call(call.id, call.function.name, call.function.arguments)
+            for call in message.tool_calls or ()
+            if call.function is not None
+        ]
+        if message.function_call is not None:
+            last = f"function{index}"
+            calls = [_Call(last, message.function_call.name, message.function_call.arguments)]
+        names |= {call.id: call.name for call in calls}
+        shown: Shown = {"role": _role(message.role), "content": _text(message)}
+        identity = last if message.role == "function" else message.tool_call_id
+        fields = {
+            "name": message.name or names.get(identity or ""),
+            "tool_call_id": identity or None,
+            "reasoning_content": message.reasoning_content,
+            "calls": calls or None,
+        }
+        yield shown | {name: value for name, value in fields.items() if value is not None}
+
+
+def _role(role: str) -> str:
+    """`developer` is OpenAI's new name of `system`, `function` its old one of `tool`."""
+    return {"developer": "system", "function": "tool"}.get(role, role)
+
+
+def _text(message: Message) -> str | None:
+    if message.content is None or isinstance(message.content, str):
+        return message.content
+    return "\n".join(part.text or "" for part in message.content)
+
+
+# --- for templates that know calls ----------------------------------------------------------------
+
+
+def _native(message: Shown, traits: Traits) -> Shown:
+    calls = message.get("calls")
+    shown = {name: value for name, value in message.items() if name != "calls"}
+    if "tool_call_id" in shown:
+        shown["tool_call_id"] = _identity(shown["tool_call_id"], traits)
+    if calls:
+        shown["content"] = shown["content"] or (None if traits.null_content else "")
+        shown["tool_calls"] = [
+            {
+                "id": _identity(call.id, traits),
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": _object(call.arguments) if traits.objects else call.arguments,
+                },
+            }
+            for call in calls
+        ]
+    return shown
+
+
+def _identity(identity: str, traits: Traits) -> str:
+    """Any id as nine letters and digits, where the template takes no other."""
+    if traits.any_id or _NINE.fullmatch(identity):
+        return identity
+    return hashlib.blake2b(identity.encode(), digest_size=5).hexdigest()[:9]
+
+
+def _object(arguments: str) -> Any:
+    """What is no object stays as it is: the model wrote it so."""
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) and not too_deep(value) else arguments
+
+
+def _one_by_one(messages: Sequence[Shown]) -> Iterator[Shown]:
+    """A message with several calls as one message each, followed by its result."""
+    results = {message["tool_call_id"]: message for message in messages if "tool_call_id" in message}
+    for message in messages:
+        calls = message.get("calls", ())
+        if "tool_call_id" in message:
+            if message is results.get(message["tool_call_id"]):
+                yield message
+            continue
+        if len(calls) < 2:
+            yield message
+            continue
+        for number, call in enumerate(calls):
+            yield message | {"calls": [call], "content": None if number else message["content"]}
+            if result := results.pop(call.id, None):
+                yield result
+
+
+# --- for templates that do not --------------------------------------------------------------------
+
+
+def _in_words(messages: Sequence[Shown]) -> Iterator[Shown]:
+    results: list[str] = []
+    for message in messages:
+        content = message["content"] or ""
+        if message["role"] == "tool":
+            results.append(f"<tool_response>\n{content}\n</tool_response>")
+            continue
+        if results and message["role"] == "user":  # one turn of the user, for templates that insist on turns
+            content = "\n".join([*results, content])
+        elif results:
+            yield {"role": "user", "content": "\n".join(results)}
+        results = []
+        parts = [content] if content or not message.get("calls") else []
+        parts += [_written(call) for call in message.get("calls", ())]
+        shown = {name: value for name, value in message.items() if name not in ("calls", "tool_call_id")}
+        yield shown | {"content": "\n".join(parts)}
+    if results:
+        yield {"role": "user", "content": "\n".join(results)}
+
+
+def _written(call: _Call) -> str:
+    value = json.dumps({"name": call.name, "arguments": _object(call.arguments)}, ensure_ascii=False)
+    return f"<tool_call>\n{value}\n</tool_call>"

@@ -1,0 +1,188 @@
+"""POST /v1/embeddings: each input is a generation without output, whose one entry has a vector.
+
+    input [a, b] ─▶ two requests to embed ─▶ intake ─▶ rings ─▶ two entries with a vector ─▶ one response
+
+So inputs are batched with all other work of a ring, wait while none is up, and are computed again where one is
+lost. `dimensions` cuts a vector and brings it to length 1 again, as models are made for that are trained so
+(Kusupati et al., "Matryoshka Representation Learning", arXiv:2205.13147); for others it only loses precision.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from services.gateway.core.errors import InvalidParameter, check_range, check_size
+from services.gateway.intake.record import Context, Parts
+from services.gateway.intake.sampling import cache_salt, session_of
+from services.gateway.intake.validation import check_token_ids
+from services.gateway.lifecycle.answer import PREFIXES, Answer, new_identity
+from services.gateway.lifecycle.generation import Generation
+from services.gateway.lifecycle.token_stream import limits_of
+from services.gateway.streams.reading import new_run
+from services.gateway.streams.run import Run
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from services.gateway.tracing.generations import traced
+from shared import limits
+from shared.errors import ContextLengthExceeded
+from shared.messages import GenerationRequest, ModelCard
+from shared.messages.records import GenerationRecord
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/embeddings. `input`: a string, strings, token ids, or lists of token ids."""
+
+    model: str
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    """vLLM's: the last so many tokens of each input; -1: as many as the model's context has room for."""
+
+
+def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
+    """The inputs, each a text or token ids. Raises `InvalidParameter`."""
+    given = request.input
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise _wrong("input", "it is an empty array; send at least one input", "empty_array")
+    if all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]]
+    check_size("input", given, limits.EMBEDDING_INPUTS)
+    for kind in (str, list):
+        if all(isinstance(item, kind) for item in given):
+            return [item for item in given if not isinstance(item, int)]
+    raise _wrong("input", "it mixes strings, token ids and lists of them; send one kind", "invalid_type")
+
+
+def check(request: EmbeddingRequest, card: ModelCard) -> None:
+    """Raises `InvalidParameter` for the first thing wrong in `request`, but for its inputs."""
+    check_size("user", request.user, limits.USER_CHARACTERS)
+    if not card.embedding_size:
+        raise _wrong(
+            "model", f"{card.model} gives no embeddings; choose a model that does", "unsupported_parameter"
+        )
+    if request.dimensions is not None:
+        check_range("dimensions", request.dimensions, 1, card.embedding_size)
+    if request.truncate_prompt_tokens is not None:
+        check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, card.context_length)
+        if not request.truncate_prompt_tokens:
+            raise _wrong(
+                "truncate_prompt_tokens", "0 leaves nothing; send 1 or more, or -1", "integer_below_min_value"
+            )
+
+
+async def prompts_of(
+    request: EmbeddingRequest,
+    given: Sequence[str | list[int]],
+    tokenizer: Tokenizer,
+    card: ModelCard,
+    prompt_limit: int = 0,
+) -> list[list[int]]:
+    """The tokens of each input, `prompt_limit` at most (0: what the context has).
+
+    Raises `InvalidParameter`, `ContextLengthExceeded`, both with the input's index."""
+    several = not isinstance(request.input, str)
+    texts = [one for one in given if isinstance(one, str)]
+    most = min(card.context_length, prompt_limit or card.context_length)
+    for index, text in enumerate(() if request.truncate_prompt_tokens else texts):
+        if len(text) > most and (fewest := tokenizer.fewest_tokens(text)) > most:
+            name = f"input[{index}]" if several else "input"
+            limit = f"This model's maximum context length is {most} tokens"
+            if most < card.context_length:
+                limit = (
+                    f"This server takes prompts of at most {most} tokens ({limits.PROMPT_TOKENS.cited(most)})"
+                )
+            raise ContextLengthExceeded(
+                f"{limit}, and '{name}' has {fewest} or more; shorten it.", param=name
+            )
+    encoded = iter(await tokenizer.encode_all(texts) if texts else ())
+    prompts = []
+    for index, one in enumerate(given):
+        name = f"input[{index}]" if several else "input"
+        if isinstance(one, str):
+            tokens = next(encoded)
+        else:
+            check_token_ids(name, one, card.vocab_size)
+            tokens = one
+        if request.truncate_prompt_tokens:
+            count = request.truncate_prompt_tokens
+            tokens = tokens[-(count if count > 0 else card.context_length) :]
+        if not tokens:
+            raise _wrong(name, "it resulted in no token; send at least one character", "empty_prompt")
+        if prompt_limit and len(tokens) > prompt_limit:
+            raise ContextLengthExceeded(
+                f"This server takes prompts of at most {prompt_limit} tokens, and '{name}' has {len(tokens)}; "
+                f"shorten it ({limits.PROMPT_TOKENS.cited(prompt_limit)}).",
+                param=name,
+            )
+        if len(tokens) > card.context_length:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {card.context_length} tokens, and '{name}' has "
+                f"{len(tokens)}; shorten it.",
+                param=name,
+            )
+        prompts.append(tokens)
+    return prompts
+
+
+def _wrong(param: str, what: str, reason: str) -> InvalidParameter:
+    return InvalidParameter(f"Invalid '{param}': {what}.", param=param, reason=reason)
+
+
+def embedding_run(
+    parts: Parts,
+    request: EmbeddingRequest,
+    card: ModelCard,
+    tokenizer: Tokenizer,
+    context: Context,
+    prompts: Sequence[list[int]],
+) -> Run:
+    """The run of a checked request."""
+    now, started_at = time.monotonic(), time.time()
+    identity = new_identity(parts.answers.writer, started_at)
+    settings = parts.settings
+    wires = [
+        GenerationRequest(
+            generation_id=f"{identity}-{index}",
+            request_id=context.request_id,
+            model=card.model,
+            consumer=parts.answers.consumer,
+            prompt=prompt,
+            max_tokens=1,
+            session=session_of(context.tenant, context.session),
+            lane=context.lane,
+            tenant=context.tenant,
+            deadline=started_at + settings.token_timeout,
+            embed=True,
+            cache_salt=cache_salt(None, context.tenant if settings.isolate_tenant_cache else ""),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    record = GenerationRecord(
+        identity=identity,
+        endpoint="embeddings",
+        created=started_at,
+        requests=wires,
+        prompts=len(wires),
+        background=context.background,
+        idempotency=context.idempotency,
+        tenant=context.tenant,
+        dimensions=request.dimensions or 0,
+        base64=request.encoding_format == "base64",
+        user=request.user or "",
+    )
+    record, trace = traced(record, PREFIXES[record.endpoint] + identity, len(wires))
+    limits = limits_of(settings)
+    generations = [
+        Generation(wire, index, limits, now=now, started_at=started_at)
+        for index, wire in enumerate(record.requests)
+    ]
+    answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=now)
+    answer.trace = trace
+    answer.admission, answer.may_cost = context.admission, sum(map(len, prompts))
+    metrics = parts.metrics.of_model(card.model)
+    return new_run(answer, tokenizer, parts.answers, metrics=metrics, view=context.view)

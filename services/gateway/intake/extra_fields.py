@@ -1,0 +1,364 @@
+"""Request fields beside those that say what is generated: checked here, and turned into what honours them.
+
+| field | honoured by |
+| --- | --- |
+| best_of, n | as many choices as candidates; `shown.py` shows the best of them |
+| echo, include_stop_str_in_output, stream_options | what the record says of how the text is shown |
+| service_tier | the lane |
+| prediction | drafts in the ring |
+| priority, cache_salt | the scheduler's queue, the ring's prefix cache |
+| min_tokens, allowed_token_ids, bad_words | what the ring's sampler may draw |
+| verbosity, add_generation_prompt, continue_final_message | the chat template |
+| store, metadata, user, safety_identifier | the record |
+
+`suffix` is refused: no open model says how it was taught to fill in the middle.
+
+Fields that change nothing here: ignored, and named to the client; or refused, where the settings say so.
+"""
+
+import re
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from services.gateway.core.errors import (
+    InvalidParameter,
+    asks_for_nothing,
+    check_metadata_sizes,
+    check_range,
+    check_size,
+    unsupported,
+)
+from services.gateway.intake import sampling
+from services.gateway.intake.schemas import (
+    IGNORED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ContentPart,
+    GenerationFields,
+)
+from services.gateway.intake.validation import check_token_ids, prompts_of
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared import limits
+from shared.errors import ContextLengthExceeded
+from shared.messages import GenerationRequest, Lane, ModelCard
+from shared.messages.records import GenerationRecord
+
+TIERS = {"auto": "", "default": "", "priority": "", "fast": "", "flex": "batch"}
+"""Service tiers of OpenAI's API that there are here, with the lane of those that do not keep their caller's."""
+RETENTIONS = ("in_memory", "in-memory")
+"""Not 24h: nothing here keeps a prompt's blocks for longer because it is asked to, or lets them go after a day."""
+VERBOSITIES = ("low", "medium", "high")
+_OPENAIS = ("service_tier", "prompt_cache_retention")
+"""Fields of which OpenAI's API knows more values than there are here."""
+
+
+class Extras(msgspec.Struct, frozen=True):
+    """What fields of a request are in tokens."""
+
+    bad_words: list[list[int]] = []
+    prediction: list[int] = []
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check(request: GenerationFields) -> None:
+    """Raises `InvalidParameter` for the first thing wrong in the fields of this module."""
+    _check_choice("service_tier", request.service_tier, tuple(TIERS))
+    check_metadata(request.metadata)
+    _check_tokens(request)
+    options = request.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise InvalidParameter(
+            "Invalid value for 'stream_options.continuous_usage_stats': it needs 'stream_options.include_usage'.",
+            param="stream_options.continuous_usage_stats",
+            reason="invalid_value",
+        )
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidParameter(
+            "Invalid value for 'prompt_logprobs': they are not streamed; leave out 'stream' (over gRPC set "
+            "output.whole), or ask for a completion with 'echo' and 'logprobs'.",
+            param="prompt_logprobs",
+            reason="invalid_value",
+        )
+    if isinstance(request, ChatCompletionRequest):
+        _check_chat(request)
+    elif isinstance(request, CompletionRequest):
+        _check_completion(request)
+
+
+def _check_chat(request: ChatCompletionRequest) -> None:
+    _check_choice("prompt_cache_retention", request.prompt_cache_retention, RETENTIONS)
+    _check_choice("verbosity", request.verbosity, VERBOSITIES)
+    if request.continue_final_message and request.add_generation_prompt:
+        raise InvalidParameter(
+            "Invalid value for 'continue_final_message': an answer either goes on with the last message or begins one "
+            "of its own; leave out 'add_generation_prompt'.",
+            param="continue_final_message",
+            reason="invalid_value",
+        )
+
+
+def _check_completion(request: CompletionRequest) -> None:
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        raise InvalidParameter(
+            "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 instead; 0 goes with "
+            "'echo' or 'prompt_logprobs', which have something to say of the prompt.",
+            param="max_tokens",
+            reason="integer_below_min_value",
+        )
+    if request.best_of is None:
+        return
+    shown = request.n or 1
+    check_range("best_of", request.best_of, shown, limits.CHOICES.value)
+    if len(prompts_of(request)) * request.best_of > limits.CHOICES.value:
+        raise InvalidParameter(
+            "Invalid 'best_of': with these prompts it makes too many candidates; send fewer at a time "
+            f"({limits.CHOICES.cited()}).",
+            param="best_of",
+            reason="integer_above_max_value",
+        )
+    if request.stream and request.best_of > 1:
+        raise InvalidParameter(
+            "Invalid value for 'best_of': which candidates are the best is known at their end, so they cannot be "
+            "streamed; leave out 'stream' or 'best_of'.",
+            param="best_of",
+            reason="invalid_value",
+        )
+
+
+def _check_tokens(request: GenerationFields) -> None:
+    if request.truncate_prompt_tokens is not None:
+        check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, 2**31)
+        if not request.truncate_prompt_tokens:
+            raise _below("truncate_prompt_tokens", "1, or of -1 for what the context has room for")
+    check_size("allowed_token_ids", request.allowed_token_ids, limits.ALLOWED_TOKENS)
+    check_size("bad_words", request.bad_words, limits.BAD_WORDS)
+    for word in request.bad_words or ():
+        check_size("bad_words", word, limits.BAD_WORD_CHARACTERS)
+    if request.allowed_token_ids is not None and not request.allowed_token_ids:
+        raise InvalidParameter(
+            "Invalid 'allowed_token_ids': empty array. At least one token must be allowed.",
+            param="allowed_token_ids",
+            reason="empty_array",
+        )
+    if not all(word.strip() for word in request.bad_words or ()):
+        raise InvalidParameter(
+            "Invalid 'bad_words': empty string. A word has at least one character that is no space.",
+            param="bad_words",
+            reason="empty_string",
+        )
+
+
+def _below(name: str, least: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Invalid '{name}': integer below minimum value. Expected a value of at least {least}.",
+        param=name,
+        reason="integer_below_min_value",
+    )
+
+
+def _check_choice(name: str, value: str | None, known: tuple[str, ...]) -> None:
+    if value is None or value in known:
+        return
+    supported = ", ".join(f"'{choice}'" for choice in known)
+    raise InvalidParameter(
+        f"Invalid value: '{value[:64]}'. Supported values of '{name}' are: {supported}.",
+        param=name,
+        reason="unsupported_parameter" if name in _OPENAIS else "invalid_value",
+    )
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raises `InvalidParameter`."""
+    check_metadata_sizes(metadata)
+    if metadata and "" in metadata:
+        raise InvalidParameter(
+            "Invalid 'metadata': a key is empty; a key has at least one character.",
+            param="metadata",
+            reason="invalid_value",
+        )
+
+
+# --- what the tokenizer says of them -------------------------------------------------------------
+
+
+async def extras_of(request: GenerationFields, card: ModelCard, tokenizer: Tokenizer) -> Extras:
+    """The fields of `request` that are texts for the ring, as its tokens. Raises `InvalidParameter`,
+    `ContextLengthExceeded`."""
+    words = await _bad_words(request, tokenizer)
+    if (longest := max(map(len, words), default=0)) > limits.BAD_WORD_TOKENS.value:
+        raise InvalidParameter(
+            f"Invalid 'bad_words': a word has {longest} tokens; send shorter ones "
+            f"({limits.BAD_WORD_TOKENS.cited()}).",
+            param="bad_words",
+            reason="string_above_max_length",
+        )
+    if not isinstance(request, ChatCompletionRequest) or request.prediction is None:
+        return Extras(words)
+    text = _text(request.prediction.content)
+    _check_prediction(tokenizer.fewest_tokens(text), card)  # by its size, before it is tokenized
+    prediction = await tokenizer.encode(text, special=False)
+    _check_prediction(len(prediction), card)
+    return Extras(words, prediction)
+
+
+def _check_prediction(tokens: int, card: ModelCard) -> None:
+    """An answer has no more tokens than the context, and nothing is expected behind its end."""
+    if tokens > card.context_length:
+        raise ContextLengthExceeded(
+            f"Invalid 'prediction': it has {tokens} tokens or more, and no answer has so many; shorten it "
+            f"({limits.PREDICTION.cited(card.context_length)}).",
+            param="prediction",
+        )
+
+
+async def _bad_words(request: GenerationFields, tokenizer: Tokenizer) -> list[list[int]]:
+    given = [word.lstrip() for word in request.bad_words or ()]
+    both = [way for word in given for way in (word, f" {word}")]
+    encoded = await tokenizer.encode_all(both, special=False) if both else []
+    return [way for pair in zip(encoded[::2], encoded[1::2], strict=True) for way in _ways_to_say(*pair)]
+
+
+def _ways_to_say(plain: list[int], spaced: list[int]) -> list[list[int]]:
+    """The tokens of a word at the beginning of a text, and after a space where these are as many others."""
+    differs = len(spaced) == len(plain) and spaced[:1] != plain[:1]
+    return [tokens for tokens in ([plain, spaced] if differs else [plain]) if tokens]
+
+
+def _text(content: str | list[ContentPart]) -> str:
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise unsupported(f"prediction.content[{index}].{part.type[:64]}", "send text")
+    return "".join(part.text or "" for part in content)
+
+
+def truncated(request: GenerationFields, card: ModelCard, prompt: list[int]) -> list[int]:
+    """The end of `prompt` that `truncate_prompt_tokens` leaves. Raises `ContextLengthExceeded`."""
+    count = request.truncate_prompt_tokens
+    if count is None:
+        return prompt
+    if count > card.context_length:
+        raise ContextLengthExceeded(
+            f"truncate_prompt_tokens is {count} and this model's maximum context length is {card.context_length} "
+            "tokens; ask for fewer.",
+            param="truncate_prompt_tokens",
+        )
+    if count < 0:
+        chat_limit = getattr(request, "max_completion_tokens", None)
+        count = max(1, card.context_length - (chat_limit or request.max_tokens or 1))
+    return prompt[:count] if request.truncation_side == "right" else prompt[-count:]
+
+
+# --- what becomes of them ------------------------------------------------------------------------
+
+
+def candidates(request: GenerationFields) -> int:
+    """Choices that are generated of each prompt."""
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    return best_of or request.n or 1
+
+
+def lane_of(request: GenerationFields, given: Lane) -> Lane:
+    """The lane of the tier that was asked for; a caller that is in no hurry stays so."""
+    return "batch" if TIERS.get(request.service_tier or "") else given
+
+
+def noted(record: GenerationRecord, request: GenerationFields, card: ModelCard) -> GenerationRecord:
+    """`record` with what `request` says of how its answer is shown."""
+    options, best = request.stream_options, candidates(request) > (request.n or 1)
+    notes: dict[str, Any] = {
+        "best": (request.n or 1) if best else 0,
+        "hide_logprobs": best and getattr(request, "logprobs", None) is None,
+        "echo": bool(getattr(request, "echo", None)),
+        "include_stop": bool(request.include_stop_str_in_output),
+        "continues": bool(getattr(request, "continue_final_message", None)),
+        "continuous_usage": bool(options and options.continuous_usage_stats),
+        "obfuscate": bool(options and options.include_obfuscation),
+        "fingerprint": card.fingerprint,
+        "service_tier": _tier(request, record.requests[0].lane),
+        "store": bool(request.store),
+        "metadata": request.metadata or {},
+        "user": request.safety_identifier or request.user or "",
+        "tokens_as_ids": bool(request.return_tokens_as_token_ids),
+        "token_ids": bool(request.return_token_ids),
+        "stop_token_ids": sampling.told_stop_ids(request, card),
+        "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
+    }
+    if request.store and isinstance(request, ChatCompletionRequest):
+        notes["messages"] = msgspec.json.encode(request.messages)
+    return msgspec.structs.replace(record, **notes)
+
+
+def _tier(request: GenerationFields, lane: Lane) -> str:
+    """What OpenAI's API calls the lane, where a tier was asked for."""
+    if request.service_tier is None:
+        return ""
+    return "flex" if lane == "batch" else "default"
+
+
+def applied(
+    wire: GenerationRequest, request: GenerationFields, card: ModelCard, extras: Extras
+) -> GenerationRequest:
+    """`wire` with what `request` says of how its tokens are chosen. Raises `InvalidParameter`."""
+    _check_beside_grammar(wire, request)
+    allowed = request.allowed_token_ids or []
+    check_token_ids("allowed_token_ids", allowed, card.vocab_size)
+    min_tokens = request.min_tokens or 0
+    if min_tokens and allowed and not set(allowed) - set(wire.stop_token_ids):
+        raise InvalidParameter(
+            "Invalid 'allowed_token_ids': all of them end the text, and min_tokens says that it does not end; allow "
+            "others too, or leave min_tokens out.",
+            param="allowed_token_ids",
+            reason="invalid_value",
+        )
+    changes: dict[str, Any] = {}
+    if min_tokens or allowed or extras.bad_words:
+        changes |= {"min_tokens": min_tokens, "allowed_token_ids": allowed, "bad_words": extras.bad_words}
+    if candidates(request) > (request.n or 1):
+        changes["logprobs"] = max(0, wire.sampling.logprobs)
+    sampling = msgspec.structs.replace(wire.sampling, **changes) if changes else wire.sampling
+    return msgspec.structs.replace(
+        wire, sampling=sampling, lane=lane_of(request, wire.lane), prediction=extras.prediction
+    )
+
+
+def _check_beside_grammar(wire: GenerationRequest, request: GenerationFields) -> None:
+    """What a grammar demands and what may not be drawn could leave nothing, so they do not go together."""
+    if wire.grammar is None:
+        return
+    for name in ("min_tokens", "allowed_token_ids", "bad_words"):
+        if getattr(request, name):
+            raise unsupported(name, "it does not go with an output that follows a grammar; leave one out")
+
+
+IGNORED_HEADER = "x-ryzanstein-ignored-fields"
+"""Of an answer: the fields of the request that changed nothing, with commas."""
+MOST_IGNORED, LONGEST_IGNORED = 16, 64
+_OTHER = re.compile(r"[^\w.\[\]-]", re.ASCII)
+
+
+def ignored_fields(request: msgspec.Struct) -> list[str]:
+    """Fields of `request` that change nothing and are not neutral either."""
+    return [
+        name
+        for name, neutral in IGNORED.items()
+        if (value := getattr(request, name, None)) is not None and not asks_for_nothing(value, neutral)
+    ]
+
+
+def tell_ignored(names: Iterable[str], headers: MutableMapping[str, str], *, strict: bool) -> None:
+    """Adds `names` to the answer's header. Raises `InvalidParameter` for the first of them where `strict`."""
+    before = [name for name in headers.get(IGNORED_HEADER, "").split(", ") if name]
+    for name in names:
+        if strict:
+            raise unsupported(name[:LONGEST_IGNORED])
+        shown = _OTHER.sub("?", name[:LONGEST_IGNORED])
+        if shown not in before and len(before) < MOST_IGNORED:
+            before.append(shown)
+    if before:
+        headers[IGNORED_HEADER] = ", ".join(before)

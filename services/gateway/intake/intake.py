@@ -1,0 +1,367 @@
+"""From a request's body to a `Run`: decoded, checked and tokenized, or found by its idempotency key."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+from services.gateway.auth.authenticator import Authenticator, Principal
+from services.gateway.core.catalog import Catalog
+from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.intake import embeddings, extra_fields, sampling, validation
+from services.gateway.intake import extra_fields as ignored
+from services.gateway.intake.chat import ChatPlan, check_conversation, demanded, rendered, schemas_of
+from services.gateway.intake.record import Build, Context, OuterResponse, Parts
+from services.gateway.intake.responses.intake import ResponseIntake
+from services.gateway.intake.responses.schemas import ResponseRequest
+from services.gateway.intake.sampling import cache_key, conversation_key
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.intake.structured_output import Grammars, Wanted, wanted_by
+from services.gateway.intake.validation import text_of
+from services.gateway.lifecycle.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
+from services.gateway.ratelimit.limiter import Limiter
+from services.gateway.streams.reading import Reading
+from services.gateway.streams.run import Run
+from services.gateway.tokenizer.store import TokenizerStore
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from services.gateway.tool_calls.families import markers_of
+from shared import tracing
+from shared.messages import Grammar, ModelCard
+from shared.messages.records import Idempotency
+from shared.nats.kv import Entry
+
+FieldsT = TypeVar("FieldsT", bound=GenerationFields)
+Decoded = ChatCompletionRequest | CompletionRequest | embeddings.EmbeddingRequest
+Endpoint = Literal["chat.completions", "completions", "responses", "embeddings"]
+
+
+class Intake:
+    """Takes requests in; the same for REST and WebSocket."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        catalog: Catalog,
+        tokenizers: TokenizerStore,
+        keys: IdempotencyKeys,
+        reading: Reading,
+        grammars: Grammars,
+        authenticator: Authenticator,
+        limiter: Limiter,
+    ) -> None:
+        self._authenticator = authenticator
+        self._limiter = limiter
+        self._keys = keys
+        self._grammars = grammars
+        self._reading = reading
+        self._parts = parts
+        self._strict = parts.settings.strict_fields
+        self._catalog = catalog
+        self._tokenizers = tokenizers
+        self._chat = msgspec.json.Decoder(ChatCompletionRequest)
+        self._completion = msgspec.json.Decoder(CompletionRequest)
+        self._embedding = msgspec.json.Decoder(embeddings.EmbeddingRequest)
+        self.responses: ResponseIntake | None = None
+        """Set before the first request: it comes back here with the chat that a response is inside."""
+
+    async def prepare(
+        self,
+        endpoint: Endpoint,
+        body: bytes | msgspec.Raw,
+        context: Context,
+        *,
+        always_streamed: bool = False,
+    ) -> Run:
+        """`always_streamed`: the connection knows no other way, so `stream` need not be given.
+
+        Raises `InvalidRequest` in all its forms, `Unavailable`.
+        """
+        self._authenticator.check(context.principal)
+
+        async def make(context: Context) -> Run:
+            with tracing.stage("prepare"):
+                return await self._prepare(endpoint, body, context, always_streamed)
+
+        if context.key:
+            return await self._repeatable(endpoint, fingerprint(body), context, make)
+        return await make(context)
+
+    async def prepare_decoded(
+        self,
+        endpoint: str,
+        request: Decoded,
+        context: Context,
+        print_: str = "",
+    ) -> Run:
+        """As `prepare`, for a request that came in another form than JSON. Idempotency keys belong to
+        `endpoint`; `print_` is the fingerprint of the body, needed where there is one."""
+
+        self._authenticator.check(context.principal)
+
+        async def make(context: Context) -> Run:
+            with tracing.stage("prepare"):
+                return await self._prepare_checked(request, await self._admitted(context))
+
+        if context.key:
+            return await self._repeatable(endpoint, print_, context, make)
+        return await make(context)
+
+    async def tokenizer(self, model: str) -> tuple[ModelCard, Tokenizer]:
+        """A model's card and tokenizer. Raises `UnknownModel`, `Unavailable`."""
+        card = self._catalog.card(model)
+        return card, await self._tokenizers.get(card)
+
+    def check(
+        self, endpoint: Endpoint, body: bytes | msgspec.Raw
+    ) -> GenerationFields | ResponseRequest | embeddings.EmbeddingRequest:
+        """`body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
+        if endpoint == "responses":
+            assert self.responses is not None, "it is set before the first request"
+            return self.responses.check(body)
+        if endpoint == "embeddings":
+            wanted = validation.decode(body, self._embedding)
+            embeddings.inputs_of(wanted)
+            return wanted
+        if endpoint == "chat.completions":
+            chat = validation.decode(body, self._chat, None if self._strict else [])
+            self._tell_ignored(ignored.ignored_fields(chat), {})
+            validation.check_chat(chat)
+            return chat
+        completion = validation.decode(body, self._completion)
+        self._tell_ignored(ignored.ignored_fields(completion), {})
+        validation.check_completion(completion)
+        return completion
+
+    async def speaker(self, model: str | None) -> tuple[ModelCard, Tokenizer]:
+        """A model's card and tokenizer; None: of the one that is served. Raises `UnknownModel`, `InvalidParameter`
+        where there are several, `Unavailable`."""
+        if model is None:
+            listed = self._catalog.listed()
+            if len(listed) != 1:
+                raise InvalidParameter(
+                    f"Missing required parameter: 'model'; {len(listed)} models are served.",
+                    param="model",
+                    reason="missing_required_parameter",
+                )
+            model = listed[0].model
+        card = self._catalog.card(model)
+        return card, await self._tokenizers.get(card)
+
+    async def count(self, principal: Principal, headers: dict[str, str]) -> None:
+        """Counts a request that generates nothing. `headers` gets what the answer should say. Raises `RateLimited`."""
+        admission = self._limiter.admission(principal, "interactive", headers)
+        if admission is not None:
+            await admission.request()
+
+    async def _repeatable(
+        self, endpoint: str, print_: str, context: Context, make: Callable[[Context], Awaitable[Run]]
+    ) -> Run:
+        """A reading of what the key stands for, or a new request that has taken the key."""
+        name = entry_name(context.tenant, endpoint, context.key)
+        context = msgspec.structs.replace(context, idempotency=name)
+        while True:
+            known = await self._keys.get(name, print_)
+            if known is not None and (run := await self._repeat(known, context)) is not None:
+                return run
+            if context.after is not None:
+                raise RouteError(
+                    "No generation is known under this Idempotency-Key (any more), so there is nothing to go on "
+                    "with; leave out Last-Event-ID to begin anew.",
+                    status=404,
+                    reason="generation_not_found",
+                )
+            run = await make(context)
+            if await self._keys.take(name, run.answer.identity, print_, known):
+                return run
+
+    async def _repeat(self, known: Entry[Idempotency], context: Context) -> Run | None:
+        """None when the key stands for nothing (any more)."""
+        give_up = time.monotonic() + ABANDONED
+        while True:
+            try:
+                run = await self._reading.attach(
+                    known.value.identity,
+                    context.after,
+                    how="idempotency",
+                    view=context.view,
+                    tenant=context.tenant,
+                )
+            except RouteError:
+                if time.monotonic() >= give_up:
+                    return None
+                await asyncio.sleep(POLL)  # whoever was first is about to write its record
+                continue
+            if not await self._reading.over(run.answer):
+                return run
+            run.close()
+            return None
+
+    async def _prepare(
+        self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
+    ) -> Run:
+        context = await self._admitted(context)
+        if endpoint == "responses":
+            assert self.responses is not None, "it is set before the first request"
+            return await self.responses.prepare(body, context, always_streamed=always_streamed)
+        if endpoint == "embeddings":
+            return await self._prepare_embedding(body, context, always_streamed)
+        if endpoint == "chat.completions":
+            dropped: list[str] | None = None if self._strict else []
+            chat = validation.decode(body, self._chat, dropped)
+            self._tell_ignored(dropped or (), context.answer_headers)
+            return await self.chat_run(_streamed(chat) if always_streamed else chat, context)
+        completion = validation.decode(body, self._completion)
+        return await self._prepare_completion(
+            _streamed(completion) if always_streamed else completion, context
+        )
+
+    async def _admitted(self, context: Context) -> Context:
+        """`context` with what its limits have reserved. Raises `RateLimited`."""
+        admission = self._limiter.admission(context.principal, context.lane, context.answer_headers)
+        if admission is None:
+            return context
+        await admission.request()
+        return msgspec.structs.replace(context, admission=admission)
+
+    async def _prepare_checked(self, request: Decoded, context: Context) -> Run:
+        if isinstance(request, embeddings.EmbeddingRequest):
+            return await self._embed(request, context)
+        if isinstance(request, ChatCompletionRequest):
+            return await self.chat_run(request, context)
+        return await self._prepare_completion(request, context)
+
+    async def chat_run(
+        self, request: ChatCompletionRequest, context: Context, response: OuterResponse | None = None
+    ) -> Run:
+        """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
+        check_conversation(request)
+        context = self._named(request, context)
+        card = self._catalog.card(request.model)
+        answer = wanted_by(request)
+        tokenizer = await self._tokenizers.get(card)
+        plan, rendering = await rendered(request, card, tokenizer)
+        self._tell_ignored(plan.ignored, context.answer_headers)
+        text = rendering.text
+        sampling.check_size(request, card, text, tokenizer, self._parts.settings.prompt_limit)
+        parsing = plan.parsing(text)
+        grammar = await self._grammar(
+            plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing))), context.tenant
+        )
+        with tracing.stage("tokenize"):
+            prompt = await tokenizer.encode_rendered(rendering)
+        session = context.session or cache_key(request.prompt_cache_key)
+        session = session or conversation_key(chat_messages(request))
+        extras = await extra_fields.extras_of(request, card, tokenizer)
+        build = Build(
+            self._parts, request, card, tokenizer, context, session, grammar, parsing, response, extras
+        )
+        return build.run([prompt])
+
+    def context_length(self, model: str) -> int:
+        """Tokens that `model` reads at most. Raises `UnknownModel`."""
+        return self._catalog.card(model).context_length
+
+    async def chat_tokens(self, request: ChatCompletionRequest) -> int:
+        """Tokens of the prompt, however many the context has. Raises as `prepare`."""
+        return len(await self.chat_prompt(request))
+
+    async def chat_prompt(self, request: ChatCompletionRequest) -> list[int]:
+        """What the model would read. Raises as `prepare`."""
+        check_conversation(request)
+        card = self._catalog.card(request.model)
+        tokenizer = await self._tokenizers.get(card)
+        return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)
+
+    async def _grammar(self, plan: ChatPlan, wanted: Wanted | None, tenant: str) -> Grammar | None:
+        """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`,
+        `RateLimited`."""
+        if wanted is None:
+            return None
+        try:
+            return await self._grammars.checked(wanted, tenant)
+        except InvalidParameter:
+            for schema in schemas_of(plan) if plan.family else ():
+                await self._grammars.checked(schema, tenant)
+            raise
+
+    def _named(self, request: GenerationFields, context: Context) -> Context:
+        """`context` under the request's own id. Tells of fields that change nothing. Raises `InvalidParameter`."""
+        self._tell_ignored(ignored.ignored_fields(request), context.answer_headers)
+        name = validation.check_request_id_field(request.request_id)
+        if not name:
+            return context
+        context.answer_headers["x-request-id"] = name
+        return msgspec.structs.replace(context, request_id=name)
+
+    def _tell_ignored(self, names: Iterable[str], headers: dict[str, str]) -> None:
+        ignored.tell_ignored(names, headers, strict=self._strict)
+
+    async def _prepare_embedding(
+        self, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
+    ) -> Run:
+        if always_streamed:
+            raise RouteError(
+                "Embeddings are not streamed; POST them to /v1/embeddings.",
+                status=400,
+                reason="unsupported_parameter",
+            )
+        return await self._embed(validation.decode(body, self._embedding), context)
+
+    async def _embed(self, request: embeddings.EmbeddingRequest, context: Context) -> Run:
+        given = embeddings.inputs_of(request)
+        card = self._catalog.card(request.model)
+        embeddings.check(request, card)
+        tokenizer = await self._tokenizers.get(card)
+        limit = self._parts.settings.prompt_limit
+        prompts = await embeddings.prompts_of(request, given, tokenizer, card, limit)
+        return embeddings.embedding_run(self._parts, request, card, tokenizer, context, prompts)
+
+    async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
+        validation.check_completion(request)
+        extra_fields.check(request)
+        context = self._named(request, context)
+        card = self._catalog.card(request.model)
+        given = validation.prompts_of(request)
+        grammar = await self._grammars.of(request, context.tenant)
+        tokenizer = await self._tokenizers.get(card)
+        special = request.add_special_tokens is not False
+        with tracing.stage("tokenize"):
+            limit = self._parts.settings.prompt_limit
+            for text in given:
+                if isinstance(text, str):
+                    sampling.check_size(request, card, text, tokenizer, limit)
+            prompts = await _prompt_ids(given, tokenizer, card, special)
+        extras = await extra_fields.extras_of(request, card, tokenizer)
+        session = context.session or cache_key(request.prompt_cache_key)
+        build = Build(self._parts, request, card, tokenizer, context, session, grammar, extras=extras)
+        return build.run(prompts)
+
+
+def _streamed(request: FieldsT) -> FieldsT:
+    """`request` with `stream` set. Raises `InvalidParameter` when it says no to that."""
+    validation.check_streamed(request)
+    return msgspec.structs.replace(request, stream=True)
+
+
+async def _prompt_ids(
+    prompts: Sequence[str | list[int]], tokenizer: Tokenizer, card: ModelCard, special: bool
+) -> list[list[int]]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(await tokenizer.encode_all(texts, special=special) if texts else ())
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            validation.check_token_ids("prompt", prompt, card.vocab_size)
+    return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:
+    """Roles and texts alone, by which a conversation is known. `developer` is OpenAI's new name of `system`."""
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": text_of(message),
+        }
+        for message in request.messages
+    ]

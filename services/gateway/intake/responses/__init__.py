@@ -1,0 +1,1 @@
+"""From the body of /v1/responses to a chat completion."""

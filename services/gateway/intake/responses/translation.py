@@ -1,0 +1,205 @@
+"""A response's request as the chat completion that it is inside, and what of it the response shows. Pure.
+
+    text.format          ──▶ response_format         max_output_tokens ──▶ max_completion_tokens
+    tools, tool_choice   ──▶ tools, tool_choice      reasoning.effort  ──▶ reasoning_effort
+    input, instructions  ──▶ messages                text.verbosity    ──▶ verbosity
+
+What the chat path refuses is told under the name that the client knows.
+
+What the record of a response is made of, once the sampling of its chat is known. Pure.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.responses.items import chat_messages
+from services.gateway.intake.responses.schemas import NEUTRAL_IN_TOOL, InputFields, ResponseRequest
+from services.gateway.intake.responses.validation import wants_logprobs
+from services.gateway.intake.schemas import IGNORED, ChatCompletionRequest
+from services.gateway.intake.validation import decode
+from services.gateway.streams.response_items import Item
+from shared.errors import ContextLengthExceeded
+from shared.messages import SamplingParams
+from shared.messages.records import ResponseRecord
+
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+}
+"""The chat's fields, and what they are called here; a longer name before its beginning."""
+_AS_A_CHATS = ("cache_salt", "priority", "request_id", *IGNORED)
+"""Fields of a chat under the same name, with the same meaning."""
+_decoder = msgspec.json.Decoder(ChatCompletionRequest)
+_FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
+_MESSAGE = re.compile(r"^messages\b.*$")
+
+
+def chat_request(
+    request: InputFields, items: Sequence[Item], *, stream: bool = False
+) -> ChatCompletionRequest:
+    """Raises `InvalidParameter`."""
+    body: dict[str, Any] = {
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "model": request.model,
+        "messages": chat_messages(items, request.instructions),
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+        "response_format": _response_format(request),
+        "tool_choice": _tool_choice(request.tool_choice),
+        "tools": _tools(request.tools),
+        "verbosity": request.text.verbosity if request.text else None,
+    }
+    if isinstance(request, ResponseRequest):
+        body |= {name: getattr(request, name) for name in _AS_A_CHATS}
+        body |= {
+            "logprobs": wants_logprobs(request) or None,
+            "max_completion_tokens": request.max_output_tokens,
+            "prompt_cache_key": request.prompt_cache_key,
+            "safety_identifier": request.safety_identifier,
+            "service_tier": request.service_tier,
+            "stream": stream,
+            "temperature": request.temperature,
+            "top_logprobs": request.top_logprobs if wants_logprobs(request) else None,
+            "top_p": request.top_p,
+            "user": request.user,
+        }
+    given = {name: value for name, value in body.items() if value is not None}
+    with renamed():
+        try:
+            return msgspec.convert(given, ChatCompletionRequest)
+        except msgspec.ValidationError:
+            return decode(msgspec.json.encode(given), _decoder)  # says what is wrong, in our words
+
+
+def _response_format(request: InputFields) -> dict[str, Any] | None:
+    """`json_schema` has its members in an object of that name there, and here beside its type."""
+    form = request.text.format if request.text else None
+    if form is None or form.get("type") != "json_schema":
+        return form
+    members = {name: value for name, value in form.items() if name != "type" and value is not None}
+    return {"type": "json_schema", "json_schema": members}
+
+
+def _tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    return None if tools is None else [_nested(tool) for tool in tools]
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "allowed_tools":
+        return _nested(choice)
+    allowed: dict[str, Any] = {"mode": choice.get("mode")}
+    given = choice.get("tools")
+    allowed["tools"] = [_nested(tool) for tool in given] if isinstance(given, list) else given
+    return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _nested(tool: Any) -> Any:
+    """A function as chat completions have it: its members in an object of their own."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    members = {
+        name: value
+        for name, value in tool.items()
+        if name != "type" and name not in NEUTRAL_IN_TOOL and value is not None
+    }
+    return {"type": "function", "function": members}
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def renamed() -> Iterator[None]:
+    """Errors of the chat path, in the words of a response's request."""
+    try:
+        yield
+    except InvalidParameter as error:
+        param = _renamed(error.param)
+        message = error.message
+        if error.param and param:
+            message = message.replace(f"'{error.param}'", f"'{param}'")
+        raise InvalidParameter(message, param=param, reason=error.reason) from None
+    except ContextLengthExceeded as error:
+        message = error.message.replace("max_tokens", "max_output_tokens").replace("messages", "input")
+        raise ContextLengthExceeded(message, param="input") from None
+
+
+def _renamed(param: str | None) -> str | None:
+    if param is None:
+        return None
+    if _MESSAGE.match(param):
+        return "input"
+    param = _FUNCTION.sub(r"\1", param)
+    for name, ours in _NAMES.items():
+        if param == name or param.startswith((f"{name}.", f"{name}[")):
+            return ours + param[len(name) :]
+    return param
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def shown_fields(request: ResponseRequest, temperature: float, top_p: float) -> dict[str, Any]:
+    """The request's part of the response object. What was not given shows what took its place."""
+    reasoning = request.reasoning
+    return {
+        "background": bool(request.background),
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "flex" if request.service_tier == "flex" else "default",  # the one that serves it
+        "store": request.store is not False,
+        "temperature": temperature,
+        "text": _shown_text(request),
+        "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+        "tools": [{"strict": None, **tool} for tool in request.tools or []],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": top_p,
+        "truncation": request.truncation or "disabled",
+        "user": request.user,
+    }
+
+
+def _shown_text(request: ResponseRequest) -> dict[str, Any]:
+    text = request.text
+    shown: dict[str, Any] = {"format": (text.format if text else None) or {"type": "text"}}
+    if text and text.verbosity:
+        shown["verbosity"] = text.verbosity
+    return shown
+
+
+class MakeResponse(msgspec.Struct, frozen=True):
+    """What the record of a response is made of."""
+
+    identity: str
+    request: ResponseRequest
+    items: Sequence[Item]
+
+    def record(self, sampling: SamplingParams) -> ResponseRecord:
+        request = self.request
+        shown = shown_fields(request, sampling.temperature, sampling.top_p)
+        return ResponseRecord(
+            shown=msgspec.json.encode(shown),
+            items=msgspec.json.encode(self.items),
+            previous=(request.previous_response_id or "")[-32:],
+            store=request.store is not False,
+            background=bool(request.background),
+        )

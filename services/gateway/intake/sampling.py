@@ -1,0 +1,174 @@
+"""From a request's fields and a model's defaults to what a ring needs to choose tokens.
+
+Which conversation a request belongs to, for sticky routing, and with whom it shares KV cache. Pure.
+
+A plain prompt has none: schedulers place it by its beginning (`scheduler/queue/request.py`).
+"""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.intake.validation import check_token_ids
+from services.gateway.lifecycle.answer import UINT64
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.errors import ContextLengthExceeded
+from shared.limits import PROMPT_TOKENS
+from shared.messages import ModelCard, SamplingParams
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions."""
+
+
+def sampling_params(request: GenerationFields, card: ModelCard) -> SamplingParams:
+    """Given fields, else the model's defaults, else OpenAI's. Raises `InvalidParameter`.
+
+    Without a seed in the request one is drawn, so that a continuation elsewhere draws the same tokens.
+    """
+    defaults = card.defaults
+    bias = request.logit_bias or {}
+    check_token_ids("logit_bias", list(bias), card.vocab_size)
+    return SamplingParams(
+        temperature=float(_first(request.temperature, defaults.get("temperature"), 1.0)),
+        top_k=max(0, int(_first(request.top_k, defaults.get("top_k"), 0))),
+        top_p=float(_first(request.top_p, defaults.get("top_p"), 1.0)),
+        min_p=float(_first(request.min_p, defaults.get("min_p"), 0.0)),
+        seed=secrets.randbits(64) if request.seed is None else request.seed & UINT64,
+        repetition_penalty=float(_first(request.repetition_penalty, defaults.get("repetition_penalty"), 1.0)),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=bias,
+        logprobs=_logprobs(request),
+    )
+
+
+def stop_token_ids(request: GenerationFields, card: ModelCard) -> list[int]:
+    """Tokens that end the generation. Raises `InvalidParameter`."""
+    given = request.stop_token_ids or []
+    check_token_ids("stop_token_ids", given, card.vocab_size)
+    return given if request.ignore_eos else [*card.eos_token_ids, *given]
+
+
+def told_stop_ids(request: GenerationFields, card: ModelCard) -> list[int]:
+    """Those of the client's stop token ids that are a stop reason where they end a text: not the model's own."""
+    own = () if request.ignore_eos else card.eos_token_ids
+    return [token for token in request.stop_token_ids or () if token not in own]
+
+
+def check_size(
+    request: GenerationFields, card: ModelCard, prompt: str, tokenizer: Tokenizer, prompt_limit: int
+) -> None:
+    """Refuses before it is tokenized what cannot fit by its size alone. `prompt_limit`: 0, none. Raises
+    `ContextLengthExceeded`."""
+    if request.truncate_prompt_tokens is not None:
+        return
+    most = min(card.context_length, prompt_limit or card.context_length)
+    if len(prompt) > most and (fewest := tokenizer.fewest_tokens(prompt)) > most:
+        param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+        limit = f"This model's maximum context length is {most} tokens"
+        if most < card.context_length:
+            limit = f"This server takes prompts of at most {most} tokens ({PROMPT_TOKENS.cited(most)})"
+        raise ContextLengthExceeded(
+            f"{limit}, and your {param} resulted in {fewest} tokens or more; shorten the {param}.",
+            param=param,
+        )
+
+
+def max_tokens(request: GenerationFields, card: ModelCard, prompt_tokens: int, default: int) -> int:
+    """Output tokens at most. `default` 0: what the context leaves. Raises `ContextLengthExceeded`."""
+    room = card.context_length - prompt_tokens
+    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    asked = _asked_tokens(request)
+    if room < (asked != 0):  # what is told of a prompt alone needs no room behind it
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {card.context_length} tokens, and your {param} "
+            f"resulted in {prompt_tokens} tokens; shorten the {param}.",
+            param=param,
+        )
+    if asked is None and not isinstance(request, ChatCompletionRequest):
+        return min(COMPLETION_MAX_TOKENS, room)
+    if asked is None:
+        return min(default, room) if default else room
+    if asked > room:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {card.context_length} tokens, and you requested "
+            f"{prompt_tokens + asked} ({prompt_tokens} in the {param}, {asked} in the completion); "
+            f"reduce the {param} or max_tokens.",
+            param=param,
+        )
+    return asked
+
+
+def _asked_tokens(request: GenerationFields) -> int | None:
+    """`max_tokens` under either of its names. Raises `InvalidParameter` when the two disagree."""
+    asked = request.max_tokens
+    if not isinstance(request, ChatCompletionRequest) or request.max_completion_tokens is None:
+        return asked
+    if asked not in (None, request.max_completion_tokens):
+        raise InvalidParameter(
+            f"Invalid 'max_tokens': it is {asked} and 'max_completion_tokens' is "
+            f"{request.max_completion_tokens}; give one of the two, the latter preferably.",
+            param="max_tokens",
+            reason="invalid_value",
+        )
+    return request.max_completion_tokens
+
+
+def _logprobs(request: GenerationFields) -> int:
+    if isinstance(request, ChatCompletionRequest):
+        return (request.top_logprobs or 0) if request.logprobs else -1
+    if isinstance(request, CompletionRequest) and request.logprobs is not None:
+        return request.logprobs
+    return -1
+
+
+def prompt_logprobs(request: GenerationFields) -> int:
+    """How many of the most likely tokens are wanted beside each token of the prompt; -1: nothing is said of them."""
+    wanted = -1 if request.prompt_logprobs is None else request.prompt_logprobs
+    echoed = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+    return max(wanted, _logprobs(request)) if echoed else wanted
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is given."""
+    return next(value for value in values if value is not None)
+
+
+def conversation_key(messages: Sequence[Mapping[str, str]]) -> str:
+    """The session of a conversation that names none: the hash of its beginning.
+
+    The first system message and the first user message stay the same from turn to turn.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for role in ("system", "user"):
+        first = next((message["content"] for message in messages if message["role"] == role), "")
+        digest.update(f"{len(first)}:{first}".encode())
+    return f"auto-{digest.hexdigest()}"
+
+
+def session_of(tenant: str, name: str) -> str:
+    """The session that a tenant calls `name`, and nobody else's, whatever they call theirs; "" without a name."""
+    return f"{_digest(tenant)}-{name}" if name else ""
+
+
+def cache_key(given: str | None) -> str:
+    """The session that `prompt_cache_key` names: its hash, however long it is; "" when there is none."""
+    if not given:
+        return ""
+    return f"key-{_digest(given)}"
+
+
+def cache_salt(given: str | None, tenant: str) -> str:
+    """What begins the names of a prompt's cached blocks: the hash of what the client gives, and of the tenant where
+    tenants share none; "" where there is neither."""
+    if not given and not tenant:
+        return ""
+    text = f"{len(tenant)}:{tenant}:{given or ''}"
+    return f"salt-{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

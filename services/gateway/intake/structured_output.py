@@ -1,0 +1,355 @@
+"""What of a request says how its answer's text must look, as a `Grammar`; and whether that grammar compiles.
+
+    response_format      text | json_object | json_schema        OpenAI
+    structured_outputs   json | regex | choice | grammar         vLLM
+    guided_json, guided_regex, guided_choice, guided_grammar     vLLM, older
+
+At most one of them. What cannot be held to the letter is refused: nothing of a schema is left out silently.
+
+Whose grammar is compiled next, where all tenants share one compiler: in turn (`shared/tasks.py`), at most so many
+waiting, of a tenant and of all, each tenant with a share of the compiler's time. Pure.
+"""
+
+import asyncio
+import hashlib
+import re
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from services.gateway.core.errors import InvalidParameter, RateLimited, check_size, empty_array
+from services.gateway.intake.schemas import (
+    GUIDED,
+    GenerationFields,
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from shared import limits
+from shared.errors import QueueFull
+from shared.grammars import ANY_OBJECT, CPU_SECONDS, GrammarCheck, Verdict
+from shared.limits import GRAMMAR_SECONDS, GRAMMARS_WAITING, TENANT_GRAMMARS
+from shared.messages import Grammar
+from shared.tasks import RoundRobin
+
+FORMATS = ("text", "json_object", "json_schema")
+SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+KEPT_VERDICTS = 256
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A grammar, and what the client calls it."""
+
+    grammar: Grammar
+    param: str
+    subject: str
+    """What is wrong when the grammar is."""
+
+
+def grammar_of_schema(schema: dict[str, Any]) -> Grammar:
+    """Any JSON text that `schema` (JSON Schema) allows, its properties in the order of the schema's."""
+    return Grammar("json_schema", msgspec.json.encode(schema).decode())
+
+
+def grammar_of_choices(choices: Sequence[str]) -> Grammar:
+    """One of these texts; none is empty."""
+    return Grammar("regex", "|".join(map(_literal, dict.fromkeys(choices))))
+
+
+def _literal(text: str) -> str:
+    """The regular expression of `text` alone."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def wanted_by(request: GenerationFields) -> Wanted | None:
+    """What `request` asks for; None: any text. Raises `InvalidParameter`."""
+    given = [name for name in ("response_format", "structured_outputs", *GUIDED) if _asks(request, name)]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidParameter(
+            f"Invalid '{given[1]}': the answer's form is given by '{given[0]}' already; send one of the two.",
+            param=given[1],
+            reason="invalid_value",
+        )
+    if request.min_tokens:
+        raise InvalidParameter(
+            f"Unsupported parameter: 'min_tokens' is not supported with '{given[0]}', which says where the text "
+            "may end; leave it out.",
+            param="min_tokens",
+            reason="unsupported_parameter",
+        )
+    [name] = given
+    value = getattr(request, name)
+    if isinstance(value, ResponseFormat):
+        wanted = _of_format(value, name)
+    elif isinstance(value, StructuredOutputs):
+        wanted = _of_outputs(value, name)
+    else:
+        wanted = _of_kind(name.removeprefix("guided_"), value, name)
+    _check_size(wanted)
+    return wanted
+
+
+def _asks(request: GenerationFields, name: str) -> bool:
+    value = getattr(request, name, None)
+    if isinstance(value, ResponseFormat):
+        if value.type not in FORMATS:
+            raise InvalidParameter(
+                f"Invalid value: '{value.type[:64]}'. Supported values are: 'text', 'json_object', and 'json_schema'.",
+                param=f"{name}.type",
+                reason="invalid_value",
+            )
+        return value.type != "text"
+    return value is not None
+
+
+def _of_format(value: ResponseFormat, param: str) -> Wanted:
+    if value.type == "json_object":
+        return Wanted(ANY_OBJECT, param, f"Invalid '{param}'")
+    if value.json_schema is None:
+        raise _missing(f"{param}.json_schema")
+    return wanted_schema(value.json_schema, param, f"{param}.json_schema")
+
+
+def wanted_schema(value: JsonSchemaFormat, param: str, path: str) -> Wanted:
+    """A named schema of a client, which stands at `path` in its request. Raises `InvalidParameter`."""
+    check_size(f"{path}.name", value.name, limits.SCHEMA_NAME)
+    if not SCHEMA_NAME.fullmatch(value.name):
+        raise InvalidParameter(
+            f"Invalid '{path}.name': string does not match pattern. Expected a string that matches the pattern "
+            f"'^{SCHEMA_NAME.pattern}$'.",
+            param=f"{path}.name",
+            reason="invalid_value",
+        )
+    if value.schema is None:
+        raise _missing(f"{path}.schema")
+    subject = f"Invalid schema for {param} '{value.name}'"
+    return Wanted(grammar_of_schema(value.schema), param, subject)
+
+
+def _of_outputs(value: StructuredOutputs, param: str) -> Wanted:
+    fields = {name: item for name in value.__struct_fields__ if (item := getattr(value, name)) is not None}
+    if fields.get("json_object") is False:
+        del fields["json_object"]
+    if len(fields) != 1:
+        names = ", ".join(f"'{name}'" for name in value.__struct_fields__)
+        raise InvalidParameter(
+            f"Invalid '{param}': expected exactly one of {names}, but got {len(fields)}.",
+            param=param,
+            reason="invalid_value",
+        )
+    [(kind, item)] = fields.items()
+    return _of_kind(kind, item, f"{param}.{kind}")
+
+
+def _of_kind(kind: str, value: Any, param: str) -> Wanted:
+    """Of one of vLLM's fields, whose type is right."""
+    subject = f"Invalid '{param}'"
+    if kind == "json_object":
+        return Wanted(ANY_OBJECT, param, subject)
+    if kind == "json":
+        grammar = Grammar("json_schema", value) if isinstance(value, str) else grammar_of_schema(value)
+        return Wanted(grammar, param, subject)
+    if kind == "choice":
+        return Wanted(grammar_of_choices(_checked_choices(value, param)), param, subject)
+    if not (value if kind == "regex" else value.strip()):
+        raise _empty(param)
+    return Wanted(Grammar("regex" if kind == "regex" else "lark", value), param, subject)
+
+
+def _checked_choices(choices: list[str], param: str) -> list[str]:
+    if not choices:
+        raise empty_array(param)
+    check_size(param, choices, limits.GRAMMAR_CHOICES)
+    if (size := sum(map(len, choices))) > limits.GRAMMAR_BYTES.value:  # before a grammar is made of them
+        raise InvalidParameter(
+            f"Invalid '{param}': the texts have {size} characters together; send fewer or shorter ones "
+            f"({limits.GRAMMAR_BYTES.cited()}).",
+            param=param,
+            reason="string_above_max_length",
+        )
+    if not all(choices):
+        raise _empty(param)
+    return choices
+
+
+def _check_size(wanted: Wanted) -> None:
+    size = len(wanted.grammar.text.encode())
+    if size > limits.GRAMMAR_BYTES.value:
+        raise InvalidParameter(
+            f"{wanted.subject}: it has {size} bytes; make it smaller ({limits.GRAMMAR_BYTES.cited()}).",
+            param=wanted.param,
+            reason="string_above_max_length",
+        )
+
+
+def _missing(param: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Missing required parameter: '{param}'.", param=param, reason="missing_required_parameter"
+    )
+
+
+def _empty(param: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Invalid '{param}': empty string. Expected at least one character.",
+        param=param,
+        reason="empty_string",
+    )
+
+
+# --- whether it compiles -------------------------------------------------------------------------
+
+
+class _Job(NamedTuple):
+    """A grammar that somebody waits for."""
+
+    tenant: str
+    grammar: Grammar
+    verdict: asyncio.Future[Verdict]
+
+
+class Grammars:
+    """Grammars of requests, each compiled once to see whether it can be; the verdicts are remembered. Tenants take
+    turns (`grammar_turns.py`)."""
+
+    def __init__(self) -> None:
+        self._check = GrammarCheck()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._turns: GrammarTurns[_Job] = GrammarTurns()
+        self._working: asyncio.Task[None] | None = None
+
+    async def of(self, request: GenerationFields, tenant: str = "") -> Grammar | None:
+        """What the answer to `request` must match; None: nothing. Raises `InvalidParameter`, `QueueFull`,
+        `RateLimited`."""
+        wanted = wanted_by(request)
+        return None if wanted is None else await self.checked(wanted, tenant)
+
+    async def checked(self, wanted: Wanted, tenant: str = "") -> Grammar:
+        """The grammar to send to a ring. `tenant`: whose turn and time it is. Raises `InvalidParameter` when it does
+        not compile, `QueueFull`, `RateLimited`."""
+        if wanted.grammar is ANY_OBJECT:
+            return ANY_OBJECT
+        key = hashlib.sha256(msgspec.msgpack.encode(wanted.grammar)).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = await self._ask(wanted.grammar, tenant)
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > KEPT_VERDICTS:
+                self._verdicts.popitem(last=False)
+        if verdict.grammar is None:
+            raise InvalidParameter(
+                f"{wanted.subject}: {verdict.problem}.", param=wanted.param, reason="invalid_grammar"
+            )
+        return verdict.grammar
+
+    async def _ask(self, grammar: Grammar, tenant: str) -> Verdict:
+        job = _Job(tenant, grammar, asyncio.get_running_loop().create_future())
+        self._turns.add(tenant, job, time.monotonic())
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work())
+        return await job.verdict
+
+    async def _work(self) -> None:
+        """Compiles what waits, one after the other."""
+        loop = asyncio.get_running_loop()
+        while (job := self._turns.next()) is not None:
+            if job.verdict.done():  # whoever waited has gone
+                continue
+            began = time.monotonic()
+            try:
+                verdict = await loop.run_in_executor(self._thread, self._check.check, job.grammar)
+            except BaseException:
+                if not job.verdict.done():
+                    job.verdict.cancel()
+                raise
+            now = time.monotonic()
+            self._turns.spent(
+                job.tenant, min(now - began, CPU_SECONDS), now
+            )  # a busy machine is not its fault
+            if not job.verdict.done():
+                job.verdict.set_result(verdict)
+
+    async def stop(self) -> None:
+        """Ends the process that compiles."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._check.interrupt()
+        self._thread.shutdown()
+        self._check.close()
+
+
+MINUTE = 60.0
+
+Job = TypeVar("Job")
+
+
+class GrammarTurns(Generic[Job]):
+    """Jobs of tenants that wait, and the seconds that each tenant's have taken within the last minute."""
+
+    def __init__(self) -> None:
+        self._turns: RoundRobin[Job] = RoundRobin()
+        self._spent: dict[str, deque[tuple[float, float]]] = {}
+        """By tenant: when a job ended, and the seconds that it took."""
+
+    def add(self, tenant: str, job: Job, now: float) -> None:
+        """`now`: seconds of any steady clock. Raises `QueueFull` where too many wait, `RateLimited` where the
+        tenant's have taken too long."""
+        for limit, count in (
+            (GRAMMARS_WAITING, self.waiting),
+            (TENANT_GRAMMARS, self._turns.of(tenant)),
+        ):
+            if count >= limit.value:
+                raise QueueFull(
+                    f"{count} new schemas and grammars wait to be compiled; try again in a moment ({limit.cited()}).",
+                    retry_after=1,
+                )
+        if wait := self._until_free(tenant, now):
+            raise RateLimited(
+                "Your schemas and grammars took too long to compile within a minute; use those that were compiled "
+                f"before, or try again in {wait:.0f} s ({GRAMMAR_SECONDS.cited()}).",
+                kind="requests",
+                wait=wait,
+            )
+        self._turns.add(tenant, job)
+
+    def next(self) -> Job | None:
+        """The job whose turn it is; None: none waits."""
+        return self._turns.next()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._turns)
+
+    def spent(self, tenant: str, seconds: float, now: float) -> None:
+        """A job of `tenant` took `seconds` and has ended `now`."""
+        self._forget(now)
+        self._spent.setdefault(tenant, deque()).append((now, seconds))
+
+    def _until_free(self, tenant: str, now: float) -> float:
+        """Seconds until it has time left; 0: it has some."""
+        self._forget(now)
+        spent = self._spent.get(tenant, ())
+        over = sum(seconds for _, seconds in spent) - GRAMMAR_SECONDS.value
+        for ended, seconds in spent:
+            if over < 0:
+                break
+            over -= seconds
+            if over < 0:
+                return ended + MINUTE - now
+        return 0.0
+
+    def _forget(self, now: float) -> None:
+        for tenant in list(self._spent):
+            spent = self._spent[tenant]
+            while spent and spent[0][0] <= now - MINUTE:
+                spent.popleft()
+            if not spent:
+                del self._spent[tenant]

@@ -1,0 +1,314 @@
+"""Checks of tools and of the messages about them, in OpenAI's words. Every refusal is an `InvalidParameter`. Pure."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from services.gateway.core.errors import InvalidParameter, check_size
+from services.gateway.intake.schemas import ChatCompletionRequest, Message
+from services.gateway.tool_calls.schemas import (
+    FunctionDefinition,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolName,
+    too_deep,
+)
+from shared import limits
+from shared.grammars import inexact
+
+NAME = re.compile(r"[a-zA-Z0-9_-]+")
+
+
+class Asked(NamedTuple):
+    """What a request wants of tools."""
+
+    functions: tuple[FunctionDefinition, ...] = ()
+    """Those that may be called now."""
+    shown: tuple[FunctionDefinition, ...] = ()
+    """Those that the model is told of."""
+    required: bool = False
+    """At least one call, and nothing else."""
+    named: bool = False
+    """The one function was demanded by its name."""
+    single: bool = False
+    legacy: bool = False
+
+
+def asked_of(request: ChatCompletionRequest) -> Asked:
+    """Raises `InvalidParameter` for the first thing wrong with tools, `tool_choice` or their older names."""
+    if request.functions is not None or request.function_call is not None:
+        return _asked_of_functions(request)
+    functions = _functions_of(request.tools or [])
+    choice = request.tool_choice
+    if isinstance(choice, ToolChoice):
+        return _asked_by_choice(functions, choice, single=request.parallel_tool_calls is False)
+    if choice not in (None, "none", "auto", "required"):
+        raise _wrong_value("tool_choice", str(choice), ("none", "auto", "required"))
+    if choice == "required" and not functions:
+        raise _only_with("tool_choice", "tools")
+    if choice == "none" or not functions:
+        return Asked()
+    single = request.parallel_tool_calls is False
+    return Asked(functions, functions, required=choice == "required", single=single)
+
+
+def _functions_of(tools: Sequence[Tool]) -> tuple[FunctionDefinition, ...]:
+    functions = []
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        if tool.type == "custom" or tool.custom is not None:
+            raise InvalidParameter(
+                f"Unsupported value: '{path}' is a custom tool, and this server has functions alone; describe it "
+                "as one of type 'function'.",
+                param=f"{path}.type",
+                reason="unsupported_parameter",
+            )
+        if tool.type != "function":
+            raise _wrong_value(f"{path}.type", tool.type, ("function",))
+        if tool.function is None:
+            raise _missing(f"{path}.function")
+        functions.append(tool.function)
+    _check_functions(functions, "tools[{}].function")
+    return tuple(functions)
+
+
+def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None:
+    """`path`: of one of them, with `{}` where its index belongs."""
+    check_size(path.partition("[")[0], functions, limits.TOOLS)
+    seen: dict[str, int] = {}
+    for index, function in enumerate(functions):
+        place = path.format(index)
+        _check_name(f"{place}.name", function.name)
+        if function.name in seen:
+            raise InvalidParameter(
+                f"Invalid '{place}.name': '{function.name}' is the name of "
+                f"'{path.format(seen[function.name])}' already; give each function a name of its own.",
+                param=f"{place}.name",
+                reason="invalid_value",
+            )
+        seen[function.name] = index
+        _check_parameters(f"{place}.parameters", function)
+
+
+def _check_name(path: str, name: str) -> None:
+    if not name:
+        raise InvalidParameter(
+            f"Invalid '{path}': empty string. Expected a string with minimum length 1, but got an empty string "
+            "instead.",
+            param=path,
+            reason="empty_string",
+        )
+    check_size(path, name, limits.FUNCTION_NAME)
+    if not NAME.fullmatch(name):
+        raise InvalidParameter(
+            f"Invalid '{path}': string does not match pattern. Expected a string that matches the pattern "
+            "'^[a-zA-Z0-9_-]+$'.",
+            param=path,
+            reason="invalid_value",
+        )
+
+
+def _check_parameters(path: str, function: FunctionDefinition) -> None:
+    schema = function.parameters
+    if not schema:
+        return
+    if too_deep(schema):
+        raise _wrong_schema(path, function, f"it is nested too deeply ({limits.NESTING.cited()})")
+    if (number := inexact(schema)) is not None:
+        raise _wrong_schema(
+            path, function, f"{number} is a whole number beyond 2^53, which cannot be held exactly"
+        )
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise _wrong_schema(
+            path, function, f"schema must be a JSON Schema of 'type: \"object\"', got {kind!r}"
+        )
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict) or not all(
+        isinstance(value, dict | bool) for value in properties.values()
+    ):
+        raise _wrong_schema(path, function, "'properties' must be an object with a schema for each name")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _wrong_schema(path, function, "'required' must be an array of names")
+
+
+def _wrong_schema(path: str, function: FunctionDefinition, what: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Invalid schema for function '{function.name}': {what}.",
+        param=path,
+        reason="invalid_function_parameters",
+    )
+
+
+# --- choices -------------------------------------------------------------------------------------
+
+
+def _asked_by_choice(functions: tuple[FunctionDefinition, ...], choice: ToolChoice, *, single: bool) -> Asked:
+    if not functions:
+        raise _only_with("tool_choice", "tools")
+    if choice.type == "function":
+        if choice.function is None:
+            raise _missing("tool_choice.function")
+        picked = _picked(functions, [choice.function.name], "tool_choice.function.name")
+        return Asked(picked, functions, required=True, named=True, single=True)
+    if choice.type != "allowed_tools":
+        raise _wrong_value("tool_choice.type", choice.type, ("function", "allowed_tools"))
+    allowed = choice.allowed_tools
+    if allowed is None:
+        raise _missing("tool_choice.allowed_tools")
+    if allowed.mode not in ("auto", "required"):
+        raise _wrong_value("tool_choice.allowed_tools.mode", allowed.mode, ("auto", "required"))
+    names = [_allowed_name(index, tool) for index, tool in enumerate(allowed.tools)]
+    if not names:
+        raise InvalidParameter(
+            "Invalid 'tool_choice.allowed_tools.tools': empty array. Expected an array with minimum length 1, but "
+            "got an empty array instead.",
+            param="tool_choice.allowed_tools.tools",
+            reason="empty_array",
+        )
+    picked = _picked(functions, names, "tool_choice.allowed_tools.tools")
+    return Asked(picked, functions, required=allowed.mode == "required", single=single)
+
+
+def _allowed_name(index: int, tool: ToolName) -> str:
+    path = f"tool_choice.allowed_tools.tools[{index}]"
+    if tool.type != "function":
+        raise _wrong_value(f"{path}.type", tool.type, ("function",))
+    if tool.function is None:
+        raise _missing(f"{path}.function")
+    return tool.function.name
+
+
+def _picked(
+    functions: tuple[FunctionDefinition, ...], names: Sequence[str], path: str
+) -> tuple[FunctionDefinition, ...]:
+    known = {function.name for function in functions}
+    for name in names:
+        if name not in known:
+            raise InvalidParameter(
+                f"Tool choice '{name[:64]}' not found in 'tools' parameter.",
+                param=path,
+                reason="invalid_value",
+            )
+    return tuple(function for function in functions if function.name in names)
+
+
+def _asked_of_functions(request: ChatCompletionRequest) -> Asked:
+    """`functions` and `function_call`, which OpenAI had before tools."""
+    for name in ("tools", "tool_choice"):
+        if getattr(request, name):
+            raise InvalidParameter(
+                f"Invalid value for '{name}': it may not be sent together with 'functions' or 'function_call'; "
+                "use 'tools' and 'tool_choice' alone.",
+                param=name,
+                reason="invalid_value",
+            )
+    functions = tuple(request.functions or ())
+    _check_functions(functions, "functions[{}]")
+    choice = request.function_call
+    if choice is None or choice in ("auto", "none"):
+        if choice == "none" or not functions:
+            return Asked()
+        return Asked(functions, functions, single=True, legacy=True)
+    if isinstance(choice, str):
+        raise _wrong_value("function_call", choice, ("none", "auto"))
+    if not functions:
+        raise _only_with("function_call", "functions")
+    picked = _picked(functions, [choice.name], "function_call.name")
+    return Asked(picked, functions, required=True, named=True, single=True, legacy=True)
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+def check_conversation(messages: Sequence[Message]) -> None:
+    """Every call is answered, and every answer has its call. Raises `InvalidParameter`."""
+    waiting: dict[str, str] = {}
+    """Calls without an answer so far, and where they stand."""
+    called: set[str] = set()
+    """Ids of the last assistant message's calls."""
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        if message.role == "tool":
+            _answer(path, message, waiting, called)
+            continue
+        _check_answered(waiting)
+        called = set()
+        if message.tool_calls and message.role != "assistant":
+            raise InvalidParameter(
+                f"Invalid value for '{path}.tool_calls': only messages with role 'assistant' have tool calls.",
+                param=f"{path}.tool_calls",
+                reason="invalid_value",
+            )
+        for number, call in enumerate(message.tool_calls or ()):
+            _check_call(f"{path}.tool_calls[{number}]", call)
+            waiting[call.id] = path
+            called.add(call.id)
+    _check_answered(waiting)
+
+
+def _answer(path: str, message: Message, waiting: dict[str, str], called: set[str]) -> None:
+    if not message.tool_call_id:
+        raise InvalidParameter(
+            f"Missing parameter '{path}.tool_call_id': messages with role 'tool' must have a 'tool_call_id'.",
+            param=f"{path}.tool_call_id",
+            reason="missing_required_parameter",
+        )
+    if message.tool_call_id not in called:
+        raise InvalidParameter(
+            "Invalid parameter: messages with role 'tool' must be a response to a preceding message with "
+            f"'tool_calls'; there is no call '{message.tool_call_id[:64]}' in the assistant message before "
+            f"'{path}'.",
+            param=f"{path}.tool_call_id",
+            reason="invalid_value",
+        )
+    waiting.pop(message.tool_call_id, None)
+
+
+def _check_answered(waiting: dict[str, str]) -> None:
+    if waiting:
+        raise InvalidParameter(
+            "An assistant message with 'tool_calls' must be followed by tool messages responding to each "
+            f"'tool_call_id'. The following tool_call_ids did not have response messages: {', '.join(waiting)}.",
+            param=next(iter(waiting.values())),
+            reason="invalid_value",
+        )
+
+
+def _check_call(path: str, call: ToolCall) -> None:
+    if call.type != "function" or call.custom is not None:
+        raise _wrong_value(f"{path}.type", call.type, ("function",))
+    if call.function is None:
+        raise _missing(f"{path}.function")
+    if not call.id:
+        raise InvalidParameter(
+            f"Invalid '{path}.id': empty string.", param=f"{path}.id", reason="empty_string"
+        )
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def _wrong_value(path: str, value: str, supported: Sequence[Any]) -> InvalidParameter:
+    words = ", ".join(f"'{word}'" for word in supported)
+    return InvalidParameter(
+        f"Invalid value: '{value[:64]}'. Supported values are: {words}.",
+        param=path,
+        reason="invalid_value",
+    )
+
+
+def _missing(path: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Missing required parameter: '{path}'.", param=path, reason="missing_required_parameter"
+    )
+
+
+def _only_with(name: str, other: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Invalid value for '{name}': '{name}' is only allowed when '{other}' are specified.",
+        param=name,
+        reason="invalid_value",
+    )

@@ -1,0 +1,1 @@
+"""The life of a generation: handed in, followed, recovered, taken over, cancelled, recorded."""

@@ -1,0 +1,475 @@
+"""The life of one generation, decided without I/O: entries, losses and time in, decisions out.
+
+received ──▶ queued ──▶ dispatched ──▶ running ──▶ finished | failed | cancelled
+               ▲            │             │
+               └── recovering ◀───────────┘         attempt + 1, prompt plus the tokens so far
+
+A generation that another gateway looks after is *followed*: its log is read here all the same, newer
+attempts are taken as they come, and nothing is decided about it until it is taken over.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from services.gateway.lifecycle.token_stream import Decision, Limits, TokenStream
+from services.gateway.tracing.generations import AnswerTrace
+from shared.errors import FatalRequest, RingLost, RyzansteinError, Unavailable, error_from_code
+from shared.messages import FinishReason, GenerationRequest, RingDeath, TokenEntry, TokenLogprobs
+from shared.nats.journal import CLOCK_MARGIN, Begin
+
+State = Literal[
+    "received", "queued", "dispatched", "running", "recovering", "finished", "failed", "cancelled"
+]
+Deliver = Callable[[int, TokenEntry | RyzansteinError], None]
+
+SLICE = 256
+"""Tokens of one entry when a reader is given what there is already."""
+MAX_GAP_REPLAYS = 5
+"""Replays that may leave a gap open: the journal is written a moment after the live message."""
+
+
+class Generation:
+    """One choice of a client's request. Times are seconds of a monotonic clock, `started_at` is unix time."""
+
+    __slots__ = (
+        "_behind",
+        "_end_came_alone",
+        "_gap_replays",
+        "_limits",
+        "_readers",
+        "_rejected",
+        "_stall",
+        "_told",
+        "attempt_at",
+        "begin",
+        "cached_tokens",
+        "claim",
+        "ends_at",
+        "epoch",
+        "error",
+        "fingerprint",
+        "finish",
+        "followed",
+        "group",
+        "guilty",
+        "heard_at",
+        "index",
+        "intake_sequence",
+        "last_progress",
+        "own_begin",
+        "prompt_scores",
+        "request",
+        "scores",
+        "sources",
+        "started_at",
+        "state",
+        "stream",
+        "suspected",
+        "tokens",
+        "trace",
+        "vector",
+    )
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        index: int,
+        limits: Limits,
+        *,
+        now: float,
+        started_at: float,
+        followed: bool = False,
+    ) -> None:
+        self.request = request
+        self.claim = request.claim
+        """Under which this gateway owns it; 0: it began here."""
+        self._told = ("", 0)
+        """The ring that was told of the claim."""
+        self.index = index
+        self._limits = limits
+        self._readers: list[Deliver] = []
+        self.followed = followed
+        self.state: State = "queued" if followed else "received"
+        self.stream = TokenStream()
+        self.tokens: list[int] = []
+        self.scores: list[TokenLogprobs] | None = [] if request.sampling.logprobs >= 0 else None
+        """Log probabilities of `tokens`, where they were asked for."""
+        self.finish: FinishReason = ""
+        self._end_came_alone = False
+        """Whether `finish` came behind the last tokens: with them it says more of the last one."""
+        self.vector = b""
+        """Of a request to embed."""
+        self.prompt_scores = b""
+        """Log probabilities of the prompt's tokens, where they were asked for."""
+        self.error: RyzansteinError | None = None
+        self.sources: tuple[str, ...] = ()
+        """Other gateways whose token subjects have a part of the log."""
+        self.begin = Begin(since=started_at - CLOCK_MARGIN)
+        """Where its log begins in the journal."""
+        self.own_begin = None if followed else self.begin
+        """Where the log begins on this gateway's token subject; None: none of it is there."""
+        self.cached_tokens = 0
+        self.group = ""
+        """The ring whose entry of the current attempt came first; empty while none has come."""
+        self.epoch = 0
+        self.fingerprint = ""
+        """Of the ring that has the newest attempt of which it is known; empty: of none."""
+        self.heard_at = now
+        """When that ring last sent something new."""
+        self.intake_sequence = 0
+        """Where the request stands in the intake stream."""
+        self.started_at = started_at
+        self.attempt_at = now
+        """When the current attempt was handed in."""
+        self.last_progress = now
+        self.ends_at = now + limits.whole if limits.whole and request.lane != "batch" else float("inf")
+        """By when it has to be over."""
+        self.trace: AnswerTrace | None = None
+        """What is traced of it; None: nothing. Decides nothing."""
+        self._stall = limits.stall
+        self._gap_replays = 0
+        self._behind = False
+        """Whether a newer attempt speaks already, and tokens of the older one are missing."""
+        self.suspected = request.suspected
+        """The cause of a ring's death that this may have made; it is computed alone from then on. Empty: of none."""
+        self.guilty = ""
+        """The cause of the death of a ring that computed nothing else."""
+        self._rejected: set[tuple[str, int, int]] = set()
+
+    @property
+    def id(self) -> str:
+        return self.request.generation_id
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("finished", "failed", "cancelled")
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it has been handed in and no ring has said that it has it."""
+        return self.state == "queued" and not self.group and not self.followed
+
+    @property
+    def may_be_queued(self) -> bool:
+        """Whether it is batch work whose first attempt no ring has spoken of: that may wait for long."""
+        first = self.request.lane == "batch" and not self.stream.attempt
+        return first and self.unheard and not self.stream.ended and not self._behind
+
+    # --- readers ---------------------------------------------------------------------------------
+
+    def attach(self, deliver: Deliver) -> None:
+        """`deliver` gets the whole log: what there is at once, and the rest as it comes."""
+        tokens, finish = self.tokens, "" if self._end_came_alone else self.finish
+        for begin in range(0, len(tokens), SLICE):
+            end = begin + SLICE
+            last = finish if end >= len(tokens) else ""
+            scores = None if self.scores is None else self.scores[begin:end]
+            told = b"" if begin else self.prompt_scores
+            part = TokenEntry(
+                self.id, self.stream.attempt, begin, tokens[begin:end], last, scores, prompt_scores=told
+            )
+            deliver(self.index, part)
+        if self._end_came_alone:
+            last_word = TokenEntry(
+                self.id,
+                self.stream.attempt,
+                len(tokens),
+                [],
+                self.finish,
+                vector=self.vector,
+                prompt_scores=b"" if tokens else self.prompt_scores,
+            )
+            deliver(self.index, last_word)
+        if self.error is not None:
+            deliver(self.index, self.error)
+        if not self.ended:
+            self._readers.append(deliver)
+
+    def detach(self, deliver: Deliver) -> None:
+        """Undoes `attach`."""
+        if deliver in self._readers:
+            self._readers.remove(deliver)
+
+    def _deliver(self, news: TokenEntry | RyzansteinError) -> None:
+        for deliver in self._readers:
+            deliver(self.index, news)
+
+    # --- what happens to it ----------------------------------------------------------------------
+
+    def begins_behind(self, number: int) -> None:
+        """Its log stands behind `number` of the journal: it is about to be handed in, or the journal's last messages
+        are lost and others take their numbers."""
+        if self.begin.behind < 0 or number < self.begin.behind:
+            self.begin = self.begin._replace(behind=number)
+        if self.own_begin is not None and (self.own_begin.behind < 0 or number < self.own_begin.behind):
+            self.own_begin = self.own_begin._replace(behind=number)
+
+    def queued(self, sequence: int) -> None:
+        """The intake stream has stored the current attempt's request as number `sequence`."""
+        self.intake_sequence = sequence
+        if self.state in ("received", "recovering"):
+            self.state = "queued"
+
+    def on_entry(self, group: str, epoch: int, entry: TokenEntry, now: float) -> Decision:
+        """An entry of this generation has come, live or from the journal.
+
+        An attempt can reach two rings (a reply or an acknowledgement that was lost). Their tokens need not
+        be the same, so the ring whose entry comes first has the attempt, and the other's change nothing: the owner
+        tells it to end. Entries may come to a follower in another order, which then hears that end from the ring
+        that it listens to, and goes over to the other one.
+        """
+        if self.ended or (self.followed and (group, epoch, entry.attempt) in self._rejected):
+            return Decision.NOTHING
+        if self.followed and entry.attempt > self.stream.attempt and not self._follow_attempt(entry):
+            return Decision.REPLAY
+        if entry.attempt != self.stream.attempt or (
+            self.group and (group, epoch) != (self.group, self.epoch)
+        ):
+            return self._on_foreign(group, epoch, entry)
+        self._seen_in(group, epoch, entry, now)
+        had_gap = self.stream.gap
+        for fresh in self.stream.accept(entry):
+            self.last_progress, self.heard_at, self._stall = now, now, self._limits.stall
+            if fresh.tokens or fresh.finish in ("stop", "length"):
+                self.state = "running"
+                self.tokens += fresh.tokens
+                self.prompt_scores = fresh.prompt_scores or self.prompt_scores
+                if self.scores is not None:
+                    self.scores += fresh.logprobs or ()
+                if fresh.finish in ("stop", "length"):
+                    self.finish, self._end_came_alone = fresh.finish, not fresh.tokens
+                    self.vector = fresh.vector
+                self._deliver(fresh)
+            if fresh.finish:
+                return self._on_finish(group, fresh)
+        if self.stream.gap:
+            return Decision.NOTHING if had_gap else Decision.REPLAY
+        self._gap_replays = 0
+        return Decision.NOTHING
+
+    def on_group_lost(self, group: str, epoch: int, death: RingDeath | None = None) -> Decision:
+        """The ring's life `epoch` of `group`, and all before it, are over. `death`: what `epoch` has died of; None: it
+        was only seen that it is gone.
+
+        Whoever was being computed when a ring died of its work is suspected, and computed alone from then on. So
+        nobody meets with such a death in company twice, and alone it can only be of its own making.
+        """
+        if self.ended or self.group != group or self.epoch > epoch:
+            return Decision.NOTHING
+        if death is not None and self.epoch == death.epoch and death.may_be_of(self.id):
+            if not self.suspected:
+                self.suspected = death.cause
+            elif death.suspects_only(self.id):
+                self.guilty = death.cause
+        return Decision.RECOVER
+
+    def on_replayed(self, now: float, *, idle: bool) -> Decision:
+        """The journal has been read to its newest frame.
+
+        `idle`: the ring has had no work at all since it was last heard here. Then an end was lost on the way
+        into the journal, which leaves no gap to see.
+        """
+        if self.ended:
+            return Decision.NOTHING
+        if self.followed and self._complete():
+            return Decision.ENDED
+        if self.stream.gap or self._behind:
+            self._gap_replays += 1
+            return Decision.RECOVER if self._gap_replays > MAX_GAP_REPLAYS else Decision.REPLAY
+        if idle and self.group:
+            return Decision.RECOVER
+        if self._stalled(now):
+            self._stall *= 2
+        return Decision.NOTHING
+
+    def on_time(self, now: float) -> Decision:
+        """To be asked now and then. A request that waits in the queue has nothing in the journal."""
+        if self.ended:
+            return Decision.NOTHING
+        if now - self.last_progress >= self._limits.token_timeout or self.overdue(now):
+            return Decision.EXPIRE
+        return Decision.REPLAY if self._stalled(now) else Decision.NOTHING
+
+    def overdue(self, now: float) -> bool:
+        """Whether it has taken longer than it may; its owner decides."""
+        return now >= self.ends_at and not self.followed
+
+    # --- what is done to it ----------------------------------------------------------------------
+
+    def next_attempt(self, now: float, deadline: float) -> GenerationRequest | None:
+        """The request to hand in again, or None when it has ended instead. `deadline` is unix time."""
+        if self._complete():
+            return None
+        attempt = self.stream.attempt + 1
+        if self.guilty:
+            self.fail(_guilty_of(self.suspected, self.guilty))
+            return None
+        if attempt > self._limits.max_attempts:
+            self.fail(
+                RingLost(
+                    f"The executor group was lost {attempt} times while it worked on this request; "
+                    "try again later.",
+                    retry_after=5,
+                )
+            )
+            return None
+        self.stream.restart(attempt)
+        self.state = "recovering"
+        self.group, self.epoch = "", 0
+        self.last_progress = self.heard_at = self.attempt_at = now
+        self._stall, self._gap_replays = self._limits.stall, 0
+        self.request = msgspec.structs.replace(
+            self.request,
+            generated=list(self.tokens),
+            attempt=attempt,
+            lane="recovery",
+            deadline=deadline,
+            claim=self.claim,
+            suspected=self.suspected,
+        )
+        return self.request
+
+    def fail(self, error: RyzansteinError) -> None:
+        """Ends it with `error`."""
+        if not self.ended:
+            self.state, self.error = "failed", error
+            self._deliver(error)
+
+    def cancel(self, error: RyzansteinError | None = None) -> None:
+        """Ends it because nobody wants more of it; readers that there are all the same get `error`."""
+        if not self.ended:
+            self.state, self.error = "cancelled", error
+            if error is not None:
+                self._deliver(error)
+
+    def dismiss(self, error: RyzansteinError) -> None:
+        """Its readers get `error`; the generation goes on."""
+        self._deliver(error)
+
+    def ring_learns_claim(self) -> bool:
+        """Whether its ring has the attempt from an earlier owner and has to hear of this one; once for each ring."""
+        ring = self.group, self.epoch
+        if self.followed or not self.group or self.claim <= self.request.claim or self._told == ring:
+            return False
+        self._told = ring
+        return True
+
+    def take_over(self, consumer: str, claim: int, now: float, begin: Begin) -> Decision:
+        """From now on this gateway, which reads as `consumer`, looks after it under `claim`: what was left undone
+        is decided. Whatever comes to its own subject stands in the journal from `begin` on.
+
+        A request of which no ring has spoken may never have reached the queue; handed in once more it is
+        another attempt, and the older one is rejected where it does appear.
+        """
+        if not self.followed:
+            return Decision.NOTHING
+        self.followed, self.claim = False, claim
+        self.own_begin = self.own_begin or begin
+        self.request = msgspec.structs.replace(self.request, consumer=consumer)
+        self.last_progress = self.heard_at = now
+        if self.ended:
+            return Decision.NOTHING
+        return Decision.RECOVER if self.stream.ended or self._behind or self.unheard else Decision.NOTHING
+
+    def hand_over(self) -> None:
+        """Another gateway looks after it now."""
+        self.followed = True
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _on_foreign(self, group: str, epoch: int, entry: TokenEntry) -> Decision:
+        """An entry of another attempt, or of another ring than the one that has the attempt.
+
+        Each such ring is rejected once. A later life of the same group says that ours is over.
+        """
+        if not group or self.followed or entry.attempt > self.stream.attempt:
+            return Decision.NOTHING
+        if entry.attempt == self.stream.attempt and group == self.group and epoch > self.epoch:
+            return Decision.RECOVER
+        ring = (group, epoch, entry.attempt)
+        if entry.finish or ring in self._rejected:
+            return Decision.NOTHING
+        self._rejected.add(ring)
+        return Decision.REJECT
+
+    def _follow_attempt(self, entry: TokenEntry) -> bool:
+        """A newer attempt than the one that was read speaks. False while tokens before it are missing.
+
+        Where it begins, the older one ends: what that has said behind there was read by nobody who counts,
+        unless a reader here has been given it.
+        """
+        position = entry.position
+        if position > self.stream.position:
+            self._behind = True
+            return False
+        if position < self.stream.position and not self._readers:
+            del self.tokens[position:]
+            if self.scores is not None:
+                del self.scores[position:]
+            self.stream.position = position
+        self._behind, self._gap_replays = False, 0
+        self.stream.restart(entry.attempt)
+        self.state, self.group, self.epoch = "queued", "", 0
+        return True
+
+    def _seen_in(self, group: str, epoch: int, entry: TokenEntry, now: float) -> None:
+        if group and not self.group:
+            self.group, self.epoch = group, epoch
+            self.heard_at, self._stall = now, self._limits.stall
+            self.suspected = self.suspected or entry.suspected
+            if self.state in ("queued", "recovering", "received"):
+                self.state = "dispatched"
+        if entry.fingerprint:
+            self.fingerprint = entry.fingerprint
+        if entry.cached_tokens and not self.cached_tokens:
+            self.cached_tokens = min(entry.cached_tokens, len(self.request.prompt))
+
+    def _stalled(self, now: float) -> bool:
+        return bool(self.group) and now - self.heard_at >= self._stall
+
+    def _on_finish(self, group: str, entry: TokenEntry) -> Decision:
+        if entry.finish == "error" and entry.retryable and group:
+            return self._let_go() if self.followed else Decision.RECOVER
+        if entry.finish == "error":
+            self.fail(error_from_code(entry.error_code, entry.error or "The generation failed."))
+        elif entry.finish == "cancelled":
+            self.fail(Unavailable("The generation was cancelled; send the request again.", retry_after=1))
+            self.state = "cancelled"
+        else:
+            self.state = "finished"
+        return Decision.ENDED
+
+    def _let_go(self) -> Decision:
+        """The ring that is listened to was told to end its attempt, or has lost it. What follows is another ring's:
+        its owner's next attempt, or this one, of which other entries have been left out here."""
+        self._rejected.add((self.group, self.epoch, self.stream.attempt))
+        self.stream.ended = False
+        self.state, self.group, self.epoch = "queued", "", 0
+        return Decision.REREAD
+
+    def _complete(self) -> bool:
+        """Ends a generation of which only the last word is missing."""
+        reason: Literal["stop", "length", ""] = ""
+        if self.tokens and self.tokens[-1] in self.request.stop_token_ids:
+            reason = "stop"
+        elif self.tokens and len(self.tokens) >= self.request.max_tokens:
+            reason = "length"
+        if reason:
+            self.state, self.finish, self._end_came_alone = "finished", reason, True
+            end = TokenEntry(self.id, self.stream.attempt, len(self.tokens), [], finish=reason)
+            self._deliver(end)
+        return bool(reason)
+
+
+_WORDS = {"out_of_memory": "ran out of memory", "crashed": "crashed", "hung": "hung"}
+
+
+def _guilty_of(first: str, second: str) -> FatalRequest:
+    """What is told of a request that was computed when two rings died, the second time alone."""
+    return FatalRequest(
+        f"Computing this request has ended two executor groups (one {_WORDS.get(first, first)}, and the next "
+        f"{_WORDS.get(second, second)} while it computed nothing else), so it is not tried again; change or shorten "
+        "the request, or give the operator its id to look into."
+    )

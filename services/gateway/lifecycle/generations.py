@@ -1,0 +1,502 @@
+"""What is asked about the rings, of whoever follows their groups' records.
+
+All generations in flight: handed in, followed, recovered, cancelled. The shell around `generation.py`.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.lifecycle.answer import of_choice
+from services.gateway.lifecycle.cancellation import Cancellations
+from services.gateway.lifecycle.claims import Claims
+from services.gateway.lifecycle.generation import Generation
+from services.gateway.lifecycle.recovery import Losses, QueuedRequests, Suspects
+from services.gateway.lifecycle.token_logs import Sources, TokenConsumer
+from services.gateway.lifecycle.token_stream import Decision
+from services.gateway.tracing.generations import taken_over
+from shared.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    LinkLost,
+    NoGroupAvailable,
+    PayloadTooLarge,
+    QueueFull,
+    RyzansteinError,
+)
+from shared.messages import FinishReason, GenerationRequest, GroupEvent, RingDeath, TokenEntry, TokenFrame
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.errors import BROKER_ERRORS, reason_of, translated
+from shared.nats.journal import CLOCK_MARGIN, Begin, JournalEnd, earliest
+from shared.tracing import NONE
+
+IDLE_MARGIN = 10.0
+"""Seconds by which a record must be later than an entry to know of it: its load may be of an older
+heartbeat, and its time is of the monitor's clock."""
+
+
+class Rings(Protocol):
+    """What the groups' records say."""
+
+    def has_ready_group(self, model: str) -> bool:
+        """Whether some group could take a request for `model` now."""
+        ...
+
+    def has_waiting(self, group: str, epoch: int) -> bool:
+        """Whether requests wait for a place in that ring."""
+        ...
+
+    def idle_at(self, group: str, epoch: int) -> float:
+        """Unix seconds at which that ring was serving and had no work; 0 when it was not seen so last."""
+        ...
+
+
+def idle(rings: Rings | None, generation: Generation, now: float) -> bool:
+    """Whether the generation's ring has been without work since it was last heard. `now`: monotonic seconds."""
+    if not generation.group or rings is None:
+        return False
+    heard_at = time.time() - (now - generation.heard_at)
+    return rings.idle_at(generation.group, generation.epoch) > heard_at + IDLE_MARGIN
+
+
+log = structlog.get_logger(__name__)
+
+SWEEP_INTERVAL = 0.25
+
+_intake = functools.lru_cache(maxsize=1024)(subjects.intake)
+
+
+class Generations:
+    """Every unfinished `Generation` that this gateway looks after or follows."""
+
+    def __init__(self, bus: Bus, consumer: str, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._bus = bus
+        self._consumer = consumer
+        self._settings = settings
+        self._metrics = metrics
+        self._by_id: dict[str, Generation] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._readings: set[asyncio.Task[None]] = set()
+        """Of logs, again; they end with their source, or are ended."""
+        self._losses = Losses()
+        self._rings: Rings | None = None
+        self._stall_replay_at = float("-inf")
+        self._stopping = False
+        self.journal = JournalEnd(bus)
+        self.claims = Claims(bus, consumer, settings.journal_max_age)
+        self.cancellations = Cancellations(bus, self.claims)
+        self.tokens = TokenConsumer(
+            bus,
+            consumer,
+            on_frame=self.on_frame,
+            on_recorded=self._take,
+            replay_from=self._oldest,
+            on_replayed=lambda: self._on_replayed(""),
+            pending_frames=settings.pending_frames,
+        )
+        self.sources = Sources(self._open_source)
+        self.suspects = Suspects(bus, self.tokens.replayed, self._recover)
+        self._queued = QueuedRequests(bus, self._recover)
+        metrics.in_flight.set_function(lambda: float(len(self._by_id)))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    async def start(self, rings: Rings) -> None:
+        """Subscribes."""
+        self._rings = rings
+        with translated("look at the journal"):
+            await self.journal.look()
+        self._bus.on_reconnect(lambda: self._spawn(self._look_at_journal()))
+        await self.tokens.start()
+        await self._bus.subscribe(subjects.HEALTH_EVENTS, GroupEvent, self._on_group_event)
+
+    async def run(self) -> None:
+        """Looks after time-outs. Runs until it is cancelled."""
+        while not self._stopping:
+            await asyncio.sleep(SWEEP_INTERVAL)
+            self._sweep(time.monotonic())
+
+    async def stop(self) -> None:
+        """Waits until what was begun in the background is done."""
+        self._stopping = True
+        self.suspects.stop()
+        for reading in self._readings:
+            reading.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.cancellations.stop()
+        await self.sources.stop()
+        await self.tokens.stop()
+
+    # --- from clients ----------------------------------------------------------------------------
+
+    async def submit(self, generations: Sequence[Generation], *, insist: bool = False) -> None:
+        """Hands them in, durably. Where the connection breaks meanwhile a request is handed in once more, as the
+        next attempt: should the first be there after all, its ring is told to end it. `insist`: where the broker does
+        not say whether it has a request, the queue is looked at; else that is an error, and whatever has come of it
+        is cancelled.
+
+        Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
+        """
+        self.add(generations)
+        for generation in generations:
+            generation.begins_behind(self.journal.number)
+        try:
+            if len(generations) == 1:
+                await self._submit(generations[0])
+            else:
+                await asyncio.gather(*(self._submit(item) for item in generations))
+        except RyzansteinError as error:
+            if not insist or not isinstance(error, BrokerUnavailable):
+                self.cancel(generations)
+                raise
+            for generation in generations:
+                if not generation.intake_sequence:
+                    generation.queued(0)
+                    self._look_for(generation)
+
+    async def _submit(self, generation: Generation) -> None:
+        try:
+            await self._hand_in(generation)
+        except LinkLost:
+            if generation.request.lane == "batch":  # what waits long is looked for, and not computed twice
+                raise
+            if not generation.ended:
+                self._recover(generation)
+
+    def _look_for(self, generation: Generation) -> None:
+        """In the queue; it is handed in again unless it is there."""
+        if self._queued.add(generation):
+            self._spawn(self._queued.look())
+
+    def add(self, generations: Sequence[Generation]) -> None:
+        """From now on they get what is said of them. Raises `QueueFull`."""
+        if len(self._by_id) + len(generations) > self._settings.max_generations:
+            raise QueueFull(
+                f"The gateway has {len(self._by_id)} generations in flight and takes at most "
+                f"{self._settings.max_generations}; try again in a moment.",
+                retry_after=1,
+            )
+        for generation in generations:
+            self._by_id[generation.id] = generation
+
+    def forget(self, generations: Sequence[Generation]) -> None:
+        """They are another gateway's, and nobody reads them here any more."""
+        for generation in generations:
+            self._remove(generation)
+
+    def is_crowded(self, generation: Generation) -> bool:
+        """Whether others wait for a place in the ring that has it."""
+        if self._rings is None or not generation.group:
+            return False
+        return self._rings.has_waiting(generation.group, generation.epoch)
+
+    def _remove(self, generation: Generation) -> None:
+        """It gets nothing more of what is said."""
+        if self._by_id.pop(generation.id, None) is not None and generation.trace is not None:
+            generation.trace.ended(generation)
+
+    def take_over(self, generations: Sequence[Generation], claim: int) -> None:
+        """They have been followed so far; from now on they are looked after here, under `claim`."""
+        now, begin = time.monotonic(), Begin(self.journal.number, time.time() - CLOCK_MARGIN)
+        for generation in generations:
+            if generation.trace is None and generation.request.traceparent and not generation.ended:
+                generation.trace = taken_over(generation.request)
+            decision = generation.take_over(self._consumer, claim, now, begin)
+            if decision is Decision.RECOVER and generation.may_be_queued:
+                self._look_for(generation)
+            else:
+                self._act(generation, decision)
+            if generation.ring_learns_claim() and not generation.ended:
+                self.cancellations.tell_claim(generation)
+        self._recover_lost(item for item in generations if not item.ended)
+
+    def conclude(
+        self, generation: Generation, error: RyzansteinError, finish: FinishReason = "error"
+    ) -> None:
+        """Writes an end that no ring has said into the log: whoever reads it later must not wait for more. Unless
+        another gateway has claimed the generation, which then ends as that one says."""
+        entry = TokenEntry(
+            generation.id,
+            generation.stream.attempt + 1,
+            len(generation.tokens),
+            [],
+            finish,
+            error_code=error.code,
+            error=error.message,
+        )
+        self._spawn(self._write_end(TokenFrame("", 0, 0, [entry])))
+
+    async def _write_end(self, frame: TokenFrame) -> None:
+        try:
+            if await self.claims.rival(of_choice(frame.entries[0].generation_id)) is not None:
+                return
+            await self._bus.publish_durable(subjects.tokens(self._consumer), frame)
+        except RyzansteinError as error:
+            log.info("end_not_recorded", generation_id=frame.entries[0].generation_id, error=str(error))
+
+    async def _hand_in(self, generation: Generation) -> None:
+        request = generation.request
+        with generation.trace.handing_in(request) if generation.trace else NONE as span:
+            if span.recording:
+                request = msgspec.structs.replace(request, traceparent=span.traceparent)
+            sequence = await self._bus.publish_durable(_intake(request.lane, request.model), request)
+        generation.queued(sequence)
+
+    def cancel(
+        self,
+        generations: Sequence[Generation],
+        error: RyzansteinError | None = None,
+        *,
+        by_owner: bool = False,
+    ) -> None:
+        """Ends those that have not ended, here and in the rings; at once here, soon there. Readers get `error`.
+        `by_owner`: this gateway decides so and no client, which holds only while it owns them."""
+        for generation in generations:
+            if not generation.ended:
+                generation.cancel(error)
+                self._metrics.cancelled.inc()
+                self.cancellations.cancel(generation, by_owner=by_owner)
+            self._remove(generation)
+
+    # --- from rings and the journal --------------------------------------------------------------
+
+    def on_frame(self, frame: TokenFrame) -> None:
+        """A live frame has come; perhaps one of a ring that is known to be lost."""
+        touched = self._take(frame)
+        if self._losses.over_since(frame.group, frame.epoch) is not None:
+            self._recover_lost(touched)
+
+    def _take(self, frame: TokenFrame) -> list[Generation]:
+        """Gives the frame's entries to their generations; returns these."""
+        now = time.monotonic()
+        touched = []
+        for entry in frame.entries:
+            generation = self._by_id.get(entry.generation_id)
+            if generation is None:
+                continue
+            touched.append(generation)
+            decision = generation.on_entry(frame.group, frame.epoch, entry, now)
+            if decision is Decision.REJECT:
+                self.cancellations.end(frame.group, generation, entry.attempt)
+            elif decision is not Decision.NOTHING:
+                self._act(generation, decision)
+            if generation.claim and generation.ring_learns_claim():
+                self.cancellations.tell_claim(generation)
+        return touched
+
+    def on_group_lost(
+        self, group: str, epoch: int, model: str, at: float = 0.0, death: RingDeath | None = None
+    ) -> None:
+        """`epoch` of `group`, and all before it, are over: whatever was in it is handed in again.
+
+        `at`: the monitor's time of the news, 0 where it is not known. `death`: its cause, where that is known.
+        """
+        if not self._losses.lost(group, epoch, at=at, now=time.monotonic(), death=death):
+            return
+        for generation in list(self._by_id.values()):
+            self._act(generation, generation.on_group_lost(group, epoch, death))
+        self.suspects.add(
+            item for item in self._by_id.values() if item.unheard and item.request.model == model
+        )
+
+    def on_group_alive(self, group: str, epoch: int, at: float = 0.0) -> None:
+        """`epoch` of `group` is at work, even if it was given up before."""
+        self._losses.alive(group, epoch, at=at)
+
+    async def _on_group_event(self, event: GroupEvent) -> None:
+        if event.kind == "down":
+            self.on_group_lost(event.group, event.epoch, event.model, event.at, event.death)
+        elif event.kind == "up":
+            self.on_group_alive(event.group, event.epoch, event.at)
+
+    def _recover_lost(self, generations: Iterable[Generation]) -> None:
+        """Those that a late frame, or their owner's end, has bound to a ring which is over.
+
+        A ring that has taken what was handed in after its loss lives, whatever is said of it: to hand in once
+        more would spend the attempts on the very same ring.
+        """
+        for generation in generations:
+            if generation.followed:
+                continue
+            group, epoch = generation.group, generation.epoch
+            over_since = self._losses.over_since(group, epoch) if group else None
+            if over_since is None:
+                continue
+            if generation.attempt_at > over_since:
+                self._losses.alive(group, epoch)
+            else:
+                death = self._losses.death_of(group, epoch)
+                self._act(generation, generation.on_group_lost(group, epoch, death))
+
+    def _open_source(self, name: str) -> TokenConsumer:
+        return TokenConsumer(
+            self._bus,
+            name,
+            on_frame=self.on_frame,
+            on_recorded=self._take,
+            replay_from=lambda: self._oldest_of(name),
+            on_replayed=lambda: self._on_replayed(name),
+            pending_frames=self._settings.pending_frames,
+        )
+
+    async def _look_at_journal(self) -> None:
+        """A broker that is back may have lost the journal's last messages: their numbers are given again."""
+        try:
+            number = await self.journal.look()
+        except BROKER_ERRORS as error:
+            log.info("journal_not_looked_at", error=reason_of(error))
+            return
+        for generation in self._by_id.values():
+            generation.begins_behind(number)
+
+    def _oldest(self) -> Begin | None:
+        return self._counted(item.own_begin for item in self._by_id.values())
+
+    def _oldest_of(self, source: str) -> Begin | None:
+        return self._counted(item.begin for item in self._by_id.values() if source in item.sources)
+
+    def _counted(self, begins: Iterable[Begin | None]) -> Begin | None:
+        oldest = earliest(begin for begin in begins if begin is not None)
+        if oldest is not None:
+            self._metrics.replays.inc()
+        return oldest
+
+    def _on_replayed(self, source: str) -> None:
+        """The journal of that other gateway, or of this one (empty), has been read to its newest frame."""
+        now = time.monotonic()
+        for generation in list(self._by_id.values()):
+            if (source not in generation.sources) if source else generation.followed:
+                continue
+            self._act(generation, generation.on_replayed(now, idle=idle(self._rings, generation, now)))
+        self._recover_lost(list(self._by_id.values()))
+
+    # --- what a decision means -------------------------------------------------------------------
+
+    def _sweep(self, now: float) -> None:
+        """Asks each generation. One reading of the journal serves all that have stalled, so it is done
+        once per stall time-out at most."""
+        stalled = []
+        for generation in list(self._by_id.values()):
+            decision = generation.on_time(now)
+            if decision is Decision.REPLAY:
+                stalled.append(generation)
+            else:
+                self._act(generation, decision)
+        if stalled and now - self._stall_replay_at >= self._settings.stall_timeout:
+            self._stall_replay_at = now
+            self.tokens.request_replay()
+            self.sources.request_replay({name for generation in stalled for name in generation.sources})
+
+    def _act(self, generation: Generation, decision: Decision) -> None:
+        if decision is Decision.REPLAY:
+            if not generation.followed:
+                self.tokens.request_replay()
+            self.sources.request_replay(generation.sources)
+        elif decision is Decision.REREAD:
+            reading = asyncio.create_task(self._read_again(generation))
+            self._readings.add(reading)
+            reading.add_done_callback(self._readings.discard)
+        elif decision is Decision.RECOVER:
+            if not generation.followed:
+                self._recover(generation)
+        elif decision is Decision.EXPIRE:
+            self._expire(generation)
+        elif decision is Decision.ENDED:
+            self._remove(generation)
+
+    async def _read_again(self, generation: Generation) -> None:
+        readings = [self.sources.get(name) for name in generation.sources]
+        if generation.own_begin is not None:
+            readings.append(self.tokens)
+        for reading in readings:
+            if reading is not None:
+                await reading.catch_up(generation.begin, lambda: generation.ended)
+
+    def _recover(self, generation: Generation) -> None:
+        deadline = time.time() + self._settings.token_timeout
+        lost, attempt = generation.group, generation.stream.attempt
+        if lost and not generation.stream.ended:  # it may live: a false alarm, or only its frames are lost
+            self.cancellations.end(lost, generation, attempt)
+        request = generation.next_attempt(time.monotonic(), deadline)
+        if request is None:
+            self._remove(generation)
+            if generation.error is not None:
+                log.warning(
+                    "not_recovered",
+                    generation_id=generation.id,
+                    request_id=generation.request.request_id,
+                    group=lost,
+                    reason=str(generation.error),
+                )
+                self.conclude(generation, generation.error)
+            return
+        self._metrics.recoveries.inc()
+        if request.suspected:
+            self._metrics.suspected.labels(request.suspected).inc()
+        if generation.trace is not None:
+            generation.trace.recovering(lost, request)
+        log.info(
+            "recovering",
+            generation_id=generation.id,
+            request_id=request.request_id,
+            group=lost,
+            attempt=request.attempt,
+            tokens=len(request.generated),
+            suspected=request.suspected,
+        )
+        self._spawn(self._hand_in_again(generation, request))
+
+    async def _hand_in_again(self, generation: Generation, request: GenerationRequest) -> None:
+        """Tries for as long as the broker is away and the generation waits for this attempt."""
+        while not generation.ended and generation.request is request:
+            try:
+                await self._hand_in(generation)
+            except BrokerUnavailable:
+                await asyncio.sleep(SWEEP_INTERVAL)
+            except PayloadTooLarge as error:
+                generation.fail(error)
+                self.conclude(generation, error)
+                self._remove(generation)
+                return
+            else:
+                return
+
+    def _expire(self, generation: Generation) -> None:
+        seconds, model = self._settings.token_timeout, generation.request.model
+        error: RyzansteinError
+        if generation.overdue(time.monotonic()):
+            whole = self._settings.request_timeout
+            error = DeadlineExceeded(
+                f"The generation took longer than {whole:g} s; ask for fewer tokens (max_tokens)."
+            )
+        elif generation.tokens or (self._rings is not None and self._rings.has_ready_group(model)):
+            error = DeadlineExceeded(f"No token came within {seconds:g} s; try again later.", retry_after=5)
+        else:
+            error = NoGroupAvailable(
+                f"No executor group for the model '{model}' was ready within {seconds:g} s; try again later.",
+                retry_after=5,
+            )
+        generation.fail(error)
+        self._remove(generation)
+        if not generation.followed:
+            self.cancellations.cancel(generation, by_owner=True)
+            self.conclude(generation, error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("background_work_failed", error=str(error))

@@ -1,0 +1,1 @@
+"""Answers that outlive the journal: responses and stored chat completions."""

@@ -1,0 +1,257 @@
+"""The list of stored chat completions, in the bucket `chats`, and the shelf that fills it.
+
+The answer lies among the responses (`responses/store.py`), which has room for large ones; here stands what
+lists look at, and the metadata, which can be changed.
+
+    put:     answer ──▶ entry      an entry without an answer is never shown
+    delete:  tombstone of the answer ──▶ entry gone
+
+Stored chat completions by their id and in lists.
+"""
+
+from typing import Any
+
+import msgspec
+
+from services.gateway.core.errors import RouteError
+from services.gateway.core.pagination import page, shown
+from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
+from services.gateway.lifecycle.answers import Answers
+from services.gateway.persistence.keeper import Keeper
+from services.gateway.persistence.store import ResponseStore
+from services.gateway.streams.reading import Reading
+from shared.messages.records import GenerationRecord, StoredChat, StoredResponse
+from shared.nats import subjects
+from shared.nats.bus import Bus, encode
+from shared.nats.tenants import Quota, TenantBucket, Trimmed
+
+
+class ChatIndex:
+    """Opened by `start`. Methods raise `BrokerUnavailable`."""
+
+    def __init__(self, bus: Bus, ttl: float, quota: Quota) -> None:
+        """`ttl`: seconds that an entry is kept after its last change; `quota`: of a tenant, whose oldest make room."""
+        self._bus = bus
+        self._ttl = ttl
+        self._quota = quota
+        self._opened: TenantBucket[StoredChat] | None = None
+
+    async def start(self) -> None:
+        self._opened = await TenantBucket.open(
+            self._bus, subjects.CHATS_BUCKET, StoredChat, lambda chat: chat.tenant, ttl=self._ttl
+        )
+        self._trimmed = Trimmed(self._opened, self._quota)
+
+    @property
+    def _bucket(self) -> TenantBucket[StoredChat]:
+        assert self._opened is not None, "not started"
+        return self._opened
+
+    async def add(self, chat: StoredChat) -> None:
+        """Unless there is an entry of it."""
+        if await self._bucket.create(chat.tenant, chat.identity, chat) is not None:
+            self._trimmed.wrote(chat.tenant, len(encode(chat)))
+
+    async def get(self, identity: str, tenant: str) -> StoredChat | None:
+        entry = await self._bucket.get(tenant, identity)
+        return None if entry is None else entry.value
+
+    async def of(self, tenant: str) -> list[StoredChat]:
+        """Those of a tenant, in no order."""
+        return [entry.value async for entry in self._bucket.of(tenant)]
+
+    async def change(self, identity: str, tenant: str, metadata: dict[str, str]) -> StoredChat | None:
+        """None where there is no entry."""
+        while (entry := await self._bucket.get(tenant, identity)) is not None:
+            changed = msgspec.structs.replace(entry.value, metadata=metadata)
+            if await self._bucket.update(entry.key, changed, entry.revision) is not None:
+                return changed
+        return None
+
+    async def remove(self, identity: str, tenant: str) -> None:
+        entry = await self._bucket.get(tenant, identity)
+        if entry is not None:
+            await self._bucket.purge(entry.key)
+
+
+class ChatShelf:
+    """Chat completions that have ended."""
+
+    def __init__(self, index: ChatIndex, store: ResponseStore, reading: Reading) -> None:
+        self._index = index
+        self._store = store
+        self._reading = reading
+
+    async def put(self, answer: Answer) -> None:
+        """One that was cancelled or failed is not stored: it has no answer."""
+        completion = await self._reading.finished(answer)
+        if completion is None:
+            return
+        await self._store.keep(_stored(answer, completion))
+        if not await self._store.is_deleted(answer.identity, answer.record.tenant):
+            await self._index.add(_entry(answer))
+
+    async def has(self, record: GenerationRecord) -> bool:
+        name = record.identity, record.tenant
+        return await self._index.get(*name) is not None or await self._store.is_deleted(*name)
+
+
+def _stored(answer: Answer, completion: bytes) -> StoredResponse:
+    """Its text is in `completion`: prompts and tokens are of no use any more."""
+    requests = [
+        msgspec.structs.replace(request, prompt=[], generated=[], attempt=0)
+        for request in answer.record.requests
+    ]
+    return StoredResponse(msgspec.structs.replace(answer.record, requests=requests), [], completion)
+
+
+def _entry(answer: Answer) -> StoredChat:
+    record = answer.record
+    return StoredChat(
+        identity=answer.identity,
+        id=answer.public_id,
+        tenant=record.tenant,
+        model=record.requests[0].model,
+        created_at=record.created,
+        metadata=record.metadata,
+    )
+
+
+PAGE = 20
+"""Entries of a page where no limit is given, as OpenAI has it."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A page of a list."""
+
+    after: str | None = None
+    limit: int = PAGE
+    ascending: bool = True
+    model: str | None = None
+    metadata: dict[str, str] = {}
+
+    def takes(self, chat: StoredChat) -> bool:
+        """Whether `chat` is in the list."""
+        return self.model in (None, chat.model) and self.metadata.items() <= chat.metadata.items()
+
+
+class ShownMessage(msgspec.Struct, frozen=True):
+    """A message of a stored conversation."""
+
+    id: str
+    created_at: float
+    """Its place: messages have no times of their own."""
+    shown: dict[str, Any]
+
+
+def shown_messages(chat_id: str, messages: bytes) -> list[ShownMessage]:
+    """What the request brought, each with an id."""
+    given: list[dict[str, Any]] = msgspec.json.decode(messages) if messages else []
+    found = []
+    for place, message in enumerate(given):
+        parts = message.get("content") if isinstance(message.get("content"), list) else None
+        said = {key: value for key, value in message.items() if value is not None and key != "content"}
+        text = "".join(part.get("text") or "" for part in parts) if parts is not None else message["content"]
+        identity = f"{chat_id}-{place}"
+        shown = {"id": identity, "content": text, "refusal": None, **said}
+        shown["content_parts"] = None if parts is None else [_part(part) for part in parts]
+        found.append(ShownMessage(identity, float(place), shown))
+    return found
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if value is not None}
+
+
+_PREFIX = PREFIXES["chat.completions"]
+
+
+def not_found(public_id: str) -> RouteError:
+    """The error for an id of which nothing is stored, or another tenant's."""
+    return RouteError(
+        f"Chat completion with id '{public_id[:64]}' not found: the id is wrong, it was made without store true, has "
+        "not ended or has been deleted, or it is older than answers are kept.",
+        status=404,
+        reason="chat_completion_not_found",
+    )
+
+
+class StoredChats:
+    """Methods raise `BrokerUnavailable`, and `RouteError` for an id of which the tenant has stored nothing."""
+
+    def __init__(self, index: ChatIndex, store: ResponseStore, keeper: Keeper, answers: Answers) -> None:
+        self._index = index
+        self._store = store
+        self._keeper = keeper
+        self._answers = answers
+
+    async def get(self, public_id: str, tenant: str) -> bytes:
+        """The completion with its metadata, as JSON."""
+        return _completion(*await self._found(public_id, tenant))
+
+    async def listed(self, tenant: str, wanted: Wanted) -> bytes:
+        """A page, as JSON."""
+        chats = [chat for chat in await self._index.of(tenant) if wanted.takes(chat)]
+        chosen, more = page(chats, after=wanted.after, limit=wanted.limit, ascending=wanted.ascending)
+        data = []
+        for chat in chosen:
+            stored = await self._store.get(chat.identity, tenant)
+            if stored is not None:  # the oldest have made room
+                data.append(msgspec.json.decode(_completion(chat, stored)))
+        return msgspec.json.encode(shown(data, more))
+
+    async def messages(self, public_id: str, tenant: str, wanted: Wanted) -> bytes:
+        """A page of what its request said, as JSON."""
+        _, stored = await self._found(public_id, tenant)
+        messages = shown_messages(public_id, stored.record.messages)
+        chosen, more = page(messages, after=wanted.after, limit=wanted.limit, ascending=wanted.ascending)
+        return msgspec.json.encode(shown([message.shown for message in chosen], more))
+
+    async def change(self, public_id: str, tenant: str, metadata: dict[str, str]) -> bytes:
+        """Its metadata, all of them, for others."""
+        chat, stored = await self._found(public_id, tenant)
+        changed = await self._index.change(chat.identity, tenant, metadata)
+        if changed is None:
+            raise not_found(public_id)
+        return _completion(changed, stored)
+
+    async def delete(self, public_id: str, tenant: str) -> None:
+        """Nothing of it is shown any more, as a generation neither."""
+        chat, _ = await self._found(public_id, tenant)
+        await self._store.delete(chat.identity, tenant)
+        await self._index.remove(chat.identity, tenant)
+
+    async def _found(self, public_id: str, tenant: str) -> tuple[StoredChat, StoredResponse]:
+        identity = parse(public_id) if public_id.startswith(_PREFIX) else None
+        if identity is None:
+            raise not_found(public_id)
+        await self._keeper.written(identity)
+        found = await self._kept(identity, tenant)
+        found = found or await self._of_journal(public_id, identity, tenant)
+        if found is None or found[0].tenant != tenant:
+            raise not_found(public_id)
+        return found
+
+    async def _kept(self, identity: str, tenant: str) -> tuple[StoredChat, StoredResponse] | None:
+        chat = await self._index.get(identity, tenant)
+        stored = None if chat is None else await self._store.get(identity, tenant)
+        return None if chat is None or stored is None else (chat, stored)
+
+    async def _of_journal(
+        self, public_id: str, identity: str, tenant: str
+    ) -> tuple[StoredChat, StoredResponse] | None:
+        """It has ended a moment ago at another gateway, or at one that was lost: it is kept now."""
+        try:
+            answer = await self._answers.find(public_id, identity, tenant)
+        except RouteError:
+            return None
+        if not (answer.ended and answer.record.is_stored_chat):
+            return None
+        await self._keeper.keep(answer)
+        await self._keeper.written(identity)  # somebody else may be at it
+        return await self._kept(identity, tenant)
+
+
+def _completion(chat: StoredChat, stored: StoredResponse) -> bytes:
+    whole: dict[str, Any] = msgspec.json.decode(stored.response, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode(whole | {"metadata": chat.metadata})

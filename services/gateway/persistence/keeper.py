@@ -1,0 +1,165 @@
+"""Keeps what outlives the journal: every gateway the answers that it looks after, and a lost one's its heir.
+
+Two gateways that both take themselves for the owner keep the same: what is kept is a function of the log.
+
+From an answer that has ended to what is kept of it, and back.
+"""
+
+import asyncio
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.answers import Answers
+from services.gateway.lifecycle.generation import Deliver, Generation
+from services.gateway.lifecycle.token_stream import Limits
+from services.gateway.persistence.store import ResponseStore
+from services.gateway.streams.reading import Reading
+from shared.errors import RyzansteinError, Unavailable, error_from_code
+from shared.messages import TokenEntry
+from shared.messages.records import GenerationRecord, StoredResponse
+
+log = structlog.get_logger(__name__)
+
+TRIES = 5
+PAUSE = 0.5
+"""Seconds before an answer is written once more; each time twice as long."""
+KEEP = 30.0
+"""Seconds that it may take to read the log of a lost gateway's answer."""
+
+
+class Shelf(Protocol):
+    """Where answers of one kind are kept."""
+
+    async def put(self, answer: Answer) -> None:
+        """Writes an answer that has ended, unless it is there or was deleted. Raises `BrokerUnavailable`."""
+
+    async def has(self, record: GenerationRecord) -> bool:
+        """Whether it is there, or was deleted. Raises `BrokerUnavailable`."""
+
+
+class Keeper:
+    """Answers of each kind go to their shelf."""
+
+    def __init__(self, answers: Answers, responses: Shelf, chats: Shelf) -> None:
+        self._answers = answers
+        self._responses = responses
+        self._chats = chats
+        self._writing: dict[str, asyncio.Event] = {}
+
+    async def keep(self, answer: Answer) -> None:
+        """Writes an answer that has ended, if it is to be kept."""
+        if not answer.record.outlives or answer.identity in self._writing:
+            return
+        if answer.generations[0].state == "cancelled" and not answer.resumable:
+            return  # its client went before it knew the id
+        written = self._writing[answer.identity] = asyncio.Event()
+        try:
+            await self._write(answer)
+        finally:
+            del self._writing[answer.identity]
+            written.set()
+
+    async def written(self, identity: str) -> None:
+        """Returns at once, or when what is being written of `identity` is there: its client may be quick."""
+        if (writing := self._writing.get(identity)) is not None:
+            await writing.wait()
+
+    async def _write(self, answer: Answer) -> None:
+        pause = PAUSE
+        for _ in range(TRIES):
+            try:
+                await self._shelf(answer.record).put(answer)
+                return
+            except RyzansteinError as error:
+                log.warning("answer_not_kept", generation=answer.public_id, error=str(error))
+            await asyncio.sleep(pause)
+            pause *= 2
+
+    async def keep_of_lost(self, record: GenerationRecord) -> None:
+        """Writes an answer that had ended when its gateway was lost, unless that has done it."""
+        if not record.outlives or await self._shelf(record).has(record):
+            return
+        answer = await self._answers.inherit(record, keep=KEEP)
+        if answer.ended:
+            await self.keep(answer)
+
+    def _shelf(self, record: GenerationRecord) -> Shelf:
+        return self._chats if record.response is None else self._responses
+
+
+_LIMITS = Limits(0, float("inf"), float("inf"))
+_SOURCE = "store"
+
+
+def stored_of(answer: Answer, response: bytes) -> StoredResponse:
+    """`response`: the object as JSON. Only the length of the prompt is of interest from now on, unless its token ids
+    are shown."""
+    (generation,) = answer.generations
+    request = generation.request
+    prompt = request.prompt if answer.record.token_ids else [0] * len(request.prompt)
+    wire = msgspec.structs.replace(request, prompt=prompt, generated=[], attempt=0)
+    error = generation.error
+    return StoredResponse(
+        record=msgspec.structs.replace(answer.record, requests=[wire]),
+        tokens=generation.tokens,
+        response=response,
+        finish="cancelled" if generation.state == "cancelled" else generation.finish,
+        scores=generation.scores,
+        cached_tokens=generation.cached_tokens,
+        error_code=error.code if error else "",
+        error=error.message if error else "",
+    )
+
+
+def answer_of(stored: StoredResponse) -> Answer:
+    """An answer that has ended, for readers to attach to."""
+    record = stored.record
+    generation = Generation(record.requests[0], 0, _LIMITS, now=0.0, started_at=record.created)
+    finish = stored.finish if stored.finish in ("stop", "length") else ""
+    log = TokenEntry(
+        generation.id, 0, 0, stored.tokens, finish, stored.scores, cached_tokens=stored.cached_tokens
+    )
+    generation.on_entry(_SOURCE, 1, log, 0.0)
+    if stored.finish == "cancelled":
+        generation.cancel(Unavailable(stored.error or "The response was cancelled."))
+    elif stored.error_code:
+        generation.fail(error_from_code(stored.error_code, stored.error))
+    return Answer(record, [generation], owner=_SOURCE, owned=False, now=0.0)
+
+
+class ResponseShelf:
+    """Responses that have ended."""
+
+    def __init__(self, store: ResponseStore, reading: Reading) -> None:
+        self._store = store
+        self._reading = reading
+
+    async def put(self, answer: Answer) -> None:
+        await self._store.keep(stored_of(answer, await self._reading.shown(answer)))
+
+    async def has(self, record: GenerationRecord) -> bool:
+        return await self._store.is_known(record.identity, record.tenant)
+
+
+class StoreOwner:
+    """Owns the answers that come from the store: they have ended, so there is nothing to decide."""
+
+    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
+        raise AssertionError("a response of the store has been handed in long ago")
+
+    def join(self, answer: Answer, deliver: Deliver) -> None:
+        for generation in answer.generations:
+            generation.attach(deliver)
+
+    def leave(self, answer: Answer, deliver: Deliver) -> None:
+        for generation in answer.generations:
+            generation.detach(deliver)
+
+    def cancel(self, answer: Answer) -> None:
+        """It has ended."""
+
+    def end_choice(self, answer: Answer, index: int) -> None:
+        """It has ended."""

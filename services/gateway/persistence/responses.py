@@ -1,0 +1,155 @@
+"""Responses by their id: from the store, or from the journal while they go on or have just ended.
+
+id ──▶ known here, still going? ──yes──▶ its log
+         │ no
+         ▼
+       store ──deleted──▶ 404
+         │ nothing             └─kept──▶ an answer made of it
+         ▼
+       journal ──▶ its log; should it have ended, it is kept now
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from services.gateway.core.catalog import Catalog
+from services.gateway.core.errors import RouteError
+from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
+from services.gateway.lifecycle.answers import Answers
+from services.gateway.persistence.keeper import Keeper, StoreOwner, answer_of
+from services.gateway.persistence.store import ResponseStore
+from services.gateway.streams.reading import Reading, new_run
+from services.gateway.streams.run import Run
+from services.gateway.tokenizer.store import TokenizerStore
+from shared.messages.records import GenerationRecord, StoredResponse
+
+_PREFIX = PREFIXES["responses"]
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A response, wherever it is. One of the two is there."""
+
+    answer: Answer | None = None
+    """It goes on, or the store does not have it yet."""
+    stored: StoredResponse | None = None
+
+    @property
+    def record(self) -> GenerationRecord:
+        if self.stored is not None:
+            return self.stored.record
+        assert self.answer is not None, "one of the two is there"
+        return self.answer.record
+
+
+def not_found(public_id: str) -> RouteError:
+    """The error for an id of which nothing is kept."""
+    return RouteError(
+        f"Response with id '{public_id[:64]}' not found: the id is wrong, it was made with store false or has been "
+        "deleted, or it is older than responses are kept.",
+        status=404,
+        reason="response_not_found",
+    )
+
+
+class ResponseLookup:
+    """The same for all routes, and for requests that go on with a response. Methods raise `BrokerUnavailable`."""
+
+    def __init__(
+        self,
+        store: ResponseStore,
+        keeper: Keeper,
+        answers: Answers,
+        reading: Reading,
+        catalog: Catalog,
+        tokenizers: TokenizerStore,
+    ) -> None:
+        self._store = store
+        self._keeper = keeper
+        self._answers = answers
+        self._reading = reading
+        self._catalog = catalog
+        self._tokenizers = tokenizers
+
+    async def find(self, public_id: str, tenant: str) -> Found:
+        """Raises `RouteError` where there is none; another tenant's is not there either."""
+        found = await self._find(public_id, tenant)
+        if found.record.requests[0].tenant != tenant:
+            raise not_found(public_id)
+        return found
+
+    async def _find(self, public_id: str, tenant: str) -> Found:
+        identity = parse(public_id) if public_id.startswith(_PREFIX) else None
+        if identity is None:
+            raise not_found(public_id)
+        answer = self._answers.known(identity)
+        if answer is None or answer.ended:
+            await self._keeper.written(identity)
+            stored = await self._store.get(identity, tenant)
+            if stored is not None:
+                return Found(stored=stored)
+            answer = await self._of_journal(public_id, identity, tenant)
+        if not self._to_be_kept(answer.record):
+            raise not_found(public_id)
+        return Found(answer=answer)
+
+    async def _of_journal(self, public_id: str, identity: str, tenant: str) -> Answer:
+        if await self._store.is_deleted(identity, tenant):
+            raise not_found(public_id)
+        try:
+            answer = await self._answers.find(public_id, identity, tenant)
+        except RouteError:
+            raise not_found(public_id) from None
+        if answer.ended and self._to_be_kept(answer.record):
+            self._answers.spawn(self._keeper.keep(answer))
+        return answer
+
+    def _to_be_kept(self, record: GenerationRecord) -> bool:
+        response = record.response
+        return response is not None and response.store and record.created + self._store.ttl > time.time()
+
+    async def is_deleted(self, record: GenerationRecord) -> bool:
+        return await self._store.is_deleted(record.identity, record.tenant)
+
+    async def shown(self, found: Found) -> bytes:
+        """The response object as JSON."""
+        if found.stored is not None:
+            return found.stored.response
+        assert found.answer is not None, "one of the two is there"
+        return await self._reading.shown(found.answer)
+
+    async def items(self, found: Found) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The items of its own input, and the response object."""
+        response = found.record.response
+        assert response is not None, "it is a response"
+        return msgspec.json.decode(response.items), msgspec.json.decode(await self.shown(found))
+
+    async def read(self, found: Found, after: Sequence[int] | None) -> Run:
+        """A reading of its events that has begun, behind event `after`; None: from the first. Raises
+        `QueueFull`, `UnknownModel`, `Unavailable`."""
+        card = self._catalog.card(found.record.requests[0].model)
+        tokenizer = await self._tokenizers.get(card)
+        if found.stored is not None:
+            run = new_run(answer_of(found.stored), tokenizer, StoreOwner(), after=after)
+        else:
+            assert found.answer is not None, "one of the two is there"
+            run = new_run(found.answer, tokenizer, self._answers, after=after)
+        run.join()
+        return run
+
+    def cancel(self, found: Found) -> None:
+        """Ends it, for everybody. Another gateway's ends when the log says so."""
+        if found.answer is not None and not found.answer.ended:
+            self._answers.cancel(found.answer)
+
+    async def delete(self, found: Found) -> None:
+        """Nothing of it is shown any more; what goes on is cancelled."""
+        self.cancel(found)
+        await self._store.delete(found.record.identity, found.record.tenant)
+
+    async def refresh(self, found: Found) -> None:
+        """It is a part of a conversation that goes on."""
+        if found.stored is not None:
+            await self._store.refresh(found.record.identity, found.record.tenant)

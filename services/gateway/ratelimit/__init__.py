@@ -1,0 +1,1 @@
+"""Limits per key and tenant, held by all gateways together."""

@@ -1,1 +1,0 @@
-"""How an answer is read: from any position, by any number of connections."""

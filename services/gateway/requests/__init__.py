@@ -1,1 +1,0 @@
-"""From a request's body to its generations: decoded, checked, tokenized."""

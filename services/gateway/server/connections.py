@@ -1,0 +1,222 @@
+"""The connections that a gateway has open on all its ports, in handshakes too.
+
+How much a connection may ask for, and what it is told when it asks for more. Pure, but for the file limit.
+"""
+
+import math
+import resource
+import secrets
+from collections.abc import Callable, Sized
+
+import msgspec
+import structlog
+
+from services.gateway.core.errors import ErrorBody, ErrorDetail
+from shared import limits
+from shared.service.listener import Admission
+
+RESERVED = limits.RESERVED_CONNECTIONS.value
+"""A full gateway is no dead one: /health, /ready, /metrics and grpc.health.v1 have places beyond the limit."""
+REFUSED = 64
+"""Connections beyond those that are open for as long as they are told that there is no place."""
+
+
+class Places:
+    """`http` and `grpc` are their ports' own sets of connections."""
+
+    def __init__(self, limit: int) -> None:
+        """`limit`: connections at the same time, without those that are reserved."""
+        self.limit = limit
+        self.http: Sized = ()
+        self.grpc: Sized = ()
+        self.handshakes: set[object] = set()
+
+    def count(self, kind: str) -> int:
+        """Of `http`, of `grpc`, or of those in a `handshake`."""
+        return len({"http": self.http, "grpc": self.grpc, "handshake": self.handshakes}[kind])
+
+    @property
+    def taken(self) -> int:
+        return len(self.http) + len(self.grpc) + len(self.handshakes)
+
+    @property
+    def full(self) -> bool:
+        """Whether the newest connection is one too many for all but the reserved purposes."""
+        return self.taken > self.limit
+
+    @property
+    def overfull(self) -> bool:
+        """Whether the newest connection is one too many for any purpose."""
+        return self.taken > self.limit + RESERVED
+
+    def admits(self) -> bool:
+        """Whether a connection may be opened, if only to be told that it is one too many."""
+        return self.taken < self.limit + RESERVED + REFUSED
+
+    @property
+    def sentence(self) -> str:
+        """Why there is no place, and what to do."""
+        return (
+            "The gateway has as many connections as it takes; try again in a moment, or at another one "
+            f"({limits.CONNECTIONS.cited(self.limit)})."
+        )
+
+
+class Door:
+    """Where connections come in: their places, the time of their handshakes, and what is counted of those that are
+    turned away."""
+
+    def __init__(
+        self,
+        places: Places,
+        handshake_seconds: float | None = None,
+        refused: Callable[[str, str], None] = lambda port, reason: None,
+    ) -> None:
+        """`refused` is told of each connection or request that is refused for what its connection does: the port
+        (http, grpc) and the reason."""
+        self.places = places
+        self.refused = refused
+        self._handshake_seconds = handshake_seconds
+
+    def admission(self, port: str) -> Admission:
+        """For the listener of one port."""
+
+        def admits() -> bool:
+            found = self.places.admits()
+            if not found:
+                self.refused(port, "full")
+            return found
+
+        def failed(protocol: object) -> None:
+            self.places.handshakes.discard(protocol)
+            self.refused(port, "handshake")
+
+        return Admission(self._handshake_seconds, admits, self.places.handshakes.add, failed)
+
+    def opened(self, protocol: object) -> None:
+        """`protocol` is in its port's set of connections from now on."""
+        self.places.handshakes.discard(protocol)
+
+
+log = structlog.get_logger(__name__)
+
+OTHER_FILES = 256
+"""File descriptors that are no client's connection: NATS among them."""
+FEWEST = 16
+"""Connections that are taken however few files may be open."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Of one connection."""
+
+    head_seconds: float
+    """Time for a request line and its headers."""
+    head_bytes: int
+    """Their size; also that of a chunk's extensions, and of all trailers."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An answer that needs no request to be read."""
+
+    status: int
+    phrase: str
+    code: str
+    message: str
+    retry_after: int = 0
+
+    def response(self) -> bytes:
+        """The whole HTTP response, after which the connection ends."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        body = msgspec.json.encode(ErrorBody(ErrorDetail(self.message, kind, None, self.code)))
+        head = [
+            f"HTTP/1.1 {self.status} {self.phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            f"x-request-id: req-{secrets.token_hex(12)}",
+            "connection: close",
+        ]
+        if self.retry_after:
+            head.append(f"retry-after: {self.retry_after}")
+        return "\r\n".join([*head, "", ""]).encode() + body
+
+
+INVALID = Refusal(
+    400, "Bad Request", "invalid_http", "This is not HTTP/1.1 as RFC 9112 has it; look at the request's head."
+)
+PIPELINED = Refusal(
+    400,
+    "Bad Request",
+    "invalid_http",
+    "Too many requests wait on this connection; wait for answers, or use more connections "
+    f"({limits.PIPELINED.cited()}).",
+)
+NO_HANDSHAKE = Refusal(
+    400,
+    "Bad Request",
+    "invalid_http",
+    "This is not a WebSocket's handshake as RFC 6455 has it; see its headers.",
+)
+HOST = Refusal(
+    400,
+    "Bad Request",
+    "invalid_http",
+    "The request has no Host header, or several; HTTP/1.1 wants exactly one (RFC 9112, 3.2).",
+)
+VERSION = Refusal(
+    505,
+    "HTTP Version Not Supported",
+    "invalid_http",
+    "This port speaks HTTP/1.1 and HTTP/1.0; send the request in one of them. gRPC has a port of its own.",
+)
+EXPECTATION = Refusal(
+    417,
+    "Expectation Failed",
+    "invalid_http",
+    "The request's Expect header is none that is known here; 100-continue is, and leaving it out.",
+)
+
+
+def slow(found: Limits) -> Refusal:
+    return Refusal(
+        408,
+        "Request Timeout",
+        "request_timeout",
+        f"The request's line and headers were not complete within {found.head_seconds:g} s; send it again, faster "
+        f"({limits.HEAD_SECONDS.cited(math.ceil(found.head_seconds))}).",
+    )
+
+
+def large(found: Limits) -> Refusal:
+    return Refusal(
+        431,
+        "Request Header Fields Too Large",
+        "headers_too_large",
+        f"The request has too many headers ({limits.HEADERS.cited()}), or they are too long; shorten them "
+        f"({limits.HEAD.cited(found.head_bytes)}).",
+    )
+
+
+def full(sentence: str) -> Refusal:
+    """`sentence` says why there is no place."""
+    return Refusal(503, "Service Unavailable", "unavailable", sentence, retry_after=1)
+
+
+def allowed_by_files(connections: int) -> int:
+    """How many of so many connections the process may have: its limit of open files is raised as far as it may be,
+    and what is no client's connection has its share of them first."""
+    others = RESERVED + REFUSED + OTHER_FILES
+    needed = connections + others
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return connections
+    reached = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
+    if reached < needed:
+        log.warning(
+            "few_file_descriptors",
+            limit=reached,
+            needed=needed,
+            connections=max(FEWEST, reached - others),
+            hint="raise `ulimit -n`, or lower RYZANSTEIN_MAX_CONNECTIONS",
+        )
+    return min(connections, max(FEWEST, reached - others))

@@ -1,0 +1,135 @@
+"""HTTP/2 in numbers and names (RFC 9113): frames, errors, limits, and what is known of a stream. Pure."""
+
+import struct
+from typing import NamedTuple, Protocol
+
+from services.gateway.server.http2.hpack import Headers
+from shared import limits
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
+    range(10)
+)
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY_FLAG = 0x1, 0x1, 0x4, 0x8, 0x20
+
+NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0x0, 0x1, 0x2, 0x3
+STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL, COMPRESSION_ERROR = 0x5, 0x6, 0x7, 0x8, 0x9
+ENHANCE_YOUR_CALM = 0xB
+
+HEADER_TABLE_SIZE, MAX_STREAMS, INITIAL_WINDOW, MAX_FRAME, MAX_HEADER_LIST = 0x1, 0x3, 0x4, 0x5, 0x6
+
+FRAME = 16_384
+"""Largest frame's payload that is taken, and sent to a peer that names no other size: HTTP/2's smallest."""
+DEFAULT_WINDOW = 65_535
+LARGEST_WINDOW = 2**31 - 1
+LAST_STREAM = 2**31 - 1
+
+_head = struct.Struct(">HBBBL")
+read_head = _head.unpack_from
+pack_head = _head.pack
+pack_message = struct.Struct(">HBBBLBL").pack
+"""The head of a DATA frame and the prefix of the one gRPC message in it."""
+pack_prefix = struct.Struct(">BL").pack
+
+
+class Limits(NamedTuple):
+    """What a peer may have of us."""
+
+    streams: int = limits.GRPC_CALLS.value
+    """Streams open at a time."""
+    header_bytes: int = limits.GRPC_METADATA.value
+    """Size of a request's headers, as HPACK counts it; who sends more has its call refused."""
+    unread_header_bytes: int = 4 * limits.GRPC_METADATA.value
+    """Size of a request's headers, as HPACK counts it, and encoded, beyond which they are not read to their end, and
+    with them the connection ends: the headers that follow could not be understood."""
+    connection_window: int = 1 << 20
+    """Bytes of requests that may be under way on the connection."""
+    resets: int = limits.GRPC_REFUSED.value
+    """Streams that the peer may reset, or have refused, while we have sent no more than `resets` answers: see
+    `_count_reset`."""
+    control_frames: int = limits.GRPC_CONTROL_FRAMES.value
+    """PINGs and SETTINGS within a second; a SETTINGS that changes the windows of many streams counts as several."""
+    unread: int = limits.GRPC_UNREAD.value
+    """Bytes that the peer has not read, beyond which no more of its frames are."""
+    owed: int = limits.GRPC_OWED.value
+    """Bytes of answers that wait for a peer which does not read, beyond which the connection ends."""
+
+
+class ProtocolError(Exception):
+    """The peer breaks the protocol: the connection cannot go on."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class StreamError(Exception):
+    """The peer breaks the protocol on one stream."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Stream:
+    """One request and its answer."""
+
+    __slots__ = (
+        "closed",
+        "held",
+        "id",
+        "owner",
+        "pending",
+        "receive_window",
+        "refused",
+        "remote_ended",
+        "sent",
+        "trailers",
+        "window",
+    )
+
+    def __init__(self, number: int, window: int) -> None:
+        self.id = number
+        self.window = window
+        """Bytes that the peer takes on it now; below 0 when it has made its windows smaller."""
+        self.receive_window = DEFAULT_WINDOW
+        self.held = 0
+        """Bytes that came and have not been given back to its window."""
+        self.pending = b""
+        """What waits for the window, behind `sent` bytes that have gone."""
+        self.sent = 0
+        self.trailers: bytes | None = None
+        """What follows `pending` and ends the stream."""
+        self.remote_ended = False
+        self.closed = False
+        self.refused = False
+        """Whether the request was refused before anything was done for it."""
+        self.owner: object = None
+        """What the events' receiver keeps with it."""
+
+
+class Events(Protocol):
+    """Who is told what the peer does."""
+
+    def on_headers(self, stream: Stream, headers: Headers, ended: bool) -> None: ...
+
+    def on_data(self, stream: Stream, data: bytes, ended: bool) -> None:
+        """`data` counts against the stream's window until `Connection.release`."""
+        ...
+
+    def on_reset(self, stream: Stream) -> None:
+        """The stream is gone, by the peer's doing or for its breaking the protocol."""
+        ...
+
+    def on_writable(self, stream: Stream) -> None:
+        """What waited has gone out."""
+        ...
+
+
+def unpadded(flags: int, payload: bytes) -> bytes:
+    if not flags & PADDED:
+        return payload
+    if not payload or payload[0] >= len(payload):
+        raise ProtocolError(PROTOCOL_ERROR, "more padding than frame")
+    return payload[1 : len(payload) - payload[0]]

@@ -1,0 +1,1 @@
+"""What clients read of a generation: from its log to text, chunks and whole responses."""

@@ -1,0 +1,108 @@
+"""The vector of an input, from the entry that brings it to OpenAI's response. Pure.
+
+On its way through a `Run` it stands where other endpoints have text: base64 of float32, little-endian.
+"""
+
+import base64
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.streams.formats import Choice, Usage
+from services.gateway.streams.output import Piece
+from shared.messages import FinishReason, TokenEntry
+
+
+class VectorOutput:
+    """What `TextOutput` is to other endpoints."""
+
+    tokens = 0
+    """Output tokens: there are none."""
+    stop_reason = None
+    mean_logprob = 0.0
+
+    def __init__(self, dimensions: int) -> None:
+        """`dimensions` of the vector are wanted; 0: all."""
+        self._dimensions = dimensions
+        self._vector = b""
+        self.finish: FinishReason = ""
+
+    def feed(self, entry: TokenEntry) -> None:
+        if self.finish or entry.finish != "stop":
+            return
+        self._vector, self.finish = cut(entry.vector, self._dimensions), entry.finish
+
+    def take(self) -> Piece:
+        """The vector, as often as it is asked for."""
+        return Piece(base64.b64encode(self._vector).decode(), ())
+
+
+def cut(vector: bytes, dimensions: int) -> bytes:
+    """The first `dimensions` numbers of `vector`, brought to length 1 again; 0: all, as they are."""
+    if not dimensions or 4 * dimensions >= len(vector):
+        return vector
+    numbers = _numbers(vector[: 4 * dimensions])
+    length = math.hypot(*numbers) or 1.0
+    return _bytes(array("f", [number / length for number in numbers]))
+
+
+def _numbers(vector: bytes) -> "array[float]":
+    numbers = array("f")
+    numbers.frombytes(vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+def _bytes(numbers: "array[float]") -> bytes:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+class _Embedding(msgspec.Struct, frozen=True, tag_field="object", tag="embedding"):
+    index: int
+    embedding: str | list[float]
+
+
+class VectorFormat:
+    """A list of embeddings. There is nothing to stream."""
+
+    def __init__(self, model: str, *, as_base64: bool) -> None:
+        self._model = model
+        self._as_base64 = as_base64
+
+    def first(self, index: int) -> bytes | None:
+        raise _whole_only()
+
+    def delta(self, index: int, piece: Piece) -> bytes:
+        raise _whole_only()
+
+    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
+        raise _whole_only()
+
+    def usage(self, usage: Usage) -> bytes:
+        raise _whole_only()
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """One that has not come yet is left out."""
+        data = [  # each encoded apart: a thread that does it lets others work in between
+            msgspec.Raw(msgspec.json.encode(_Embedding(index, self._shown(choice.text))))
+            for index, choice in enumerate(choices)
+            if choice.finish_reason
+        ]
+        counted = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+        return msgspec.json.encode({"object": "list", "data": data, "model": self._model, "usage": counted})
+
+    def _shown(self, text: str) -> str | list[float]:
+        return text if self._as_base64 else _numbers(base64.b64decode(text)).tolist()
+
+
+def _whole_only() -> InvalidParameter:
+    return InvalidParameter(
+        "Embeddings are not streamed; GET /v1/generations/{id} instead.", param=None, reason="invalid_value"
+    )

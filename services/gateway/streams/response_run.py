@@ -1,0 +1,185 @@
+"""One connection's reading of a response: from the log to numbered events, or to the whole object."""
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import cast
+
+import msgspec
+
+from services.gateway.core.errors import InvalidParameter, status_of
+from services.gateway.core.metrics import ModelMetrics
+from services.gateway.lifecycle.answer import Answer
+from services.gateway.streams.formats import Format
+from services.gateway.streams.output import Output, Piece
+from services.gateway.streams.response_events import Event, ResponseEvents
+from services.gateway.streams.response_items import ResponseShape
+from services.gateway.streams.run import Chunk, Owner, Run
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.errors import RyzansteinError
+from shared.messages import TokenEntry
+
+_json = msgspec.json.Encoder()
+
+
+class ResponseRun(Run):
+    """As `Run`; a position is the number of an event."""
+
+    ends_with_done = False
+
+    def __init__(
+        self,
+        answer: Answer,
+        output: Output,
+        tokenizer: Tokenizer,
+        owner: Owner,
+        metrics: ModelMetrics | None,
+        *,
+        after: Sequence[int] | None = None,
+    ) -> None:
+        """`after`: the number of the last event that the client has; None: it has none."""
+        super().__init__(answer, [output], cast("Format", None), owner, metrics)  # every use is overridden
+        self._output = output
+        self._stop_token_ids = frozenset(answer.generations[0].request.stop_token_ids)
+        self._events = ResponseEvents(ResponseShape(answer.record, tokenizer))
+        self._known = -1 if after is None else after[0]
+        self._ready: list[Event] = self._events.created()
+        self._failed = False
+
+    @property
+    def background(self) -> bool:
+        """Whether the request is answered before the response has ended."""
+        response = self.answer.record.response
+        return response is not None and response.background
+
+    @property
+    def over(self) -> bool:
+        """Whether its last event is known."""
+        return self.finished or self._failed
+
+    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
+        """Events as they come: the first at once, as soon as the record is durable. An error that the log
+        knows of is an event; raises `ClientGone`, and errors of this reading alone."""
+        await self._until_stored()
+        while True:
+            if batch := self._chunks():
+                yield batch
+                if self._since:
+                    self._delivered()
+            if self.over:
+                break
+            try:
+                await self._advance()
+            except RyzansteinError as error:
+                self._end_with(error)
+        self._check_known()
+
+    async def collect(self) -> bytes:
+        """The whole object; of a background response, as it begins, and for a repeat as it is now. Raises the
+        error that ended it."""
+        if self.background and self.stream is False:
+            made_here = self._stored is not None
+            await self._until_stored()
+            return self._whole() if made_here else self.snapshot()
+        while not self.over:
+            try:
+                await self._advance()
+            except RyzansteinError as error:
+                if self.answer.generations[0].state != "cancelled":
+                    raise
+                self._end_with(error)
+        await self._until_stored()
+        return self._whole()
+
+    def snapshot(self) -> bytes:
+        for _, news in self.mailbox.take_now():
+            if isinstance(news, RyzansteinError):
+                if self.answer.ended and not self.over:
+                    self._end_with(news)
+            elif not self.over:
+                self._feed(0, news)
+        return self._whole()
+
+    @property
+    def position(self) -> str:
+        """The number of the last event that `snapshot` has seen."""
+        return str(self._events.count - 1)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _feed(self, choice: int, entry: TokenEntry) -> None:
+        if entry.tokens and self._metrics is not None:
+            self._observe(choice, self._metrics)
+        for part in self._single(entry):
+            self._ready += self._events.begin()
+            self._output.feed(part)
+            self._show(self._output.take())
+            if self._output.finish:
+                self._ready += self._events.finish(self._output.finish, self._usage())
+                self._open = 0
+                return
+
+    def _show(self, piece: Piece) -> None:
+        """What one token has made clear: more of a call that has begun, then the rest."""
+        events = self._events
+        if piece.reasoning:
+            events.reasoning_tokens = self._output.tokens
+        for call in piece.calls:
+            if not call.id:
+                self._ready += events.arguments(call.arguments)
+        self._ready += events.reasoning(piece.reasoning)
+        self._ready += events.text(piece.text, piece.scored)
+        for call in piece.calls:
+            if call.id:
+                self._ready += events.call(call.id, call.name)
+                self._ready += events.arguments(call.arguments)
+
+    def _single(self, entry: TokenEntry) -> Iterator[TokenEntry]:
+        """Each token by itself, and the end behind the last one. A token that ends the text is the end,
+        whether the ring has said so with it or not."""
+        for index, token in enumerate(entry.tokens):
+            scores = entry.logprobs
+            yield msgspec.structs.replace(
+                entry,
+                position=entry.position + index,
+                tokens=[token],
+                finish="stop" if token in self._stop_token_ids else "",
+                logprobs=None if scores is None else scores[index : index + 1],
+            )
+        if entry.finish:
+            behind = entry.position + len(entry.tokens)
+            yield msgspec.structs.replace(entry, position=behind, tokens=[], logprobs=None)
+
+    def _end_with(self, error: RyzansteinError) -> None:
+        """Raises `error` when it is of this reading alone, and the response goes on without it."""
+        state = self.answer.generations[0].state
+        if state not in ("failed", "cancelled"):
+            raise error
+        self._failed = True
+        self._ready += self._events.begin()
+        if state == "cancelled":
+            self._ready += self._events.cancel(self._usage())
+        else:
+            code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
+            self._ready += self._events.fail({"code": code, "message": error.message}, self._usage())
+
+    def _chunks(self) -> list[Chunk]:
+        """The new events that the client does not have."""
+        events, self._ready = self._ready, []
+        return [_chunk(event) for event in events if event.number > self._known]
+
+    def _check_known(self) -> None:
+        """A position behind the end is one of another response."""
+        if self._known >= self._events.count:
+            raise InvalidParameter(
+                f"Invalid 'starting_after': event {self._known} lies behind the end of the response, which has "
+                f"{self._events.count} events; send the number of one of them.",
+                param="starting_after",
+                reason="invalid_position",
+            )
+
+    def _whole(self) -> bytes:
+        return _json.encode(self._events.response())
+
+
+def _chunk(event: Event) -> Chunk:
+    body = {"type": event.type, "sequence_number": event.number, **event.body}
+    return Chunk(_json.encode(body), b"%d" % event.number, event.type.encode())

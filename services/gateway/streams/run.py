@@ -1,0 +1,482 @@
+"""Where a client's request waits for the events of its generations.
+
+One connection's reading of an answer: its choices, from the log to chunks or to a whole response.
+
+What a reading tells Prometheus of its answer when it ends.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from typing import ClassVar, NamedTuple, Protocol
+
+import msgspec
+import structlog
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.metrics import ModelMetrics
+from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.generation import Deliver
+from services.gateway.streams.cursor import END_OF_CHOICE, END_OF_TEXT, show
+from services.gateway.streams.formats import Choice, Format, PredictionTally, Usage, padded, with_usage
+from services.gateway.streams.output import Output, Piece, ScoredToken
+from shared.errors import RyzansteinError
+from shared.messages import TokenEntry
+
+
+class Event(NamedTuple):
+    """News of one choice: new tokens, or the error that ended it."""
+
+    choice: int
+    news: TokenEntry | RyzansteinError
+
+
+class Mailbox:
+    """Many generations put, one reader takes everything there is at once.
+
+    A reader that is slow (its client is) finds several entries and makes one write of them: nothing grows
+    but the tokens themselves, and those are bounded by the request.
+    """
+
+    __slots__ = ("_closed", "_events", "_waiter", "since")
+
+    def __init__(self) -> None:
+        self.since = 0.0
+        """When the first of the events that are here, or were last taken, was put (`time.perf_counter`)."""
+        self._events: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed: BaseException | None = None
+
+    def put(self, choice: int, news: TokenEntry | RyzansteinError) -> None:
+        if not self._events:
+            self.since = time.perf_counter()
+        self._events.append(Event(choice, news))
+        self._wake()
+
+    def close(self, reason: BaseException) -> None:
+        """Lets the reader fail with `reason`, now and from now on."""
+        self._closed = reason
+        self._wake()
+
+    async def take(self) -> list[Event]:
+        """Waits for events and returns all there are. One reader at a time."""
+        if not self._events and self._closed is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._closed is not None:
+            raise self._closed
+        events, self._events = self._events, []
+        return events
+
+    def take_now(self) -> list[Event]:
+        """What there is, without waiting."""
+        events, self._events = self._events, []
+        return events
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+LARGE = 32 << 10
+"""Bytes of vectors and of prompts' log probabilities from which they are turned into text beside the event loop."""
+AT_ONCE = 32
+"""News that are turned into text before others get their turn."""
+
+
+class Chunk(NamedTuple):
+    """A JSON text for the client, or a part of a protobuf message."""
+
+    data: bytes
+    position: bytes
+    """Where in the log a reader of everything up to this chunk stands: a number per choice, with commas."""
+    event: bytes = b""
+    """The type of the server-sent event, where it has one."""
+
+
+class Owner(Protocol):
+    """Whose answers are read."""
+
+    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
+        """Hands it in; what is returned is done when its record is durable."""
+        ...
+
+    def join(self, answer: Answer, deliver: Deliver) -> None: ...
+
+    def leave(self, answer: Answer, deliver: Deliver) -> None: ...
+
+    def cancel(self, answer: Answer) -> None: ...
+
+    def end_choice(self, answer: Answer, index: int) -> None:
+        """A stop string was found: the ring need not go on."""
+        ...
+
+
+class Run:
+    """Read once, by `chunks` or `collect`; `close` at the end, whatever happened."""
+
+    ends_with_done: ClassVar[bool] = True
+    """Whether a stream of server-sent events ends with `[DONE]`."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        outputs: Sequence[Output],
+        shape: Format,
+        owner: Owner,
+        metrics: ModelMetrics | None,
+        *,
+        after: Sequence[int] | None = None,
+        as_recorded: bool = True,
+    ) -> None:
+        """`as_recorded`: whether chunks are JSON with what the record asks for beside the text."""
+        self.answer = answer
+        self.mailbox = Mailbox()
+        self._outputs = outputs
+        self._shape = shape
+        self._as_recorded = as_recorded
+        self._owner = owner
+        self._metrics = metrics
+        self._after = list(after) if after is not None else [0] * len(outputs)
+        """Positions that the client has reached already: what leads there is read in silence."""
+        self._begun = [after is not None and (len(outputs) == 1 or position > 0) for position in self._after]
+        self._shown = list(self._after)
+        """Positions behind the chunks made so far."""
+        self._tallies: list[PredictionTally] | None = None
+        """Of each choice, where there is a prediction and its usage was asked for."""
+        self._open = len(outputs)
+        self._began = time.perf_counter()
+        self._arrivals: dict[int, float] = {}
+        """When the last tokens of each choice came."""
+        self._backlog: list[Event] = []
+        self._error: RyzansteinError | None = None
+        self._stored: asyncio.Future[None] | None = None
+        self._joined = False
+        self._submitted = False
+        self._bulk = 0
+        """Bytes of vectors and of prompts' log probabilities that have come."""
+        self._since = 0.0
+        """When what was taken last had come."""
+
+    @property
+    def model(self) -> str:
+        return self.answer.record.requests[0].model
+
+    @property
+    def stream(self) -> bool:
+        return self.answer.record.stream
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it has yet to be handed in."""
+        return not self._joined
+
+    async def begin(self, *, record_first: bool = False) -> None:
+        """Hands the generations in, unless this is a reading that has joined; with `record_first` not before the
+        record is durable. Raises what `Answers.submit` raises."""
+        if not self._joined:
+            self.join()
+            self._stored = await self._owner.submit(self.answer, record_first=record_first)
+            self._submitted = True
+
+    async def watch(self) -> None:
+        """Reads to the end for nobody: it does not count as a reader, and nothing is shown."""
+        for generation in self.answer.generations:
+            generation.attach(self.mailbox.put)
+        try:
+            await self.collect()
+        except RyzansteinError:
+            return  # there is nothing left to watch
+        finally:
+            for generation in self.answer.generations:
+                generation.detach(self.mailbox.put)
+
+    def join(self) -> None:
+        """Begins to read, from the first token. Raises `QueueFull`."""
+        self._owner.join(self.answer, self.mailbox.put)
+        self._joined = True
+        structlog.contextvars.bind_contextvars(generation_id=self.answer.identity)
+
+    def cancel(self) -> None:
+        """Ends the generation, for everybody who reads it, if it has begun."""
+        if self._joined:
+            self._owner.cancel(self.answer)
+
+    def close(self) -> None:
+        """Ends the reading; what becomes of the generation is its owner's to decide."""
+        if self._joined:
+            self._joined = False
+            self._owner.leave(self.answer, self.mailbox.put)
+        if self._metrics is None:
+            return
+        if self._submitted:
+            self._submitted = False
+            count_end(self._metrics, self.answer, self._outputs, time.perf_counter() - self._began)
+        if self._arrivals:  # some token has come
+            usage = self._usage()
+            if (trace := self.answer.trace) is not None:
+                trace.delivered(streamed=self.stream, tokens=usage.completion_tokens)
+            count_tokens(self._metrics, usage)
+
+    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
+        """Chunks as they come, several at a time. Raises the error that ended a choice, or `ClientGone`;
+        `InvalidParameter` where only the end shows which choices are wanted."""
+        if self.answer.record.best:
+            raise InvalidParameter(
+                "Which candidates of 'best_of' are the best is known at their end, so they cannot be streamed; "
+                "GET /v1/generations/{id} instead.",
+                param="best_of",
+                reason="invalid_value",
+            )
+        while self._open:
+            batch: list[Chunk] = []
+            for index in await self._advance():
+                if self._bulk > LARGE:
+                    await asyncio.to_thread(self._append, batch, index)
+                else:
+                    self._append(batch, index)
+            if not self._open and self.answer.record.include_usage:
+                batch.append(Chunk(self._shape.usage(self._usage()), show(self._shown)))
+            if batch:
+                if self._stored is not None:
+                    await self._until_stored()
+                yield batch
+                self._delivered()
+
+    def _delivered(self) -> None:
+        """What was taken last has been handed to the connection."""
+        if self._metrics is not None:
+            self._metrics.delivery.observe(time.perf_counter() - self._since)
+
+    async def _until_stored(self) -> None:
+        """A client that has an id can come back: its record must be there then."""
+        if self._stored is None:
+            return
+        try:
+            await asyncio.shield(self._stored)
+        except RyzansteinError:
+            self._owner.cancel(self.answer)
+            raise
+        self._stored = None
+
+    def _append(self, batch: list[Chunk], index: int) -> None:
+        """The news of one choice, as chunks."""
+        output = self._outputs[index]
+        piece = output.take()
+        if not self._begun[index]:
+            self._begun[index] = True
+            if (first := self._shape.first(index)) is not None:
+                batch.append(self._chunk(first))
+        position = output.tokens
+        if piece.visible or ((piece.scored or piece.ids) and not output.finish):
+            self._shown[index] = position + END_OF_TEXT if output.finish else position
+            batch.append(self._chunk(self._shape.delta(index, piece)))
+            piece = Piece("", ())
+        if output.finish and self._after[index] < position + END_OF_CHOICE:
+            self._shown[index] = position + END_OF_CHOICE
+            piece = piece._replace(stop_reason=output.stop_reason)
+            batch.append(self._chunk(self._shape.last(index, output.finish, piece)))
+
+    def _chunk(self, data: bytes) -> Chunk:
+        """`data` with what its record asks for beside the text."""
+        record = self.answer.record
+        if not self._as_recorded:
+            return Chunk(data, show(self._shown))
+        if record.continuous_usage:
+            data = with_usage(data, self._usage())
+        if record.obfuscate:
+            data = padded(data)
+        return Chunk(data, show(self._shown))
+
+    async def collect(self) -> bytes:
+        """The whole response. Raises the error that ended a choice, or `ClientGone`."""
+        while self._open:
+            await self._advance()
+        await self._until_stored()
+        return await asyncio.to_thread(self._whole) if self._bulk > LARGE else self._whole()
+
+    def snapshot(self) -> bytes:
+        """The response as far as it has come; a choice that goes on has no finish reason."""
+        self._catch_up()
+        return self._whole()
+
+    async def current(self) -> bytes:
+        """`snapshot`, beside the event loop where that takes long."""
+        if sum(len(item.prompt_scores) + len(item.vector) for item in self.answer.generations) <= LARGE:
+            return self.snapshot()
+        self._catch_up()
+        return await asyncio.to_thread(self._whole)
+
+    def _catch_up(self) -> None:
+        """Feeds what there is."""
+        for choice, news in self.mailbox.take_now():
+            if isinstance(news, TokenEntry) and not self._outputs[choice].finish:
+                self._feed(choice, news)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text of every choice has ended."""
+        return not self._open
+
+    @property
+    def position(self) -> str:
+        """Where a reader of `snapshot` stands."""
+        ends = (output.tokens + (END_OF_CHOICE if output.finish else 0) for output in self._outputs)
+        return show(list(ends)).decode()
+
+    def _whole(self) -> bytes:
+        choices = []
+        for number, output in enumerate(self._outputs):
+            piece = output.take()
+            choice = Choice(
+                piece.text,
+                output.finish or None,
+                list[ScoredToken](piece.scored),
+                piece.reasoning,
+                piece.calls,
+                piece.tokens,
+                mean_logprob=output.mean_logprob,
+                prompt=piece.prompt or b"",
+                number=number,
+                ids=piece.ids,
+                stop_reason=output.stop_reason,
+            )
+            choices.append(choice)
+        return self._shape.whole(choices, self._usage())
+
+    async def _advance(self) -> list[int]:
+        """Feeds what has come; returns the choices that have news, in order.
+
+        An error is raised once the tokens that came before it have been shown.
+        """
+        if self._error is not None:
+            raise self._error
+        changed: dict[int, None] = {}
+        for choice, news in await self._take():
+            if self._outputs[choice].finish:
+                continue
+            if isinstance(news, RyzansteinError):
+                if not changed:
+                    raise news
+                self._error = news
+                break
+            self._feed(choice, news)
+            changed[choice] = None
+        return list(changed)
+
+    async def _take(self) -> list[Event]:
+        """What has come. A long log that is read again does not keep the others waiting."""
+        events = self._backlog
+        if events:
+            await asyncio.sleep(0)
+        else:
+            events = await self.mailbox.take()
+            self._since = self.mailbox.since
+        self._backlog = events[AT_ONCE:]
+        return events[:AT_ONCE] if self._backlog else events
+
+    def _feed(self, choice: int, entry: TokenEntry) -> None:
+        output = self._outputs[choice]
+        if (entry.tokens or entry.vector or entry.prompt_scores) and self._metrics is not None:
+            self._observe(choice, self._metrics)
+        self._bulk += len(entry.prompt_scores) + len(entry.vector)
+        if output.tokens < self._after[choice]:
+            entry = self._feed_in_silence(output, entry, self._after[choice] - output.tokens)
+        output.feed(entry)
+        if output.finish:
+            self._open -= 1
+            self._owner.end_choice(self.answer, choice)
+
+    def _feed_in_silence(self, output: Output, entry: TokenEntry, known: int) -> TokenEntry:
+        """Feeds the `known` positions that the client has, without their text; returns the rest of `entry`."""
+        if known > len(entry.tokens):
+            silent, rest = entry, msgspec.structs.replace(entry, tokens=[], logprobs=None, finish="")
+        else:
+            silent, rest = _split(entry, known)
+        output.feed(silent)
+        output.take()
+        return rest
+
+    def _observe(self, choice: int, metrics: ModelMetrics) -> None:
+        now = time.perf_counter()
+        last = self._arrivals.get(choice)
+        if last is not None:
+            metrics.between_tokens.observe(now - last)
+        elif not self._arrivals:
+            if self.answer.record.requests[0].lane != "batch":  # it waits its turn
+                metrics.first_token.observe(now - self._began)
+            if (trace := self.answer.trace) is not None:
+                trace.first_token()
+        self._arrivals[choice] = now
+
+    def _usage(self) -> Usage:
+        """Each prompt counts once, however many choices share it."""
+        prompts: dict[int, tuple[int, int]] = {}
+        for generation in self.answer.generations:
+            prompt = generation.request.prompt
+            _, cached = prompts.get(id(prompt), (0, 0))
+            prompts[id(prompt)] = len(prompt), max(cached, generation.cached_tokens)
+        return Usage.of(
+            sum(length for length, _ in prompts.values()),
+            sum(output.tokens for output in self._outputs),
+            sum(cached for _, cached in prompts.values()),
+            *self._predictions(),
+        )
+
+    def _predictions(self) -> tuple[int, int]:
+        """Tokens of the prediction that came, and that did not, over all choices."""
+        generations = self.answer.generations
+        prediction = generations[0].request.prediction
+        if not prediction:
+            return 0, 0
+        if self._tallies is None:
+            expected = Counter(prediction)
+            self._tallies = [PredictionTally(expected) for _ in generations]
+        came = sum(
+            tally.came(generation.tokens, output.tokens)
+            for tally, generation, output in zip(self._tallies, generations, self._outputs, strict=True)
+        )
+        return came, len(generations) * len(prediction) - came
+
+
+def _split(entry: TokenEntry, at: int) -> tuple[TokenEntry, TokenEntry]:
+    """`entry` in two; its finish belongs to the second."""
+    scores = entry.logprobs
+    first = msgspec.structs.replace(
+        entry, tokens=entry.tokens[:at], logprobs=None if scores is None else scores[:at], finish=""
+    )
+    second = msgspec.structs.replace(
+        entry,
+        position=entry.position + at,
+        tokens=entry.tokens[at:],
+        logprobs=None if scores is None else scores[at:],
+    )
+    return first, second
+
+
+Reason = str
+
+
+def count_end(metrics: ModelMetrics, answer: Answer, outputs: Sequence[Output], seconds: float) -> None:
+    """Each choice by the reason of its end; and, where all have come to theirs, how long that took."""
+    for generation, output in zip(answer.generations, outputs, strict=True):
+        metrics.ended(_reason(output.finish, failed=generation.state == "failed"))
+    if all(output.finish for output in outputs):
+        metrics.generation.observe(seconds)
+
+
+def count_tokens(metrics: ModelMetrics, usage: Usage) -> None:
+    metrics.prompt_tokens.inc(usage.prompt_tokens)
+    metrics.output_tokens.inc(usage.completion_tokens)
+    metrics.cached_tokens.inc(usage.prompt_tokens_details["cached_tokens"])
+
+
+def _reason(finish: str, *, failed: bool) -> Reason:
+    """As vLLM has them. A call of a tool is an end that the model has chosen."""
+    if finish:
+        return "length" if finish == "length" else "stop"
+    return "error" if failed else "abort"

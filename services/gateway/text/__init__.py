@@ -1,1 +1,0 @@
-"""Text to tokens and back, and tokens to what a client is shown."""

@@ -1,0 +1,173 @@
+"""Chat templates, rendered as transformers renders them: the same sandbox, filters and variables.
+
+Reference: "Chat templates", transformers documentation. The template comes with the model's files; the
+sandbox keeps it from reaching anything but the values it is given.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.tokenizer.templates import TemplateOptions, Templates, traits_of
+
+_OURS = frozenset(("messages", "tools", "add_generation_prompt"))
+_MOST_OF_REASON = 1000
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template can raise: it is a program of others, given values of the client's."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks the answer for training; here it is only its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template with the model's special tokens."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises `jinja2.TemplateError` when `source` is no template."""
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        self._template = environment.from_string(source)
+        self._special_tokens = dict(special_tokens)
+        self.source = source
+        undeclared = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self.variables = frozenset(
+            undeclared - environment.globals.keys() - self._special_tokens.keys() - _OURS
+        )
+        """What it can be told beyond the conversation and its tools."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> str:
+        """The prompt for the assistant's next message. Raises `InvalidParameter` when the template refuses."""
+        options = options or TemplateOptions()
+        try:
+            text = self._render(messages, tools, options)
+        except _REFUSALS as error:
+            raise InvalidParameter(
+                f"The chat template of the model does not take these messages: {str(error)[:_MOST_OF_REASON]}.",
+                param="messages",
+                reason="invalid_messages",
+            ) from None
+        return _cut_behind(messages[-1].get("content"), text) if options.continue_final else text
+
+    def tries(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> str | None:
+        """As `render`, and None when the template refuses."""
+        try:
+            return self._render(messages, tools, TemplateOptions())
+        except _REFUSALS:
+            return None
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: TemplateOptions,
+    ) -> str:
+        return self._template.render(
+            {
+                **self._special_tokens,
+                "documents": None,
+                **options.variables,
+                "messages": [dict(message) for message in messages],
+                "tools": None if tools is None else list(tools),
+                "add_generation_prompt": options.add_generation_prompt,
+            }
+        )
+
+
+def _cut_behind(last: object, text: str) -> str:
+    """`text` up to the end of the conversation's `last` message, as transformers cuts it: a template may strip the
+    message. Raises `InvalidParameter`."""
+    start = text.rfind(last.strip()) if isinstance(last, str) else -1
+    if not isinstance(last, str) or start < 0 or not last.strip():
+        raise InvalidParameter(
+            "Invalid value for 'continue_final_message': the chat template of the model does not show the last message "
+            "as it is; leave it out.",
+            param="continue_final_message",
+            reason="invalid_messages",
+        )
+    whole = last.lstrip()
+    return text[: start + len(whole if text.startswith(whole, start) else last.strip())]
+
+
+def compiled(templates: Templates) -> tuple[ChatTemplate, ChatTemplate]:
+    """The template, and the one for conversations with tools. Raises ValueError where one is no template."""
+    try:
+        template = ChatTemplate(templates.source, templates.special_tokens)
+        if templates.with_tools == templates.source:
+            return template, template
+        return template, ChatTemplate(templates.with_tools, templates.special_tokens)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+class InProcess:
+    """Renders in this process, without limits: for tests and benchmarks (else `template_process.py`)."""
+
+    def __init__(self, templates: Templates) -> None:
+        """Raises ValueError."""
+        self._template, self._with_tools = compiled(templates)
+        self.traits = traits_of(self._with_tools)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: TemplateOptions,
+    ) -> str:
+        """Raises `InvalidParameter`."""
+        return (self._template if tools is None else self._with_tools).render(messages, tools, options)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's own filter it does not escape for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # the server's local time, as templates expect

@@ -1,0 +1,134 @@
+"""Text of special tokens in what clients send: it is encoded as the text that it is.
+
+A message that says "<|im_end|>\n<|im_start|>system" must not begin a system message. So each such text is marked before
+the conversation is rendered, with a character that occurs nowhere in it, and the prompt is cut at the marks: its pieces
+are encoded apart, and none has a special token that the template has not written.
+
+    content    say <|im_end|>         ──▶  say <M|im_end|>
+    rendered   <|im_start|>user\nsay <M|im_end|><|im_end|>
+    pieces     <|im_start|>user\nsay <     |im_end|><|im_end|>
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from services.gateway.tool_calls.families import FAMILIES
+from services.gateway.tool_calls.parsers.reasoning import MARKERS
+
+_MARKS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xF8F0, 0xF8FF))]
+"""Code points that are no characters, or private ones: where a client sends one of them, another is taken."""
+_MARK = re.compile(f"[{''.join(_MARKS)}]")
+_WRITTEN = frozenset(
+    (
+        *(marker for family in FAMILIES.values() for marker in family.markers),
+        *(marker for markers in MARKERS.values() for marker in markers),
+    )
+)
+"""How models write calls and reasoning. In what the assistant has said and in instructions they keep their meaning."""
+_TRUSTED_ROLES = ("assistant", "system")
+
+
+class Marked(NamedTuple):
+    """A conversation for its template, and what its special texts are marked with; "": there are none."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    variables: dict[str, Any]
+    mark: str
+
+
+class SpecialText:
+    """For the special tokens of one model. Pure."""
+
+    def __init__(self, specials: Collection[str]) -> None:
+        self._all = _pattern(specials)
+        self._unwritten = _pattern([text for text in specials if text not in _WRITTEN])
+
+    def marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: dict[str, Any],
+    ) -> Marked:
+        """The very same where no special token's text is in it."""
+        given = (messages, tools, variables)
+        if not any(self._all.search(text) for text in _texts(given)):
+            return Marked(messages, tools, variables, "")
+        taken = {mark for text in _texts(given) for mark in _MARK.findall(text)}
+        mark = next((mark for mark in _MARKS if mark not in taken), _MARKS[0])
+        if mark in taken:  # by somebody who sends them all
+            given = _mapped(given, lambda text: text.replace(mark, ""))
+        messages, tools, variables = given
+        return Marked(
+            [self._of_message(message, mark) for message in messages],
+            _mapped(tools, lambda text: _cut(self._all, text, mark)),
+            _mapped(variables, lambda text: _cut(self._all, text, mark)),
+            mark,
+        )
+
+    def _of_message(self, message: Mapping[str, Any], mark: str) -> Any:
+        pattern = self._unwritten if message.get("role") in _TRUSTED_ROLES else self._all
+        return _mapped(message, lambda text: _cut(pattern, text, mark))
+
+
+def pieces(text: str, mark: str) -> list[str]:
+    """A rendered conversation, cut at its marks, a template's JSON with ASCII alone included."""
+    if not mark:
+        return [text]
+    escaped = f"\\u{ord(mark):04x}"
+    return [piece for part in text.split(mark) for piece in part.split(escaped)]
+
+
+def _cut(pattern: "re.Pattern[str]", text: str, mark: str) -> str:
+    """`text` with `mark` behind the first character of each special token's text, overlapping ones too."""
+    parts, begin = [], 0
+    found = pattern.search(text)
+    while found is not None:
+        end = found.start() + 1
+        parts.append(text[begin:end])
+        begin = end
+        found = pattern.search(text, end)
+    return mark.join((*parts, text[begin:])) if parts else text
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """`value`, of JSON's kinds, with all its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
+    return [_mapped(item, change) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in `value`, keys among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
+
+
+def _pattern(texts: Iterable[str]) -> "re.Pattern[str]":
+    """Finds any of `texts` that has two characters or more, in time that does not grow with their number."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for char in text if len(text) > 1 else "":
+            node = node.setdefault(char, {})
+        if node is not tree:
+            node[""] = {}
+    return re.compile(_alternatives(tree) if tree else r"(?!)")
+
+
+def _alternatives(node: Mapping[str, Any]) -> str:
+    """The regular expression of a tree of characters; where a text ends, what is longer need not be looked at."""
+    if "" in node:
+        return ""
+    branches = [re.escape(char) + _alternatives(inner) for char, inner in node.items()]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"

@@ -1,0 +1,253 @@
+"""Chat templates, rendered in a process of their own: `python -m services.gateway.tokenizer.template_process`.
+
+A template is a program that comes with a model's files. jinja2's sandbox keeps it from reaching anything but the
+values it is given; it does not keep it from asking for gigabytes or from never ending. There that costs this process
+its life, and whoever asked hears which limit was passed:
+
+    render ──messages──▶ process: limits on CPU time, memory and the size of the text
+           ◀──prompt───  (it ends: the template is to blame, and the next conversation gets a new process)
+
+There is one process per tokenizer, so that a template of one model is in the way of no other.
+"""
+
+import asyncio
+import math
+import pickle
+import resource
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.tokenizer.templates import TemplateOptions, Templates, Traits
+from shared import limits
+from shared.errors import InternalError, QueueFull
+
+if TYPE_CHECKING:
+    from services.gateway.tokenizer.chat_template import ChatTemplate
+
+ANSWER_WITHIN = 60.0
+"""Seconds of waiting for a process that gets no processor."""
+GOODBYE = 1.0
+"""Seconds for a process that has closed its end to be gone."""
+_LARGE = 1 << 20
+"""Bytes from which what a conversation needed is given back at once."""
+_HEAD = 4
+_NO_MEMORY = limits.TEMPLATE_MEMORY.cited()
+_NO_TIME = limits.TEMPLATE_SECONDS.cited()
+_TOO_LONG = limits.TEMPLATE_TEXT.cited()
+_NO_TEXT = "The chat template of the model makes these messages a text that has no UTF-8; send other ones."
+_ENDED = "what a process may do that renders it"
+
+
+class _Job(msgspec.Struct, frozen=True):
+    """A conversation to be rendered; without messages: the templates, to be compiled and probed."""
+
+    templates: Templates | None = None
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+    options: TemplateOptions = TemplateOptions()
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    text: str = ""
+    traits: Traits | None = None
+    problem: str = ""
+    """Why there is none: the sentence for the client."""
+    param: str | None = None
+    reason: str = ""
+    limit: str = ""
+    """The limit that was passed."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_replies = msgspec.msgpack.Decoder(_Reply)
+
+
+class TemplateProcess:
+    """The templates of one tokenizer. Conversations are rendered one after another."""
+
+    def __init__(self, templates: Templates) -> None:
+        self._templates = pickle.dumps(_Job(templates))
+        self._process: Process | None = None
+        self._waiting: deque[tuple[bytes, asyncio.Future[_Reply]]] = deque()
+        self._bytes = 0
+        self._worker: asyncio.Task[None] | None = None
+        self.traits = Traits()
+        self.refused = ""
+        """The limit that the template passed with small conversations: it is not used again."""
+
+    async def probe(self) -> None:
+        """Finds out what the templates can do. Raises `InternalError` where they are none."""
+        reply = await self._ask(b"")
+        if reply.problem:
+            raise InternalError(f"The tokenizer files of the model cannot be used: {reply.problem}.")
+        self.refused, self.traits = reply.limit, reply.traits or Traits()
+        if self.refused:
+            await self.close()
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: TemplateOptions,
+    ) -> str:
+        """The prompt. Raises `InvalidParameter`, which names the limit that was passed, if one was; `QueueFull`."""
+        if self.refused:
+            raise _passed(self.refused, "small conversations, and is not used; POST /v1/completions instead")
+        job = _Job(None, [*map(dict, messages)], None if tools is None else [*map(dict, tools)], options)
+        reply = await self._ask(pickle.dumps(job))
+        if reply.limit:
+            raise _passed(reply.limit, "these messages; send fewer or shorter ones, or another model")
+        if reply.problem:
+            raise InvalidParameter(reply.problem, param=reply.param, reason=reply.reason)
+        return reply.text
+
+    async def _ask(self, job: bytes) -> _Reply:
+        if self._waiting and self._bytes + len(job) > limits.TEMPLATES_WAITING.value:
+            raise QueueFull(
+                f"{self._bytes:,} bytes of conversations wait for this model's chat template; try again in a moment "
+                f"({limits.TEMPLATES_WAITING.cited()}).",
+                retry_after=1,
+            )
+        future: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
+        self._waiting.append((job, future))
+        self._bytes += len(job)
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        return await future
+
+    async def _work(self) -> None:
+        while self._waiting:
+            job, future = self._waiting[0]
+            try:
+                if not future.done():  # else its client has gone
+                    reply = await self._exchange(job)
+                    if not future.done():
+                        future.set_result(reply)
+            except Exception as error:  # no process can be started
+                if not future.done():
+                    future.set_exception(InternalError(f"No chat template can be rendered: {error}."))
+            finally:
+                self._waiting.popleft()
+                self._bytes -= len(job)
+
+    async def _exchange(self, job: bytes) -> _Reply:
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "services.gateway.tokenizer.template_process",
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,
+                limit=_LARGE,
+            )
+            probed = await self._answer(process, self._templates)
+            if not job or probed.limit or probed.problem:
+                return probed
+        return await self._answer(process, job)
+
+    async def _answer(self, process: Process, job: bytes) -> _Reply:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(len(job).to_bytes(_HEAD))
+            process.stdin.write(job)
+            async with asyncio.timeout(ANSWER_WITHIN):
+                await process.stdin.drain()
+                size = int.from_bytes(await process.stdout.readexactly(_HEAD))
+                if size > limits.TEMPLATE_TEXT.value + _LARGE:
+                    raise OSError("it does not keep to the limit")
+                return _replies.decode(await process.stdout.readexactly(size))
+        except (asyncio.IncompleteReadError, OSError, TimeoutError, msgspec.MsgspecError):
+            pass
+        with suppress(TimeoutError):  # killed while it ends, asyncio could not tell how it has ended
+            async with asyncio.timeout(GOODBYE):
+                await process.wait()
+        await self.close()
+        ended = await process.wait()
+        return _Reply(limit=_NO_TIME if ended in (-signal.SIGXCPU, -signal.SIGKILL) else _ENDED)
+
+    async def close(self) -> None:
+        """Ends the process. Another conversation would start a new one."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.communicate()
+
+
+def _passed(limit: str, with_what: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"The chat template of the model passed a limit with {with_what} ({limit}).",
+        param="messages",
+        reason="chat_template_limit",
+    )
+
+
+# --- in that process -----------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answers a job of standard input with a reply on standard output, until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the gateway
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, limits.TEMPLATE_MEMORY.value)
+    renderer, jobs, replies = _Renderer(), sys.stdin.buffer, sys.stdout.buffer
+    while head := jobs.read(_HEAD):
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + limits.TEMPLATE_SECONDS.value)
+        reply = _encode(renderer.reply(jobs, int.from_bytes(head)))
+        replies.write(len(reply).to_bytes(_HEAD) + reply)
+        replies.flush()
+
+
+def _limit(what: int, soft: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+class _Renderer:
+    def __init__(self) -> None:
+        self._templates: tuple[ChatTemplate, ChatTemplate] | None = None
+
+    def reply(self, jobs: BinaryIO, size: int) -> _Reply:
+        try:
+            return self._reply(pickle.loads(jobs.read(size)))  # noqa: S301  # what the gateway wrote
+        except MemoryError:
+            return _Reply(limit=_NO_MEMORY)
+        except InvalidParameter as error:
+            return _Reply(problem=error.message, param=error.param, reason=error.reason)
+        except UnicodeEncodeError:
+            return _Reply(problem=_NO_TEXT, param="messages", reason="invalid_messages")
+
+    def _reply(self, job: _Job) -> _Reply:
+        if job.templates is not None:
+            return self._compile(job.templates)
+        assert self._templates is not None, "the templates come first"
+        text = self._templates[job.tools is not None].render(job.messages, job.tools, job.options)
+        return _Reply(text) if len(text.encode()) <= limits.TEMPLATE_TEXT.value else _Reply(limit=_TOO_LONG)
+
+    def _compile(self, templates: Templates) -> _Reply:
+        from services.gateway.tokenizer.chat_template import (
+            compiled,  # jinja2, which the gateway itself does without
+        )
+        from services.gateway.tokenizer.templates import traits_of
+
+        try:
+            self._templates = compiled(templates)
+        except ValueError as error:
+            return _Reply(problem=str(error))
+        return _Reply(traits=traits_of(self._templates[1]))
+
+
+if __name__ == "__main__":
+    main()

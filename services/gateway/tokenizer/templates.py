@@ -1,0 +1,246 @@
+"""What a chat template can do, found out by rendering small conversations with it. Pure.
+
+Templates do not say what they take: some show tools and some ignore them, most want a call's arguments as an object
+and some as text, some fail on a message without content or on two calls at once.
+
+Chat templates as they lie among a model's files, what rendering is told, and who renders. Without jinja2.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from services.gateway.tool_calls.families import family_of, reasoning_of, variant_of
+from shared.limits import TOKENIZER_INFO
+
+_TOOL, _ARGUMENT, _VALUE, _RESULT = "probe_tool", "probe_argument", "probe_value", "probe_result"
+LONG_ID, SHORT_ID = "call_0123456789abcdef01234567", "abcdef123"
+_TEXT = "probe text"
+_USER = {"role": "user", "content": _TEXT}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": _TOOL,
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {_ARGUMENT: {"type": "string", "description": "d"}},
+                "required": [_ARGUMENT],
+            },
+        },
+    }
+]
+
+
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the template of a model, or of none."""
+
+    tools: bool = False
+    """It shows the tools that it is given."""
+    calls: bool = False
+    """It shows the calls of an assistant's message, and their results."""
+    objects: bool = True
+    """It wants a call's arguments as an object, not as JSON text."""
+    null_content: bool = False
+    """It takes an assistant's message whose content is null."""
+    several: bool = False
+    """It takes several calls in a message."""
+    any_id: bool = True
+    """It takes any id of a call; otherwise nine letters or digits, as Mistral's."""
+    system: bool = True
+    """It shows system messages."""
+    family: str = ""
+    """How the model writes calls, where the template shows it."""
+    variant: str = ""
+    """Which of the family's notations."""
+    reasoning: str = ""
+    variables: frozenset[str] = frozenset()
+    """What it looks at beyond messages and tools, such as `enable_thinking`."""
+
+
+class Template(Protocol):
+    """A compiled chat template."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def variables(self) -> frozenset[str]: ...
+
+    def tries(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> str | None:
+        """The prompt; None when the template refuses."""
+        ...
+
+
+def traits_of(template: Template) -> Traits:
+    """Renders some ten conversations: milliseconds, once per model."""
+    probe = _Probe(template)
+    objects = probe.shows_call({_ARGUMENT: _VALUE}) and not probe.looks_like_python()
+    calls = objects or probe.shows_call(f'{{"{_ARGUMENT}": "{_VALUE}"}}')
+    system = template.tries([{"role": "system", "content": _RESULT}, _USER], None) or ""
+    family = family_of(template.source)
+    return Traits(
+        tools=_TOOL in (template.tries([_USER], _TOOLS) or ""),
+        calls=calls,
+        objects=objects,
+        null_content=probe.content is None,
+        several=calls and probe.takes_two(),
+        any_id=probe.identity == LONG_ID,
+        system=_RESULT in system,
+        family=family,
+        variant=variant_of(family, template.source),
+        reasoning=reasoning_of(template.source),
+        variables=template.variables,
+    )
+
+
+class _Probe:
+    """Shows a call and its result to a template, in the ways that templates want it."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self.identity = LONG_ID
+        self.content: str | None = None
+        self._shown = ""
+        self._arguments: Any = None
+
+    def shows_call(self, arguments: Any) -> bool:
+        """Whether there is a content and an id with which the call and its result are shown; they are kept."""
+        for identity in (LONG_ID, SHORT_ID):
+            empty = self._render("", [identity], arguments)
+            null = self._render(None, [identity], arguments)
+            if null and empty and null.count("None") > empty.count("None"):
+                null = None  # it shows Python's word for nothing
+            shown = null or empty
+            if shown and all(word in shown for word in (_TOOL, _ARGUMENT, _VALUE, _RESULT)):
+                self.identity, self.content = identity, None if null else ""
+                self._shown, self._arguments = shown, arguments
+                return True
+        return False
+
+    def looks_like_python(self) -> bool:
+        """Whether the object was shown in Python's notation: the template expects a text there."""
+        return f"'{_ARGUMENT}': " in self._shown
+
+    def takes_two(self) -> bool:
+        identities = [self.identity, self.identity[:-1] + "x"]
+        return bool(self._render(self.content, identities, self._arguments))
+
+    def _render(self, content: str | None, identities: Sequence[str], arguments: Any) -> str | None:
+        calls = [
+            {"id": identity, "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
+            for identity in identities
+        ]
+        messages: list[Mapping[str, Any]] = [
+            _USER,
+            {"role": "assistant", "content": content, "tool_calls": calls},
+            *(
+                {"role": "tool", "name": _TOOL, "tool_call_id": identity, "content": _RESULT}
+                for identity in identities
+            ),
+        ]
+        return self._template.tries(messages, _TOOLS)
+
+
+_AROUND = 8
+"""Bytes around a member of a JSON object, at most."""
+_NAMED = 16
+"""Fields that are named where they are left out."""
+
+
+class TemplateOptions(msgspec.Struct, frozen=True):
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the header of the assistant's next message."""
+    continue_final: bool = False
+    """Whether it ends within the last message, which the answer goes on with."""
+    variables: dict[str, Any] = {}
+    """Further variables of the template."""
+
+
+class Templates(msgspec.Struct, frozen=True):
+    """The chat templates of a model, not compiled yet."""
+
+    source: str
+    with_tools: str
+    """For conversations with tools; the same where there is no other."""
+    special_tokens: dict[str, str] = {}
+
+
+class Renderer(Protocol):
+    """Makes prompts of conversations, with the templates of one model."""
+
+    @property
+    def traits(self) -> Traits:
+        """What the templates can do."""
+        ...
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: TemplateOptions,
+    ) -> str:
+        """The prompt. Raises `InvalidParameter`, `QueueFull`."""
+        ...
+
+
+def templates_of(files: Mapping[str, bytes]) -> Templates | None:
+    """None: there are none. Raises ValueError where a file is none of its kind."""
+    config = _read(files, "special_tokens_map.json") | _read(files, "tokenizer_config.json")
+    source, with_tools = _source(files, config), _source(files, config, "tool_use")
+    either = source or with_tools
+    return Templates(either, with_tools or either, _special_tokens(config)) if either else None
+
+
+_OF_ITS_PLACE = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "auto_map")
+"""What tokenizer_config.json says of where the files lay when it was written."""
+
+
+def tokenizer_info(files: Mapping[str, bytes]) -> bytes:
+    """A tokenizer's configuration as JSON, as vLLM shows it: tokenizer_config.json, with the chat template where that
+    is a file of its own. Of one that is too large its largest fields are left out and named in `omitted_fields`."""
+    config = _read(files, "tokenizer_config.json")
+    info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    info |= {name: value for name, value in config.items() if name not in _OF_ITS_PLACE and value is not None}
+    if (source := _source(files, config)) is not None and "chat_template.jinja" in files:
+        info["chat_template"] = source
+    sizes = {name: len(msgspec.json.encode(value)) + len(name) for name, value in info.items()}
+    omitted: list[str] = []
+    while sum(sizes.values()) > TOKENIZER_INFO.value - len(info) * _AROUND:
+        omitted.append(max(sizes, key=lambda name: sizes[name]))
+        del info[omitted[-1]], sizes[omitted[-1]]
+    return msgspec.json.encode(info | {"omitted_fields": omitted[:_NAMED]} if omitted else info)
+
+
+def _read(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    return msgspec.json.decode(files.get(name, b"{}"), type=dict[str, Any])
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The `..._token` entries of tokenizer_config.json: texts, or objects that hold one as `content`."""
+    found = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _source(files: Mapping[str, bytes], config: Mapping[str, Any], name: str = "default") -> str | None:
+    """The template of `name`, or None: chat_template.jinja, else in tokenizer_config.json.
+
+    Where there are several by `name`, the one for conversations with tools is `tool_use`."""
+    if name == "default" and "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get(name)
+    elif name != "default":
+        source = None
+    return source if isinstance(source, str) else None

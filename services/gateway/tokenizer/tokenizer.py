@@ -1,0 +1,292 @@
+"""Text to tokens and back, for one model."""
+
+import functools
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import tokenizers
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.tokenizer.detokenizer import (
+    CONTEXT_TOKENS,
+    Detokenizer,
+    FilteredDetokenizer,
+    StreamDetokenizer,
+    TokenBytes,
+)
+from services.gateway.tokenizer.encoding import Encoding
+from services.gateway.tokenizer.special_tokens import SpecialText, pieces
+from services.gateway.tokenizer.templates import (
+    Renderer,
+    TemplateOptions,
+    Traits,
+    templates_of,
+    tokenizer_info,
+)
+from services.gateway.tokenizer.token_bound import TokenBound, TokenizerJson
+from shared.errors import InternalError
+from shared.process import give_back
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads for each core: those compute
+
+
+_EACH = 64
+"""Bytes of text that take as long as one text more."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as the text of a prompt, in pieces that are encoded apart: none has a special token that the
+    template has not written."""
+
+    pieces: list[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Tokenizer(Protocol):
+    """What the endpoints need of a model's tokenizer."""
+
+    @property
+    def traits(self) -> Traits:
+        """What the chat template can do."""
+        ...
+
+    @property
+    def info(self) -> bytes:
+        """Its configuration, as a JSON object."""
+        ...
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> Rendered:
+        """The conversation as the text of a prompt. Raises `InvalidParameter`, `QueueFull`."""
+        ...
+
+    async def encode_rendered(self, rendered: Rendered) -> list[int]:
+        """The tokens of a rendered conversation. Raises `QueueFull`."""
+        ...
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """A plain text as a prompt, with the special tokens that the model wants around it where `special`. Raises
+        `QueueFull`."""
+        ...
+
+    async def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """As `encode`, each of them."""
+        ...
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, by its size; 0: that is not known."""
+        ...
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of `tokens`, all at once: no more of them than a context has."""
+        ...
+
+    async def decode_many(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of `tokens`, however many. Raises `QueueFull`."""
+        ...
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each of `tokens`; empty for one that it does not have."""
+        ...
+
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()
+    ) -> Detokenizer:
+        """For an output that follows `prompt` (empty: that begins a new text). `keep`: special tokens that are
+        shown in any case."""
+        ...
+
+    def specials(self, texts: Collection[str]) -> dict[str, int]:
+        """Those of `texts` that are special tokens, with their ids."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that `token` stands for; part of a character, perhaps."""
+        ...
+
+
+class ModelTokenizer:
+    """A tokenizer of the `tokenizers` library with a chat template."""
+
+    def __init__(
+        self,
+        files: Mapping[str, bytes],
+        renderer: Renderer | None = None,
+        encoding: Encoding | None = None,
+        *,
+        special_tokens_in_messages: bool = False,
+    ) -> None:
+        """From the files of a `TokenizerBundle`. `renderer`: of its templates, None: in this process;
+        `special_tokens_in_messages`: there the text of a special token is that token. Raises `InternalError` when
+        the files are unusable."""
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+            file = msgspec.json.decode(files["tokenizer.json"], type=TokenizerJson)
+            self._renderer = renderer or _in_process(files)
+            self.info = tokenizer_info(files)
+        except KeyError:
+            raise InternalError("The tokenizer bundle of the model lacks tokenizer.json.") from None
+        except ValueError as error:
+            raise InternalError(f"The tokenizer files of the model cannot be used: {error}.") from error
+        except Exception as error:  # what the library raises for a file that is not one
+            raise InternalError(f"The model's tokenizer.json cannot be used: {error}.") from error
+        self._encoding = encoding or Encoding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._special = {entry.content: token for token, entry in added if entry.special}
+        self._special_text = SpecialText([] if special_tokens_in_messages else self._special)
+        self._bytes = TokenBytes(self._tokenizer, byte_level="ByteLevel" in str(file.decoder))
+        self._bound = TokenBound(file, self._tokenizer)
+        del file
+        give_back()  # reading the file takes twice of what is kept
+
+    @property
+    def traits(self) -> Traits:
+        return self._renderer.traits if self._renderer else Traits()
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> Rendered:
+        if self._renderer is None:
+            raise InvalidParameter(
+                "This model has no chat template: it goes on with texts, and knows no conversations. Send a prompt to "
+                "/v1/completions, or put a chat_template.jinja beside the model's files and serve it again.",
+                param="messages",
+                reason="no_chat_template",
+            )
+        options = options or TemplateOptions()
+        size = sum(_EACH + len(message.get("content") or "") for message in messages)
+        mark = functools.partial(self._special_text.marked, messages, tools, options.variables)
+        marked = await self._encoding.run(size, mark)
+        options = msgspec.structs.replace(options, variables=marked.variables)
+        text = await self._renderer.render(marked.messages, marked.tools, options)
+        return Rendered(pieces(text, marked.mark))
+
+    async def encode_rendered(self, rendered: Rendered) -> list[int]:
+        found = await self.encode_all(rendered.pieces, special=False)
+        return found[0] if len(found) == 1 else [token for piece in found for token in piece]
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return (await self.encode_all([text], special=special))[0]
+
+    async def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        size = sum(map(len, texts)) + _EACH * (len(texts) - 1)
+        return await self._encoding.run(size, lambda: self._encode(texts, special))
+
+    def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """In a batch even alone: so the library lets go of the interpreter meanwhile, and leaves out offsets."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        return [encoding.ids for encoding in found]
+
+    def fewest_tokens(self, text: str) -> int:
+        return self._bound.fewest_tokens(text)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+
+    async def decode_many(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        def work() -> str:  # in a batch, as `_encode`
+            return self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
+
+        return await self._encoding.run(len(tokens), work)
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
+
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()
+    ) -> Detokenizer:
+        if skip_special_tokens and keep & self._special.keys():
+            hidden = frozenset(token for text, token in self._special.items() if text not in keep)
+            return FilteredDetokenizer(self.detokenizer([], skip_special_tokens=False), hidden)
+        context = list(prompt[-CONTEXT_TOKENS:])
+        if self._tokenizer.decode(context, skip_special_tokens=skip_special_tokens).endswith("\ufffd"):
+            context = []  # it ends within a character: the decoder could not tell it from the output
+        return StreamDetokenizer(self._tokenizer, context, skip_special_tokens)
+
+    def specials(self, texts: Collection[str]) -> dict[str, int]:
+        return {text: self._special[text] for text in texts if text in self._special}
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes.of(token)
+
+
+def _in_process(files: Mapping[str, bytes]) -> Renderer | None:
+    """Raises ValueError."""
+    templates = templates_of(files)
+    if templates is None:
+        return None
+    from services.gateway.tokenizer.chat_template import (
+        InProcess,  # jinja2, which a gateway has in processes apart
+    )
+
+    return InProcess(templates)
+
+
+class StubTokenizer:
+    """For the stub engine: a token is a byte, text is Latin-1, a conversation its contents line by line."""
+
+    traits = Traits()
+    info = b'{"tokenizer_class":"StubTokenizer"}'
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> Rendered:
+        text = "".join(f"{message['content']}\n" for message in messages)
+        return Rendered([text[:-1] if options is not None and options.continue_final else text])
+
+    async def encode_rendered(self, rendered: Rendered) -> list[int]:
+        return await self.encode(rendered.text)
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(text.encode("latin-1", errors="replace"))
+
+    async def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        return [await self.encode(text) for text in texts]
+
+    def fewest_tokens(self, text: str) -> int:
+        return len(text)
+
+    async def decode_many(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(token & 0xFF for token in tokens).decode("latin-1")
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        return [chr(token & 0xFF) for token in tokens]
+
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()
+    ) -> Detokenizer:
+        return _StubDetokenizer()
+
+    def specials(self, texts: Collection[str]) -> dict[str, int]:
+        return {}
+
+    def token_bytes(self, token: int) -> bytes:
+        return chr(token & 0xFF).encode()
+
+
+class _StubDetokenizer:
+    def flush(self) -> str:
+        return ""
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        return bytes(token & 0xFF for token in tokens).decode("latin-1")

@@ -1,0 +1,1 @@
+"""One parser per notation of tool calls."""

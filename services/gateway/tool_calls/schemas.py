@@ -1,0 +1,132 @@
+"""Tools in request bodies, as OpenAI defines them.
+
+JSON types of a function's parameters, for families that write values without quotation marks. Pure.
+
+How deeply JSON is nested: templates and encoders go down it by recursion. Pure.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from services.gateway.tool_calls.parsers.scanner import TYPE_OF
+from shared.limits import NESTING
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON Schema; null: no parameters."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: str
+    function: FunctionDefinition | None = None
+    custom: Any = None
+
+
+class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class ToolName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of `allowed_tools`."""
+
+    type: str
+    function: FunctionName | None = None
+    custom: Any = None
+
+
+class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: str
+    tools: list[ToolName]
+
+
+class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`tool_choice` where it is more than a word."""
+
+    type: str
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+    custom: Any = None
+
+
+class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call in an assistant's message. `index` comes with what a client has put together from a stream."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction | None = None
+    custom: Any = None
+    index: int | None = None
+
+
+DEPTH = 8
+"""References and alternatives are followed so deep."""
+
+
+def types_of(schema: Mapping[str, Any]) -> dict[str, str]:
+    """The types of each property of `schema`, joined by `|`; "" for what it does not say."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    return {name: "|".join(sorted(_types(value, schema, DEPTH))) for name, value in properties.items()}
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, dict) or depth == 0:
+        return set()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {name for name in kind if isinstance(name, str)}
+    if "const" in schema or "enum" in schema:
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
+        return {TYPE_OF.get(type(value), "") for value in values}
+    found: set[str] = set()
+    for name in ("anyOf", "oneOf", "allOf"):
+        members = schema.get(name)
+        for member in members if isinstance(members, list) else ():
+            found |= _types(member, root, depth - 1)
+    if isinstance(reference := schema.get("$ref"), str):
+        found |= _types(resolve(reference, root), root, depth - 1)
+    return found
+
+
+def resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a reference within the schema points to, None when it points nowhere."""
+    if not reference.startswith("#"):
+        return None
+    found: Any = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or key not in found:
+            return None
+        found = found[key]
+    return found
+
+
+def too_deep(value: Any) -> bool:
+    """Whether `value` has more levels than the limit `nesting`."""
+    level = [value]
+    for _ in range(NESTING.value + 1):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return any(isinstance(item, dict | list) for item in level)

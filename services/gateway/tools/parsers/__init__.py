@@ -1,1 +1,0 @@
-"""How families of models write tool calls: one incremental reader each."""

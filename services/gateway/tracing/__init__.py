@@ -1,0 +1,1 @@
+"""Spans of requests and generations, as OpenTelemetry's conventions have them."""

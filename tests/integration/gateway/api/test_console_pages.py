@@ -1,0 +1,112 @@
+"""What the gateway serves to people: pages from the package, and the cluster's state without anybody's secrets."""
+
+import asyncio
+import hashlib
+import re
+from pathlib import Path
+
+import httpx
+
+from services.gateway.api.cluster import MOST
+from services.gateway.api.console import pages
+from shared.messages import GenerationRequest, ServiceRecord
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from tests.integration.gateway.conftest import RunningGateway
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
+
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+STATIC = Path(pages.__file__).parent / "static"
+
+
+async def test_browsers_get_the_console_and_others_the_way_to_the_api(http: httpx.AsyncClient) -> None:
+    page = await http.get("/", headers=BROWSER)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "<h1>Ryzanstein</h1>" in page.text
+    named = await http.get("/")
+    assert named.headers["content-type"] == "application/json"
+    for path in named.json().values():
+        if path.startswith("/") and path != "/v1":
+            assert (await http.get(path, headers=BROWSER)).status_code == 200
+    assert page.headers["vary"] == named.headers["vary"] == "accept"
+
+
+async def test_every_file_of_the_pages_is_served_guarded_and_revalidated(http: httpx.AsyncClient) -> None:
+    for path in pages.PATHS:
+        answer = await http.get(path, headers=BROWSER)
+        assert answer.status_code == 200, path
+        assert answer.headers["content-security-policy"] == pages.POLICY
+        assert "unsafe" not in pages.POLICY
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == "no-cache"
+        again = await http.get(
+            path, headers=BROWSER | {"if-none-match": f'"other", W/{answer.headers["etag"]}'}
+        )
+        assert (again.status_code, again.content) == (304, b"")
+        assert (await http.head(path, headers=BROWSER)).headers["etag"] == answer.headers["etag"]
+    assert {path.name for path in STATIC.iterdir()} == {
+        "console.html",
+        "docs.html",
+        *(path.removeprefix(pages.FOLDER) for path in pages.PATHS if path.startswith(pages.FOLDER)),
+    }
+
+
+def test_no_page_names_anything_outside() -> None:
+    for path in STATIC.iterdir():
+        found = set(re.findall(r"https?://[^\"'\s)]*", path.read_text()))
+        assert found <= {"http://www.w3.org/2000/svg"}, path
+        assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", path.read_text()), path
+
+
+async def test_the_cluster_without_prompts_and_whole_ids(
+    http: httpx.AsyncClient, ring: FakeRing, bus: Bus, gateway: RunningGateway
+) -> None:
+    async def some(fake: FakeRing, request: GenerationRequest) -> None:
+        await fake.emit(request, 0, list(b"Hidden answer"))
+
+    services = await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)
+    await services.put("scheduler.s1", ServiceRecord("scheduler", "s1", 1, "ready", heard_at=12.0))
+    await services.put("executor.e1", ServiceRecord("executor", "e1", 1, "gone"))
+    await ring.put_record("busy", running=3)
+    ring.behave = some
+    body = {"model": MODEL, "prompt": "Hidden prompt", "stream": True}
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        while "Hidden" not in (line := await anext(lines)):
+            pass
+        identity = re.findall(r"cmpl-[0-9a-f]{32}", line)[0]
+        shown = await http.get("/v1/cluster")
+    assert "Hidden" not in shown.text
+    assert identity not in shown.text
+    assert identity.removeprefix("cmpl-") not in shown.text
+    state = shown.json()
+    assert state["gateway"] == gateway.service.instance
+    assert state["models"] == [MODEL]
+    assert [(group["group"], group["state"], group["running"]) for group in state["groups"]] == [
+        ("g1", "busy", 3)
+    ]
+    assert [service["instance"] for service in state["services"]] == ["s1", "e1"]
+    (generation,) = state["generations"]
+    assert hashlib.sha256(identity.encode()).hexdigest().startswith(generation["digest"])
+    assert not any(
+        identity[begin : begin + 6] in shown.text for begin in range(len("cmpl-"), len(identity) - 6)
+    )
+    assert (generation["tokens"], generation["status"], generation["readers"]) == (13, "in_progress", 1)
+
+
+async def test_many_generations_make_no_long_answer(gateway: RunningGateway, ring: FakeRing) -> None:
+    ring.behave = silence
+    body = {"model": MODEL, "prompt": "Hi"}
+    async with gateway.http(limits=httpx.Limits()) as http:
+        asked = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(MOST + 5)]
+        try:
+            await until(lambda: len(ring.requests) == MOST + 5, 30)
+            state = (await http.get("/v1/cluster")).json()
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+    assert len(state["generations"]) == MOST
+    assert state["generations_total"] == MOST + 5
+    assert {item["status"] for item in state["generations"]} == {"queued"}

@@ -1,0 +1,125 @@
+"""The document at /openapi.json: whole, true to the routes, and true to the answers."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import msgspec
+import pytest
+from starlette.routing import Route
+
+from services.gateway.api.app import GatewayApp
+from services.gateway.api.backend import Backend
+from services.gateway.api.openai import shapes
+from services.gateway.api.openapi.document import STATUSES, document
+from services.gateway.api.openapi.operation import ApiRoute, Operation
+from services.gateway.auth.authenticator import Authenticator
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+from shared.service.endpoints import Health, OpsApp, new_registry
+from tests.integration.gateway.conftest import RunningGateway
+from tests.integration.gateway.fake_ring import MODEL
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(scope="module")
+def app() -> GatewayApp:
+    registry = new_registry()
+    ops = OpsApp(lambda: Health("gateway", "g", "ready", True), registry)
+    return GatewayApp(Backend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry))
+
+
+@pytest.fixture(scope="module")
+def made(app: GatewayApp) -> dict[str, Any]:
+    return json.loads(msgspec.json.encode(document(app.routes, GatewaySettings())))
+
+
+def operations(app: GatewayApp) -> list[Operation]:
+    return [item for route in app.routes if isinstance(route, ApiRoute) for item in route.operations]
+
+
+def test_every_route_is_in_it(app: GatewayApp, made: dict[str, Any]) -> None:
+    """Pages for people say that they are none of the API by `include_in_schema=False`."""
+    routes = [route for route in app.routes if isinstance(route, Route) and route.include_in_schema]
+    undescribed = [route.path for route in routes if not isinstance(route, ApiRoute)]
+    assert not undescribed, (
+        "make them ApiRoutes with an Operation, see services/gateway/api/openapi/operation.py"
+    )
+    told = {(path, method) for path, item in made["paths"].items() for method in item}
+    assert told == {(item.template, item.method.lower()) for item in operations(app)}
+    assert len(told) >= 10
+    names = [item.name for item in operations(app)]
+    assert len(names) == len(set(names))
+
+
+def test_its_schemas_are_schemas_and_its_references_lead_somewhere(made: dict[str, Any]) -> None:
+    for name, schema in made["components"]["schemas"].items():
+        assert jsonschema_rs.meta.is_valid(
+            schema | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+        ), name
+    for reference in references(made):
+        at: Any = made
+        for part in reference.removeprefix("#/").split("/"):
+            at = at[part]
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if "$ref" in value:
+            yield value["$ref"]
+        for item in value.values():
+            yield from references(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from references(item)
+
+
+def test_every_status_has_its_words(app: GatewayApp) -> None:
+    assert {status for item in operations(app) for status in item.errors} <= STATUSES.keys()
+
+
+def test_examples_are_what_the_schema_allows(app: GatewayApp, made: dict[str, Any]) -> None:
+    for operation in operations(app):
+        if operation.example is not None:
+            name = operation.request.__name__
+            validator = jsonschema_rs.validator_for({"$ref": f"#/components/schemas/{name}"} | made)
+            validator.validate(operation.example)
+
+
+def test_limits_of_this_gateway_are_in_it(app: GatewayApp) -> None:
+    made = document(app.routes, GatewaySettings(background_limit=77))
+    given = {item["name"]: item for item in made["paths"]["/v1/completions"]["post"]["parameters"]}
+    assert given["X-Ryzanstein-Background"]["schema"]["maximum"] == 77
+
+
+async def test_answers_are_what_it_says_to_the_last_field(
+    gateway: RunningGateway, http: httpx.AsyncClient
+) -> None:
+    asked = CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}
+    plain = {"model": MODEL, "prompt": "Hi", "logprobs": 2}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    answers = [
+        ((await http.post("/v1/chat/completions", json=asked)).content, shapes.ChatCompletion),
+        ((await http.post("/v1/completions", json=plain)).content, shapes.Completion),
+        ((await http.get("/v1/models")).content, shapes.ModelList),
+    ]
+    for path, sent, kind in (
+        ("/v1/chat/completions", asked | usage, shapes.ChatCompletionChunk),
+        ("/v1/completions", plain | usage, shapes.Completion),
+    ):
+        events = (await http.post(path, json=sent)).text.split("\n")
+        data = [line[6:].encode() for line in events if line.startswith("data: ") and line != "data: [DONE]"]
+        assert len(data) >= 3
+        answers += [(item, kind) for item in data]
+    for answer, kind in answers:
+        again = msgspec.json.encode(msgspec.json.decode(answer, type=kind))
+        assert json.loads(again) == json.loads(answer)
+
+
+async def test_it_is_served(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/openapi.json")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["openapi"].startswith("3.1")

@@ -1,0 +1,174 @@
+"""Embeddings over HTTP, as the official client sees them, with a ring that sends what the test says."""
+
+import base64
+import struct
+import threading
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.gateway.streams import run
+from services.gateway.streams.embeddings import VectorFormat
+from shared.config import CommonSettings
+from shared.messages import GenerationRequest, TokenEntry, TokenFrame
+from shared.nats.subjects import tokens as tokens_of
+from tests.integration.gateway.api.test_rest import until_listed
+from tests.integration.gateway.conftest import run_gateway
+from tests.integration.gateway.fake_ring import FakeRing, stub_card
+
+MODEL = "embedder"
+PATH = "/v1/embeddings"
+
+
+def vector(prompt: list[int]) -> list[float]:
+    """0.6 and 0.8 where the first token says so, of 4 numbers."""
+    numbers = [0.0] * 4
+    numbers[prompt[0] % 4], numbers[(prompt[0] + 1) % 4] = 0.6, 0.8
+    return numbers
+
+
+async def embed(ring: FakeRing, request: GenerationRequest) -> None:
+    assert request.embed
+    data = struct.pack("<4f", *vector(request.prompt))
+    entry = TokenEntry(request.generation_id, request.attempt, 0, [], "stop", vector=data)
+    await ring.bus.publish(tokens_of(request.consumer), TokenFrame(ring.group, ring.epoch, 1, [entry]))
+
+
+@pytest.fixture
+async def embedder(http: httpx.AsyncClient, ring: FakeRing) -> FakeRing:
+    ring.behave = embed
+    await ring.add_model(stub_card(MODEL, embedding_size=4, context_length=8))
+    await until_listed(http, MODEL)
+    return ring
+
+
+@pytest.mark.parametrize("encoding", [None, "float", "base64"])
+async def test_inputs_become_vectors(
+    client: openai.AsyncOpenAI, embedder: FakeRing, encoding: str | None
+) -> None:
+    options: Any = {} if encoding is None else {"encoding_format": encoding}
+    answer = await client.embeddings.create(model=MODEL, input=["abc", "d", "ef"], user="u", **options)
+    shown = [item.embedding for item in answer.data]
+    if encoding == "base64":
+        shown = [list(struct.unpack("<4f", base64.b64decode(item))) for item in shown]  # type: ignore[arg-type]
+    assert shown == [pytest.approx(vector([ord(letter)]), abs=1e-7) for letter in "ade"]
+    assert [item.index for item in answer.data] == [0, 1, 2]
+    assert (answer.object, answer.data[0].object, answer.model) == ("list", "embedding", MODEL)
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (6, 6)
+
+
+async def test_many_vectors_are_written_beside_the_event_loop(
+    client: openai.AsyncOpenAI, embedder: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    whole = VectorFormat.whole
+
+    def noted(self: VectorFormat, *arguments: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(VectorFormat, "whole", noted)
+    monkeypatch.setattr(run, "LARGE", 64)
+    for count in (4, 5):  # vectors of 16 bytes
+        answer = await client.embeddings.create(model=MODEL, input=["a"] * count)
+        assert len(answer.data) == count
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+async def test_every_kind_of_input(client: openai.AsyncOpenAI, embedder: FakeRing) -> None:
+    kinds: list[Any] = ["ab", ["ab"], [97, 98], [[97, 98], [99]]]
+    for kind in kinds:
+        answer = await client.embeddings.create(model=MODEL, input=kind)
+        assert answer.data[0].embedding == pytest.approx(vector([97]), abs=1e-7)
+    assert sorted(request.prompt for request in embedder.requests) == [[97, 98]] * 4 + [[99]]
+    assert {request.max_tokens for request in embedder.requests} == {1}
+
+
+async def test_fewer_dimensions_are_brought_to_length_1(
+    client: openai.AsyncOpenAI, embedder: FakeRing
+) -> None:
+    answer = await client.embeddings.create(
+        model=MODEL, input=["d", "c"], dimensions=1, encoding_format="float"
+    )
+    # "d" has 0.6 first; "c" has 0.8 there
+    assert [item.embedding for item in answer.data] == [[pytest.approx(1.0)], [pytest.approx(1.0)]]
+    whole = await client.embeddings.create(model=MODEL, input="d", dimensions=4)
+    assert whole.data[0].embedding == pytest.approx(vector([100]), abs=1e-7)
+
+
+async def test_a_lost_ring_is_made_good_and_repeats_are_the_same(
+    http: httpx.AsyncClient, embedder: FakeRing, nats_settings: CommonSettings
+) -> None:
+    async def die_once(ring: FakeRing, request: GenerationRequest) -> None:
+        if not request.attempt:
+            await ring.emit(request, 0, [])
+            if len([one for one in ring.requests if not one.attempt]) == 2:
+                await ring.event("down")
+                ring.epoch += 1
+            return
+        await embed(ring, request)
+
+    embedder.behave = die_once
+    body = {"model": MODEL, "input": ["a", "b"], "encoding_format": "base64"}
+    headers = {"Idempotency-Key": "vectors"}
+    answer = await http.post(PATH, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["data"]) == 2
+    assert [request.attempt for request in embedder.requests] == [0, 0, 1, 1]
+    async with run_gateway(nats_settings) as other, other.http() as theirs:
+        repeat = await theirs.post(PATH, json=body, headers=headers)
+        assert repeat.json() == answer.json()
+    assert len(embedder.requests) == 4
+
+
+async def test_many_inputs_of_one_request(client: openai.AsyncOpenAI, embedder: FakeRing) -> None:
+    answer = await client.embeddings.create(model=MODEL, input=[chr(97 + at % 26) for at in range(200)])
+    assert [item.index for item in answer.data] == list(range(200))
+    assert answer.data[30].embedding == pytest.approx(vector([97 + 30 % 26]), abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"input": ["ok", "much too long"]}, "context_length_exceeded", "input[1]"),
+        ({"input": "much too long"}, "context_length_exceeded", "input"),
+        ({"input": ["ok", ""]}, "empty_prompt", "input[1]"),
+        ({"input": []}, "empty_array", "input"),
+        ({"input": [[1], "a"]}, "invalid_type", "input"),
+        ({"input": [[1], [256]]}, "invalid_token_id", "input[1]"),
+        ({"input": ["a"] * 2049}, "array_above_max_length", "input"),
+        ({"truncate_prompt_tokens": 0}, "integer_below_min_value", "truncate_prompt_tokens"),
+        ({"dimensions": 0}, "integer_below_min_value", "dimensions"),
+        ({"dimensions": 5}, "integer_above_max_value", "dimensions"),
+        ({"encoding_format": "hex"}, "invalid_value", "encoding_format"),
+        ({"stream": True}, "unknown_parameter", "stream"),
+        ({"model": "org/stub-model"}, "unsupported_parameter", "model"),
+    ],
+)
+async def test_bad_requests_are_refused(
+    http: httpx.AsyncClient, embedder: FakeRing, fields: dict[str, Any], code: str, param: str
+) -> None:
+    answer = await http.post(PATH, json={"model": MODEL, "input": "a"} | fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (code, param)
+    assert not embedder.requests
+
+
+async def test_too_long_inputs_can_be_cut(http: httpx.AsyncClient, embedder: FakeRing) -> None:
+    for count in (-1, 3):
+        body = {"model": MODEL, "input": "much too long", "truncate_prompt_tokens": count}
+        assert (await http.post(PATH, json=body)).status_code == 200
+    assert [bytes(request.prompt) for request in embedder.requests] == [b"too long", b"ong"]
+
+
+async def test_embeddings_are_not_streamed(http: httpx.AsyncClient, embedder: FakeRing) -> None:
+    await http.post(PATH, json={"model": MODEL, "input": "a"})
+    public_id = "embd-" + embedder.requests[0].generation_id.rpartition("-")[0]
+    state = (await http.get(f"/v1/generations/{public_id}")).json()
+    assert (state["endpoint"], state["status"]) == ("embeddings", "completed")
+    assert len(state["response"]["data"]) == 1
+    refused = await http.get(f"/v1/generations/{public_id}/stream")
+    assert refused.status_code == 400, refused.text

@@ -1,0 +1,113 @@
+"""A gateway is killed: its responses go on elsewhere, event by event, and are kept all the same."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from shared.config import CommonSettings
+from shared.nats.bus import Bus
+from tests.integration.gateway.conftest import RunningGateway, run_gateway
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
+from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_process, mourn, read_until_killed
+from tests.integration.gateway.responding import drop_journal, kept
+from tests.integration.gateway.resuming import Event, Paced, read_events
+
+RESPONSES = "/v1/responses"
+TEXT = "Ein Strom ist ein Log, und die Antwort auch: \u00e4\u00f6\u00fc."
+BODY = {"model": MODEL, "input": "Hi", "stream": True}
+
+
+def deltas(events: list[Event]) -> str:
+    shown = [json.loads(data) for data, _ in events]
+    return "".join(event["delta"] for event in shown if event["type"] == "response.output_text.delta")
+
+
+async def rest_of(gateway: RunningGateway, identity: str, after: str) -> list[Event]:
+    """As OpenAI has it, and by this server's own way: the same."""
+    ways: list[tuple[str, dict[str, Any]]] = [
+        (f"{RESPONSES}/{identity}", {"params": {"stream": "true", "starting_after": after}}),
+        (f"/v1/generations/{identity}/stream", {"headers": {"Last-Event-ID": after}}),
+    ]
+
+    async def read(http: httpx.AsyncClient, path: str, how: dict[str, Any]) -> list[Event]:
+        async with http.stream("GET", path, **how) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            return await read_events(answer)
+
+    async with gateway.http() as http:
+        one, other = await asyncio.gather(*(read(http, path, how) for path, how in ways))
+    assert one == other
+    return one
+
+
+def identity_of(events: list[Event]) -> str:
+    return str(json.loads(events[0][0])["response"]["id"])
+
+
+async def test_streams_go_on_at_any_event(
+    bus: Bus, nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing, tmp_path: Path
+) -> None:
+    """The ring is lost as well."""
+    ring.behave = Paced(TEXT.encode("latin-1"), 14)
+    async with gateway_process(bus, nats_settings, tmp_path) as doomed:
+        streams: list[list[Event]] = [[] for _ in range(6)]
+        bodies = [BODY | {"background": number % 2 == 0} for number in range(6)]
+        readers = [
+            asyncio.create_task(read_until_killed(doomed.http, body, events, RESPONSES))
+            for body, events in zip(bodies, streams, strict=True)
+        ]
+        await until(lambda: all(len(deltas(events)) == 14 for events in streams))
+        await doomed.kill()
+        await asyncio.gather(*readers)
+    await ring.die()
+    ring.behave = Paced(TEXT.encode("latin-1"), 1000)
+    ring.resume()
+    for number, events in enumerate(streams):
+        cut = events[: len(events) - number]
+        rest = await rest_of(gateway, identity_of(events), cut[-1][1])
+        assert deltas(cut + rest) == TEXT
+        assert rest[: len(events) - len(cut)] == events[len(cut) :]
+        assert [int(identity) for _, identity in cut + rest] == list(range(len(cut + rest)))
+        last = json.loads(rest[-1][0])
+        assert last["type"] == "response.completed"
+    await kept(gateway, identity_of(streams[0]))
+
+
+async def test_a_background_response_is_driven_to_its_end_and_kept(
+    bus: Bus, nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing, tmp_path: Path
+) -> None:
+    ring.behave = paced = Paced(TEXT.encode("latin-1"), 5)
+    async with gateway_process(bus, nats_settings, tmp_path) as doomed:
+        sent = {"model": MODEL, "input": "Hi", "background": True}
+        made = (await doomed.http.post(RESPONSES, json=sent)).json()
+        assert made["status"] == "queued"
+        await until(lambda: ring.requests)
+        await doomed.kill()
+        await mourn(bus, "doomed")
+        paced.allow()
+        await kept(gateway, made["id"])
+    await drop_journal(bus)
+    async with gateway.http() as http:
+        shown = (await http.get(f"{RESPONSES}/{made['id']}")).json()
+    assert (shown["status"], shown["output"][0]["content"][0]["text"]) == ("completed", TEXT)
+    assert not ring.commanded
+
+
+async def test_an_heir_keeps_what_had_ended(
+    gateway: RunningGateway, nats_settings: CommonSettings, ring: FakeRing
+) -> None:
+    """Its gateway was lost between the response's end and the store."""
+    async with run_gateway(nats_settings) as lost:
+        answers, heirs = lost.service.work.answers, gateway.service.work.heirs
+        assert answers is not None
+        assert heirs is not None
+        answers.keep = None
+        async with lost.http() as http:
+            made = (await http.post(RESPONSES, json={"model": MODEL, "input": "Hi"})).json()
+        await heirs._try_to_inherit(lost.service.instance, time.time() + 1)
+        stored = await kept(gateway, made["id"])
+    assert json.loads(stored.response) == made

@@ -1,0 +1,137 @@
+"""The hand-made encoder against protobuf's own classes."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.api.grpc.encoding import EventFormat, TokenOutput, field, varint
+from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.streams.formats import Choice, Usage
+from services.gateway.streams.output import Piece, ScoredToken, TextOutput
+from services.gateway.streams.run import Chunk
+from services.gateway.tokenizer.tokenizer import StubTokenizer
+from services.gateway.tool_calls.parser import CallDelta
+from shared.messages import TokenEntry, TokenLogprobs
+
+TOKENS = st.integers(0, 2**31)
+TEXTS = st.text(max_size=300).filter(lambda text: text.isprintable())
+SCORES = st.floats(allow_nan=False, width=32)
+FINISHES = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+    "function_call": pb.FINISH_REASON_FUNCTION_CALL,
+}
+
+
+@st.composite
+def scored(draw: st.DrawFn) -> ScoredToken:
+    top = draw(st.lists(st.tuples(TOKENS, SCORES), max_size=3))
+    return ScoredToken(draw(TOKENS), TokenLogprobs(draw(SCORES), top), 0)
+
+
+CALLS = st.lists(st.builds(CallDelta, st.integers(0, 9), TEXTS, TEXTS, TEXTS), max_size=2)
+PIECES = st.builds(Piece, TEXTS, st.lists(scored(), max_size=2), TEXTS, CALLS, st.lists(TOKENS, max_size=5))
+PARTS = st.lists(st.tuples(st.integers(0, 200), PIECES, st.sampled_from(["", *FINISHES])), min_size=1)
+USAGES = st.none() | st.builds(Usage.of, st.integers(0, 2**20), st.integers(0, 2**20), st.integers(0, 2**20))
+POSITIONS = st.lists(st.integers(0, 2**20), min_size=1, max_size=60)
+
+
+def expected(
+    parts: Any, usage: Usage | None, position: str, identity: str, *, tokens: bool
+) -> pb.GenerationEvent:
+    event = pb.GenerationEvent(id=identity, position=position)
+    of = StubTokenizer().token_bytes
+    for index, piece, finish in parts:
+        delta = event.choices.add(index=index, finish_reason=FINISHES.get(finish))
+        if tokens:
+            delta.token_ids.extend(piece.tokens)
+        else:
+            delta.text = piece.text
+        delta.reasoning = piece.reasoning
+        for call in piece.calls:
+            delta.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+        for token, logprobs, _ in piece.scored:
+            shown = delta.logprobs.add(token_id=token, token=of(token), logprob=logprobs.logprob)
+            for other, logprob in logprobs.top:
+                shown.top.add(token_id=other, token=of(other), logprob=logprob)
+    if usage is not None:
+        event.usage.CopyFrom(_usage(usage))
+    return event
+
+
+def _usage(usage: Usage) -> pb.Usage:
+    cached = usage.prompt_tokens_details["cached_tokens"]
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=cached
+    )
+
+
+@given(PARTS, USAGES, POSITIONS, st.booleans())
+def test_events_are_what_the_generated_classes_would_say(
+    parts: Any, usage: Usage | None, positions: list[int], tokens: bool
+) -> None:
+    shape = EventFormat("cmpl-1", StubTokenizer(), tokens=tokens)
+    position = ",".join(map(str, positions))
+    chunks = [
+        Chunk(shape.last(index, finish, piece) if finish else shape.delta(index, piece), position.encode())
+        for index, piece, finish in parts
+    ]
+    if usage is not None:
+        chunks.append(Chunk(shape.usage(usage), position.encode()))
+    event = pb.GenerationEvent.FromString(shape.event(chunks))
+    assert event == expected(parts, usage, position, "cmpl-1", tokens=tokens)
+    again = pb.GenerationEvent.FromString(shape.event(chunks))
+    assert not again.id, "only the first event has it"
+
+
+@given(st.lists(st.tuples(PIECES, st.sampled_from([*FINISHES])), min_size=1, max_size=4))
+def test_whole_answers(choices: list[tuple[Piece, Any]]) -> None:
+    shape = EventFormat("cmpl-1", StubTokenizer(), tokens=False)
+    usage = Usage.of(3, 200, 1)
+    given = [
+        Choice(piece.text, finish, piece.scored, piece.reasoning, piece.calls, piece.tokens)
+        for piece, finish in choices
+    ]
+    shown = shape.whole(given, usage)
+    parts = [(index, piece, finish) for index, (piece, finish) in enumerate(choices)]
+    assert pb.GenerationEvent.FromString(shown) == expected(parts, usage, "", "cmpl-1", tokens=False)
+
+
+@given(st.integers(1, 2000), st.binary(max_size=400))
+def test_fields_of_any_number_and_length(number: int, data: bytes) -> None:
+    assert field(number, data) == varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def entry(tokens: bytes, finish: Any = "", scores: list[TokenLogprobs] | None = None) -> TokenEntry:
+    return TokenEntry("g", 0, 0, list(tokens), finish, scores)
+
+
+def text_output(*stops: str) -> TextOutput:
+    detokenizer = StubTokenizer().detokenizer([], skip_special_tokens=True)
+    return TextOutput(detokenizer, stops, [0], logprobs=False)
+
+
+def test_tokens_come_as_they_are_the_last_one_too() -> None:
+    output = TokenOutput(None, logprobs=True)
+    output.feed(entry(b"ab", scores=[TokenLogprobs(-1.0, []), TokenLogprobs(-2.0, [])]))
+    first = output.take()
+    assert (first.tokens, [item.token for item in first.scored]) == ([97, 98], [97, 98])
+    output.feed(entry(b"c\0", "stop"))
+    output.feed(entry(b"nothing more"))
+    assert (output.take().tokens, output.tokens, output.finish) == ([99, 0], 4, "stop")
+
+
+def test_tokens_end_with_the_one_that_completes_a_stop_string() -> None:
+    output = TokenOutput(text_output("cd"), logprobs=False)
+    output.feed(entry(b"abc"))
+    output.feed(entry(b"def"))
+    assert (bytes(output.take().tokens), output.tokens, output.finish) == (b"abcd", 4, "stop")
+
+
+def test_a_string_that_only_begins_like_a_stop_string_ends_nothing() -> None:
+    output = TokenOutput(text_output("cd"), logprobs=False)
+    output.feed(entry(b"abc"))
+    output.feed(entry(b"x", "length"))
+    assert (bytes(output.take().tokens), output.finish) == (b"abcx", "length")

@@ -1,0 +1,63 @@
+"""Which models a gateway makes ready for: those that are served, not all that ever were."""
+
+from typing import Any, cast
+
+from services.gateway.core.catalog import Catalog
+from shared.messages import GroupLoad, GroupRecord, GroupStatus, ModelCard
+
+
+def catalog(told: list[str]) -> Catalog:
+    return Catalog(
+        cast(Any, None),
+        on_card=lambda card: told.append(f"{card.model} {card.created}"),
+        on_lost=lambda *_: None,
+        on_alive=lambda *_: None,
+    )
+
+
+def card(model: str, created: int = 1) -> ModelCard:
+    return ModelCard(model, 100, 256, [0], tokenizer="t", created=created)
+
+
+def group(model: str, state: GroupStatus) -> GroupRecord:
+    return GroupRecord("g", model, state, 1, [], cast(Any, GroupLoad()))
+
+
+def test_a_card_is_told_once_it_has_a_group_and_again_when_it_changes() -> None:
+    told: list[str] = []
+    known = catalog(told)
+    known._card_changed("old", card("old"))
+    known._card_changed("new", card("new"))
+    known._group_changed("g", group("new", "gone"))
+    assert told == []
+    for state in ("starting", "ready", "busy"):
+        known._group_changed("g", group("new", cast(GroupStatus, state)))
+    assert told == ["new 1"]
+    known._card_changed("new", card("new", 2))
+    assert told == ["new 1", "new 2"]
+
+
+def test_the_group_may_be_known_first() -> None:
+    told: list[str] = []
+    known = catalog(told)
+    known._group_changed("g", group("m", "starting"))
+    known._card_changed("m", card("m"))
+    assert told == ["m 1"]
+    known._card_changed("m", None)
+    known._card_changed("m", card("m", 2))
+    assert told == ["m 1", "m 2"]
+
+
+def test_what_is_listed_has_been_up_since_this_gateway_started() -> None:
+    known = catalog([])
+    known._card_changed("old", card("old"))
+    assert [one.model for one in known.listed()] == ["old"]  # nothing is known of groups
+    known._group_changed("ring-1", group("old", "gone"))
+    assert known.listed() == []
+    known._group_changed("ring-1", group("new", "starting"))
+    known._card_changed("new", card("new"))
+    assert known.listed() == []
+    known._group_changed("ring-1", group("new", "ready"))
+    for state in ("starting", "hung", "gone"):
+        known._group_changed("ring-1", group("new", state))  # type: ignore[arg-type]
+        assert [one.model for one in known.listed()] == ["new"]

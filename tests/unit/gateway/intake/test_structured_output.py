@@ -1,0 +1,195 @@
+"""What of a request becomes its grammar, and what is refused in OpenAI's words."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake import structured_output, validation
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.intake.structured_output import (
+    Grammars,
+    grammar_of_choices,
+    grammar_of_schema,
+    wanted_by,
+)
+from shared import limits
+from shared.errors import QueueFull
+from shared.grammars import ANY_OBJECT
+from shared.limits import GRAMMAR_BYTES
+from shared.messages import Grammar
+from tests.integration.gateway.fake_ring import until
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
+_chat = msgspec.json.Decoder(ChatCompletionRequest)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields
+    request = validation.decode(json.dumps(body).encode(), _chat)
+    validation.check_chat(request)
+    return request
+
+
+def named(**changes: Any) -> dict[str, Any]:
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True} | changes,
+    }
+
+
+def grammar(**fields: Any) -> Grammar | None:
+    wanted = wanted_by(chat(**fields))
+    return None if wanted is None else wanted.grammar
+
+
+def test_without_a_form_any_text_will_do() -> None:
+    assert grammar() is None
+    assert grammar(response_format={"type": "text"}) is None
+    assert grammar(response_format=None, guided_json=None) is None
+
+
+def test_openais_formats() -> None:
+    assert grammar(response_format={"type": "json_object"}) == ANY_OBJECT
+    found = grammar(response_format=named(description="An answer."))
+    assert found == grammar_of_schema(SCHEMA)
+    assert list(json.loads(found.text)["properties"]) == ["b", "a"], "the order of the schema's"
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda **f: {"structured_outputs": f}, lambda **f: {f"guided_{n}": v for n, v in f.items()}]
+)
+def test_vllms_newer_and_older_fields(wrap: Any) -> None:
+    assert grammar(**wrap(json=SCHEMA)) == grammar_of_schema(SCHEMA)
+    assert grammar(**wrap(json='{"type": "null"}')) == Grammar("json_schema", '{"type": "null"}')
+    assert grammar(**wrap(regex=" +")) == Grammar("regex", " +")
+    assert grammar(**wrap(grammar='start: "a"')) == Grammar("lark", 'start: "a"')
+    assert grammar(**wrap(choice=["a", "b"])) == Grammar("regex", "a|b")
+
+
+def test_any_object_under_vllms_name() -> None:
+    assert grammar(structured_outputs={"json_object": True}) == ANY_OBJECT
+    assert grammar(structured_outputs={"json_object": False, "regex": "a"}) == Grammar("regex", "a")
+
+
+@pytest.mark.parametrize("choice", ["yes", "a|b", "(", "\\", 'say "x"', "é😀\n\t\x01\x7f", " ", "^$", "{}"])
+def test_choices_are_taken_literally(choice: str) -> None:
+    pattern = grammar_of_choices([choice]).text
+    python = re.sub(r"\\x\{([0-9a-f]+)\}", lambda code: re.escape(chr(int(code[1], 16))), pattern)
+    assert re.fullmatch(python, choice)
+
+
+def test_completions_take_them_too() -> None:
+    body = {"model": "m", "prompt": "x", "response_format": named()}
+    request = msgspec.json.decode(json.dumps(body), type=CompletionRequest)
+    wanted = wanted_by(request)
+    assert wanted is not None
+    assert wanted.grammar == grammar_of_schema(SCHEMA)
+
+
+REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "and 'json_schema'"),
+    ({"response_format": {}}, "response_format.type", "missing_required_parameter", "Missing"),
+    ({"response_format": "json"}, "response_format", "invalid_type", "an object"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter", ""),
+    ({"response_format": named(schema=None)}, "response_format.json_schema.schema", "missing_required_parameter", ""),
+    ({"response_format": named(schema=[1])}, "response_format.json_schema.schema", "invalid_type", "an object"),
+    ({"response_format": named(schema=True)}, "response_format.json_schema.schema", "invalid_type", "an object"),
+    ({"response_format": named(name="a b")}, "response_format.json_schema.name", "invalid_value", "^[a-zA-Z0-9_-]+$"),
+    ({"response_format": named(name="")}, "response_format.json_schema.name", "invalid_value", "pattern"),
+    ({"response_format": named(name="a" * 65)}, "response_format.json_schema.name", "string_above_max_length", "64"),
+    ({"response_format": named(extra=1)}, "response_format.json_schema.extra", "unknown_parameter", "extra"),
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_value", "exactly one"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "invalid_value", "but got 2"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown_parameter", ""),
+    ({"guided_regex": ""}, "guided_regex", "empty_string", "empty"),
+    ({"guided_grammar": " \n"}, "guided_grammar", "empty_string", "empty"),
+    ({"guided_choice": []}, "guided_choice", "empty_array", "empty array"),
+    ({"guided_choice": ["a"] * 1025}, "guided_choice", "array_above_max_length", "limit grammar_choices"),
+    ({"guided_choice": ["." * GRAMMAR_BYTES.value, "b"]}, "guided_choice", "string_above_max_length", "262145 char"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "empty_string", "empty"),
+    ({"guided_regex": "a" * (GRAMMAR_BYTES.value + 1)}, "guided_regex", "string_above_max_length", "grammar_bytes"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "invalid_value", "one of the two"),
+    ({"response_format": named(), "guided_regex": "a"}, "guided_regex", "invalid_value", "'response_format' already"),
+    ({"guided_regex": "a", "min_tokens": 2, "ignore_eos": True}, "min_tokens", "unsupported_parameter", "guided_regex"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "reason", "words"), REFUSED)
+def test_what_is_wrong_is_refused_by_name(
+    fields: dict[str, Any], param: str, reason: str, words: str
+) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        wanted_by(chat(**fields))
+    assert (caught.value.param, caught.value.reason) == (param, reason)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("schema", [{"const": 2**53 + 1}, {"properties": {"a": {"enum": ["b", [-(2**60)]]}}}])
+async def test_a_number_that_would_be_rounded_is_refused(schema: dict[str, Any]) -> None:
+    grammars = Grammars()
+    try:
+        with pytest.raises(InvalidParameter, match="beyond 2\\^53"):
+            await grammars.of(chat(response_format=named(schema=schema)))
+        bound = {"type": "integer", "maximum": 2**63 - 1, "enum": [1, 2**53]}
+        assert await grammars.of(chat(response_format=named(schema=bound))) is not None
+    finally:
+        await grammars.stop()
+
+
+async def test_a_grammar_is_compiled_once_and_its_reason_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars()
+    asked: list[Grammar] = []
+    check = grammars._check.check
+    monkeypatch.setattr(grammars._check, "check", lambda grammar: (asked.append(grammar), check(grammar))[1])
+    try:
+        for _ in range(2):
+            assert await grammars.of(chat(guided_regex="a+")) == Grammar("regex", "a+")
+            with pytest.raises(InvalidParameter) as caught:
+                await grammars.of(chat(response_format=named(schema={"not": {}})))
+            assert caught.value.message == (
+                "Invalid schema for response_format 'answer': Unimplemented keys: [\"not\"]."
+            )
+            assert (caught.value.param, caught.value.reason) == ("response_format", "invalid_grammar")
+        assert len(asked) == 2
+        assert await grammars.of(chat(response_format={"type": "json_object"})) is ANY_OBJECT
+        assert await grammars.of(chat()) is None
+        assert len(asked) == 2
+    finally:
+        await grammars.stop()
+
+
+async def test_gbnf_goes_to_the_ring_as_lark() -> None:
+    grammars = Grammars()
+    try:
+        found = await grammars.of(chat(guided_grammar='root ::= "a" | "b"'))
+        assert found is not None
+        assert found.kind == "lark"
+        assert "::=" not in found.text
+    finally:
+        await grammars.stop()
+
+
+async def test_no_more_wait_to_be_compiled_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = msgspec.structs.replace(limits.GRAMMARS_WAITING, value=0)
+    monkeypatch.setattr(structured_output, "GRAMMARS_WAITING", none)
+    grammars = Grammars()
+    try:
+        with pytest.raises(QueueFull, match="wait to be compiled"):
+            await grammars.of(chat(guided_regex="a"))
+    finally:
+        await grammars.stop()
+
+
+async def test_a_gateway_that_stops_does_not_wait_for_a_compiler() -> None:
+    grammars = Grammars()
+    patterns = [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n}}}x"} for n in range(18)]
+    asking = asyncio.create_task(grammars.of(chat(guided_json={"allOf": patterns})))
+    await until(lambda: grammars._check._process is not None)
+    await grammars.stop()
+    with pytest.raises(InvalidParameter, match="too complex"):
+        await asking

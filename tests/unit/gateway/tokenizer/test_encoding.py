@@ -1,0 +1,152 @@
+"""Long texts are tokenized beside the event loop, one large one at a time, and what waits is bounded."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from services.gateway.intake.sampling import check_size
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.tokenizer import encoding as module
+from services.gateway.tokenizer.encoding import INLINE, LARGE, Encoding
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
+from shared.errors import ContextLengthExceeded, QueueFull
+from shared.messages import ModelCard
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
+
+
+@pytest.fixture
+def encoding() -> Iterator[Encoding]:
+    made = Encoding(waiting_bytes=4 * LARGE)
+    yield made
+    made.stop()
+
+
+class Held:
+    """Work that goes on until it is let go; records the thread of each, and how many run together."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.threads: list[str] = []
+        self.running = self.most = 0
+
+    def __call__(self) -> str:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.threads.append(threading.current_thread().name)
+        assert self.go.wait(60)
+        self.running -= 1
+        return "done"
+
+
+def thread() -> str:
+    return threading.current_thread().name
+
+
+async def test_short_texts_take_no_detour(encoding: Encoding) -> None:
+    assert await encoding.run(INLINE, thread) == thread()
+
+
+async def test_while_large_ones_go_on_the_loop_and_shorter_ones_do_too(encoding: Encoding) -> None:
+    held = Held()
+    large = [asyncio.create_task(encoding.run(LARGE + 1, held)) for _ in range(3)]
+    for _ in range(10):  # each one a turn of the event loop, and a longer text that passes
+        assert (await encoding.run(INLINE + 1, thread)).startswith("tokenize-small")
+    assert not any(task.done() for task in large)
+    held.go.set()
+    assert await asyncio.gather(*large) == ["done"] * 3
+    assert held.most == 1
+    assert all(name.startswith("tokenize-large") for name in held.threads)
+
+
+async def test_what_waits_is_bounded_and_counted_to_its_end(encoding: Encoding) -> None:
+    held = Held()
+    under_way, given_up, waits = (asyncio.create_task(encoding.run(LARGE + 1, held)) for _ in range(3))
+    await encoding.run(INLINE + 1, thread)  # by now the first is under way
+    with pytest.raises(QueueFull, match="limit text_waiting: 1,048,576 bytes"):
+        await encoding.run(2 * LARGE, thread)
+    given_up.cancel()
+    assert await asyncio.gather(given_up, return_exceptions=True) != ["done"]
+    under_way.cancel()  # its thread goes on, and so it counts
+    await asyncio.gather(under_way, return_exceptions=True)
+    with pytest.raises(QueueFull):
+        await encoding.run(3 * LARGE, thread)
+    held.go.set()
+    await waits
+    assert (await encoding.run(4 * LARGE, thread)).startswith("tokenize-large")
+
+
+async def test_one_that_is_larger_than_what_may_wait_gets_its_turn_alone(encoding: Encoding) -> None:
+    assert (await encoding.run(5 * LARGE, thread)).startswith("tokenize-large")
+
+
+async def test_memory_is_given_back_after_large_ones_alone(
+    encoding: Encoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    again = threading.Event()
+
+    def give_back() -> None:
+        given.append(thread())
+        if len(given) == 2:
+            again.set()
+
+    monkeypatch.setattr(module, "give_back", give_back)
+    monkeypatch.setattr(module, "OVER_AFTER", 0.0)
+    await encoding.run(LARGE, thread)
+    assert given == []
+    await encoding.run(LARGE + 1, thread)
+    await asyncio.to_thread(again.wait, 60)  # once more when the request is over
+    assert [name.partition("_")[0] for name in given] == ["tokenize-large", "tokenize-small"]
+
+
+async def test_many_texts_are_one_piece_of_work(encoding: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    tokenizer = ModelTokenizer(tiny_files(), encoding=encoding)
+    run = encoding.run
+
+    async def counted(size: int, work: object) -> object:
+        sizes.append(size)
+        return await run(size, work)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(encoding, "run", counted)
+    texts = [f"text {number}" for number in range(2048)]
+    found = await tokenizer.encode_all(texts)
+    assert len(sizes) == 1
+    assert sizes[0] > INLINE
+    assert found[7] == await tokenizer.encode("text 7")
+    assert len(found) == 2048
+
+
+CARD = ModelCard(model="m", vocab_size=258, context_length=100, eos_token_ids=[1], tokenizer="t", created=0)
+LONGEST = len("<|start|>")
+
+
+@pytest.mark.parametrize(
+    ("request_", "limit", "words"),
+    [
+        (
+            CompletionRequest(model="m", prompt=""),
+            0,
+            "maximum context length is 100 tokens, and your prompt resulted",
+        ),
+        (ChatCompletionRequest(model="m", messages=[]), 0, "your messages resulted in 101 tokens or more"),
+        (
+            ChatCompletionRequest(model="m", messages=[]),
+            50,
+            r"at most 50 tokens \(limit prompt_tokens: 50 .*\), and your messages",
+        ),
+    ],
+)
+def test_what_cannot_fit_is_refused_untokenized(request_: CompletionRequest, limit: int, words: str) -> None:
+    tokenizer = ModelTokenizer(tiny_files())
+    most = limit or CARD.context_length
+    check_size(request_, CARD, "x" * most * LONGEST, tokenizer, limit)
+    with pytest.raises(ContextLengthExceeded, match=words):
+        check_size(request_, CARD, "x" * (100 * LONGEST + 1), tokenizer, limit)
+
+
+def test_what_is_cut_may_be_longer() -> None:
+    request = CompletionRequest(model="m", prompt="", truncate_prompt_tokens=10)
+    check_size(request, CARD, "x" * 10_000, ModelTokenizer(tiny_files()), 0)

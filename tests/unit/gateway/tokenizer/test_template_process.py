@@ -1,0 +1,152 @@
+"""Chat templates are rendered in a process with limits: one that passes them costs nobody else anything."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.tokenizer.template_process import TemplateProcess
+from services.gateway.tokenizer.templates import TemplateOptions, Templates
+from shared import limits
+from shared.errors import InternalError, QueueFull
+from tests.unit.gateway.tokenizer.tiny_tokenizer import TEMPLATE
+
+CHAT = [{"role": "user", "content": "Hi"}]
+PLAIN = TemplateOptions()
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+NESTED = (
+    "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
+    "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
+)
+
+
+MEMORY, TIME = (limits.TEMPLATE_MEMORY.cited(),), (limits.TEMPLATE_SECONDS.cited(),)
+
+
+def templates(source: str) -> Templates:
+    return Templates(source, source, {"eos_token": "<|end|>"})
+
+
+@pytest.fixture
+async def made() -> AsyncIterator[list[TemplateProcess]]:
+    processes: list[TemplateProcess] = []
+    yield processes
+    for process in processes:
+        await process.close()
+
+
+async def probed(source: str, made: list[TemplateProcess]) -> TemplateProcess:
+    process = TemplateProcess(templates(source))
+    made.append(process)
+    await process.probe()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("source", "limit"),
+    [
+        ("{{ 'a' * 10**10 }}", MEMORY),
+        ("{{ 'a' | center(10000000000) }}", MEMORY),
+        ("{{ 'a'.ljust(10000000000) }}", MEMORY),
+        ("{{ '%10000000000d' % 1 }}", MEMORY),
+        ("{{ (['a' * 100000] * 100000) | join }}", MEMORY),
+        (DOUBLING, MEMORY),
+        (LOOPS, TIME),
+        (NESTED, TIME),
+    ],
+    ids=["product", "center", "ljust", "width", "join", "doubling", "loops", "comparison"],
+)
+async def test_a_template_that_passes_a_limit_is_refused(
+    source: str, limit: tuple[str, ...], made: list[TemplateProcess]
+) -> None:
+    """Found out with the gateway's own small conversations: the template is to blame, and is not tried again."""
+    process = await probed(source, made)
+    assert process.refused in limit
+    for _ in range(2):
+        with pytest.raises(InvalidParameter, match="small conversations") as caught:
+            await process.render(CHAT, None, PLAIN)
+        assert caught.value.reason == "chat_template_limit"
+
+
+async def test_a_prompt_has_a_size_at_most(made: list[TemplateProcess]) -> None:
+    process = await probed("{{ 'a' * 70000000 if messages[0].content == 'Hi' }}", made)
+    with pytest.raises(InvalidParameter, match=r"with these messages.*limit template_text"):
+        await process.render(CHAT, None, PLAIN)
+    assert await process.render([{"role": "user", "content": "Hello"}], None, PLAIN) == ""
+
+
+async def test_recursion_is_the_templates_refusal(made: list[TemplateProcess]) -> None:
+    process = await probed("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", made)
+    with pytest.raises(InvalidParameter, match="recursion"):
+        await process.render(CHAT, None, PLAIN)
+
+
+async def test_the_next_conversation_gets_a_new_process(made: list[TemplateProcess]) -> None:
+    """What one conversation makes a template do is no reason to refuse others."""
+    source = "{% if messages[0].content == 'bomb' %}" + LOOPS + "{% endif %}" + TEMPLATE
+    process = await probed(source, made)
+    bomb, chat = (
+        asyncio.create_task(process.render([{"role": "user", "content": text}], None, PLAIN))
+        for text in ("bomb", "Hi")
+    )
+    with pytest.raises(
+        InvalidParameter, match=r"with these messages.*limit template_seconds: 2 seconds, fixed"
+    ):
+        await bomb
+    assert "Hi<|end|>" in await chat
+
+
+async def test_a_process_that_is_killed_is_replaced(made: list[TemplateProcess]) -> None:
+    process = await probed(TEMPLATE, made)
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    await process._process.wait()
+    assert "Hi<|end|>" in await process.render(CHAT, None, PLAIN)
+
+
+async def test_one_whose_client_has_gone_is_not_mistaken_for_the_next(made: list[TemplateProcess]) -> None:
+    process = await probed(TEMPLATE, made)
+    first = asyncio.create_task(process.render(CHAT, None, PLAIN))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert "Hello" in await process.render([{"role": "user", "content": "Hello"}], None, PLAIN)
+
+
+async def test_traits_variables_and_values_come_through(made: list[TemplateProcess]) -> None:
+    process = await probed(
+        "{{ messages[0].content }}|{{ add_generation_prompt }}|{{ tone }}|{{ tools | tojson }}", made
+    )
+    assert process.traits.variables == {"tone"}
+    options = TemplateOptions(variables={"tone": [10**30, None, True]})
+    text = await process.render(CHAT, [{"a": float("inf")}], options)
+    assert text == f"Hi|True|[{10**30}, None, True]|" + '[{"a": Infinity}]'
+
+
+async def test_refusals_of_the_template_are_told_as_they_are(made: list[TemplateProcess]) -> None:
+    process = await probed("{{ raise_exception('Roles must alternate' * 1000) }}", made)
+    with pytest.raises(InvalidParameter, match="Roles must alternate") as caught:
+        await process.render(CHAT, None, PLAIN)
+    assert caught.value.param == "messages"
+    assert len(str(caught.value)) < 1200
+    broken = TemplateProcess(templates("{% if %}"))
+    made.append(broken)
+    with pytest.raises(InternalError, match="cannot be used"):
+        await broken.probe()
+
+
+async def test_what_waits_is_bounded(made: list[TemplateProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    process = await probed(TEMPLATE, made)
+    monkeypatch.setattr(
+        limits, "TEMPLATES_WAITING", msgspec.structs.replace(limits.TEMPLATES_WAITING, value=1000)
+    )
+    waiting = asyncio.create_task(process.render([{"role": "user", "content": "x" * 2000}], None, PLAIN))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="limit templates_waiting"):
+        await process.render(CHAT, None, PLAIN)
+    assert "xxx" in await waiting
+    assert "Hi" in await process.render(CHAT, None, PLAIN)

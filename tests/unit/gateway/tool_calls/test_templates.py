@@ -1,0 +1,227 @@
+"""Conversations with calls, rendered by each family's kind of template; and by those that know no tools."""
+
+import msgspec
+import pytest
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.chat import ChatPlan, plan_of
+from services.gateway.intake.schemas import ChatCompletionRequest
+from services.gateway.tokenizer.chat_template import ChatTemplate
+from services.gateway.tokenizer.templates import traits_of
+from services.gateway.tool_calls.families import FAMILIES
+from services.gateway.tool_calls.parser import Parser
+from shared.messages import ModelCard
+from shared.models import REASONING_PARSERS, TOOL_PARSERS
+from tests.unit.gateway.tool_calls.templates import GEMMA2, GLM45, LLAMA31, OF_FAMILY, QWEN3, SMOLLM2
+from tests.unit.gateway.tool_calls.texts import calls_of
+
+CARD = ModelCard("m", 100, 256, [0], "", 0)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Rome", "days": 2}'},
+}
+OTHER = {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+CONVERSATION = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "22 degrees"},
+]
+TWICE = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL, OTHER]},
+    {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
+    {"role": "tool", "tool_call_id": "call_1", "content": "22 degrees"},
+]
+
+
+def template_of(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def planned(source: str, card: ModelCard = CARD, **fields: object) -> tuple[ChatPlan, str]:
+    """The plan for a request and its rendered prompt."""
+    body = {"model": "m", "messages": CONVERSATION, "tools": TOOLS} | fields
+    request = msgspec.convert(
+        {name: value for name, value in body.items() if value is not None}, ChatCompletionRequest
+    )
+    template = template_of(source)
+    plan = plan_of(request, card, traits_of(template))
+    return plan, template.render(plan.messages, plan.tools, plan.options)
+
+
+@pytest.mark.parametrize("family", sorted(OF_FAMILY))
+def test_a_template_shows_tools_calls_and_results(family: str) -> None:
+    plan, prompt = planned(OF_FAMILY[family])
+    assert plan.family == family
+    for word in ("Be kind.", "get_weather", "city", "Rome", "22 degrees"):
+        assert word in prompt, word
+
+
+@pytest.mark.parametrize("family", sorted(OF_FAMILY))
+def test_the_familys_parser_reads_what_its_template_writes(family: str) -> None:
+    """What the prompt shows of an earlier call is found again as that call."""
+    plan, _ = planned(OF_FAMILY[family], tools=TOOLS[:1])
+    without_tools = template_of(OF_FAMILY[family]).render(plan.messages, None, None)
+    parsing = plan.parsing(without_tools)
+    assert parsing is not None
+    begin = {"llama3_json": '{"name"', "deepseek": "<Assistant>"}.get(family, "")
+    text = without_tools[without_tools.index(begin) :].removeprefix("<Assistant>")
+    parser = Parser(FAMILIES[family].machine, parsing.types)
+    ((name, arguments),) = calls_of([*parser.feed(text.replace('{"city": ', '{"city": ')), *parser.finish()])
+    assert name == "get_weather"
+    assert msgspec.json.decode(arguments) == {"city": "Rome", "days": 2}
+
+
+@pytest.mark.parametrize("family", sorted(set(OF_FAMILY) - {"pythonic"}))
+def test_two_calls_at_once(family: str) -> None:
+    _, prompt = planned(OF_FAMILY[family], messages=TWICE)
+    for word in ("get_weather", "now", "Rome", "22 degrees", "noon"):
+        assert word in prompt
+
+
+def test_a_template_of_single_calls_gets_them_one_by_one_with_their_results() -> None:
+    _, prompt = planned(LLAMA31, messages=TWICE)
+    places = [
+        prompt.rindex(word) for word in ('"name": "get_weather"', "22 degrees", '"name": "now"', "noon")
+    ]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("source", [SMOLLM2, GEMMA2])
+def test_a_template_without_tools_gets_them_in_words(source: str) -> None:
+    conversation = CONVERSATION[1:] if source == GEMMA2 else CONVERSATION
+    plan, prompt = planned(source, messages=conversation)
+    assert plan.family == "hermes"
+    assert plan.tools is None
+    assert '{"type": "function", "function": {"name": "get_weather", "description": "The weather"' in prompt
+    assert '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>' in prompt
+    assert (
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+        in prompt
+    )
+    assert "<tool_response>\n22 degrees\n</tool_response>" in prompt
+    assert "tool\n22" not in prompt
+
+
+def test_words_of_the_user_follow_results_in_one_turn() -> None:
+    _, prompt = planned(GEMMA2, messages=[*CONVERSATION[1:], {"role": "user", "content": "And then?"}])
+    assert "</tool_response>\nAnd then?" in prompt
+
+
+def test_without_a_system_message_one_is_made() -> None:
+    plan, _ = planned(SMOLLM2, messages=CONVERSATION[1:2])
+    assert [message["role"] for message in plan.messages] == ["system", "user"]
+
+
+def test_old_functions_are_tools() -> None:
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "function_call": CALL["function"]},
+        {"role": "function", "name": "get_weather", "content": "22 degrees"},
+    ]
+    functions = [tool["function"] for tool in TOOLS]
+    plan, prompt = planned(QWEN3, tools=None, functions=functions, messages=messages)
+    assert plan.asked.legacy
+    assert "Rome" in prompt
+    assert "<tool_response>\n22 degrees" in prompt
+
+
+def test_arguments_that_are_no_object_stay_as_they_are() -> None:
+    broken = {**CALL, "function": {"name": "now", "arguments": '{"a": '}}
+    messages = [
+        *CONVERSATION[:2],
+        {"role": "assistant", "content": "", "tool_calls": [broken]},
+        CONVERSATION[3],
+    ]
+    _, prompt = planned(QWEN3, messages=messages)
+    assert '"arguments": {"a": }' in prompt
+
+
+def test_tool_choice_none_shows_no_tools() -> None:
+    for source in (QWEN3, SMOLLM2):
+        plan, prompt = planned(source, messages=CONVERSATION[:2], tool_choice="none")
+        assert "get_weather" not in prompt
+        assert plan.family == ""
+
+
+def test_an_operators_choice_goes_first() -> None:
+    plan, prompt = planned(QWEN3, msgspec.structs.replace(CARD, tool_parser="mistral"))
+    assert plan.family == "mistral"
+    assert "get_weather" in prompt
+    with pytest.raises(InvalidParameter, match="turned off"):
+        planned(QWEN3, msgspec.structs.replace(CARD, tool_parser="none"))
+
+
+def test_the_registry_is_what_can_be_chosen() -> None:
+    assert set(TOOL_PARSERS) - {"auto", "none"} == set(FAMILIES)
+    assert set(REASONING_PARSERS) == {"auto", "none", "think", "mistral"}
+
+
+# --- reasoning -----------------------------------------------------------------------------------
+
+
+def test_reasoning_is_found_where_the_template_knows_it() -> None:
+    plan, prompt = planned(QWEN3)
+    parsing = plan.parsing(prompt)
+    assert parsing is not None
+    assert (parsing.reasoning, parsing.opened) == ("think", False)
+    plan, prompt = planned(OF_FAMILY["deepseek"], messages=CONVERSATION[:2], tools=None)
+    parsing = plan.parsing(prompt)
+    assert parsing is not None
+    assert (parsing.tools, parsing.reasoning, parsing.opened) == ("", "think", True)
+    plan, prompt = planned(QWEN3, msgspec.structs.replace(CARD, reasoning_parser="none"), tools=None)
+    assert plan.parsing(prompt) is None
+
+
+def test_what_the_model_thought_goes_to_the_template() -> None:
+    thinking = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    _, prompt = planned(QWEN3, messages=[*CONVERSATION[:2], thinking, CONVERSATION[1]])
+    assert "<think>\nHm.\n</think>" in prompt
+
+
+@pytest.mark.parametrize(
+    "fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}]
+)
+def test_reasoning_is_turned_off(fields: dict[str, object]) -> None:
+    for source in (QWEN3, GLM45):
+        _, prompt = planned(source, **fields)
+        assert prompt.rstrip().endswith("</think>")
+    _, prompt = planned(QWEN3, reasoning_effort="high")
+    assert not prompt.rstrip().endswith("</think>")
+
+
+def test_reasoning_effort_itself() -> None:
+    _, prompt = planned(
+        "{{ messages[0].content }} effort {{ reasoning_effort }}", reasoning_effort="low", tools=None
+    )
+    assert prompt == "Be kind. effort low"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "unsupported_parameter"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
+        ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_value"),
+    ],
+)
+def test_what_a_template_does_not_know_is_refused(fields: dict[str, object], param: str, reason: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        planned(SMOLLM2, **fields)
+    assert (caught.value.param, caught.value.reason) == (param, reason)
