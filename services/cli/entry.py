@@ -4,24 +4,33 @@
 service's extra and nothing else. `up` is handled before the other commands' are: no service starts meanwhile.
 """
 
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from shared.errors import RyzansteinError
 
 
 def main() -> None:
     """An expected error is one sentence on standard error and exit code 1."""
+    _ignore_working_directory()
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command == "--version":
+        from shared.version import VERSION
+
+        print(f"ryzanstein {VERSION}")  # noqa: T201
+        raise SystemExit(0)
     try:
-        if sys.argv[1:2] == ["serve"]:
+        if command == "serve":
             from services.cli.serve import serve
 
             serve(sys.argv[2:])
-        if sys.argv[1:2] == ["probe"]:
+        if command == "probe":
             from services.cli.probe import probe
 
             raise SystemExit(probe(sys.argv[2:]))
-        if sys.argv[1:2] == ["up"]:
+        if command == "up":
             from services.cli.up_command import main as command_line
         else:
             from services.cli.main import app as command_line
@@ -35,9 +44,20 @@ def main() -> None:
             raise
         _end(
             f"The command line needs the package {package}, which is not installed here; install it with: "
-            "pip install 'ryzanstein[cli]'"
+            f"pip install 'ryzanstein[{'all' if command == 'up' else 'cli'}]'"
         )
     _run(command_line)
+
+
+def _ignore_working_directory() -> None:
+    """Processes are started with `python -m`, which looks into the working directory first: a user's own `services`
+    or `shared` there would be taken for ours. In our own tree they are ours, installed or not."""
+    try:
+        ours = Path.cwd() == Path(__file__).parents[2]
+    except OSError:  # it was removed
+        ours = False
+    if not ours:
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
 
 
 def _run(command_line: Callable[[], object]) -> None:

@@ -33,10 +33,15 @@ def serve(arguments: Sequence[str]) -> NoReturn:
         raise ConfigurationError(
             f"There is no service {service!r} to serve; it is one of {', '.join(sorted(MODULES))}."
         )
+    require_packages(service, service)
+    os.execv(sys.executable, [sys.executable, "-m", MODULES[service], *options])  # noqa: S606
+
+
+def require_packages(service: str, extra: str) -> None:
+    """Raises `ConfigurationError` where what `service` needs is not installed, with the `extra` that brings it."""
     telltale = _TELLTALES.get(service)
     if telltale is not None and find_spec(telltale) is None:
         raise ConfigurationError(
             f"The {service} needs packages that are not installed here (as {telltale}); install them with: "
-            f"pip install 'ryzanstein[{service}]'"
+            f"pip install 'ryzanstein[{extra}]'"
         )
-    os.execv(sys.executable, [sys.executable, "-m", MODULES[service], *options])  # noqa: S606

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from services.cli import models as model_store
+from services.cli.serve import require_packages
 from services.cli.settings import StackSettings
 from services.cli.terminal import console
 from services.cli.up import Up, UpOptions
@@ -97,6 +98,8 @@ def up(
         _check_choice("--weight-dtype", weight_dtype, ("auto", "bf16", "fp8", "int8"))
     if kv_dtype is not None:
         _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
+    for service in ("gateway",) if engine == "stub" else ("gateway", "executor"):
+        require_packages(service, extra="all")
     tls = {"tls_certificate": tls_certificate, "tls_key": tls_key, "tls_client_ca": tls_client_ca}
     files = {name: str(path.resolve()) for name, path in tls.items() if path is not None}
     if tool_parser is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
+from shared.version import VERSION
 from tests.e2e.stack import run_cli
 from tests.processes import service_process
 
@@ -81,6 +82,23 @@ def test_the_command_line_without_its_packages_says_what_to_install(tmp_path: Pa
         "error: The command line needs the package typer, which is not installed here; install it with: "
         "pip install 'ryzanstein[cli]'\n"
     )
+
+
+def test_up_says_what_installs_the_whole_stack(tmp_path: Path) -> None:
+    for package, needs in (
+        ("typer", "The command line"),
+        ("torch", "The executor"),
+        ("starlette", "The gateway"),
+    ):
+        result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path), **without(tmp_path, {package}))
+        assert result.returncode == 1
+        assert result.stderr.startswith(f"error: {needs} needs")
+        assert package in result.stderr
+        assert result.stderr.endswith("pip install 'ryzanstein[all]'\n")
+
+
+def test_the_version_needs_no_more_than_the_core(tmp_path: Path) -> None:
+    assert run_cli("--version", **without(tmp_path, OTHERS)).stdout == f"ryzanstein {VERSION}\n"
 
 
 def test_a_service_without_its_packages_says_what_to_install(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """The entry point of the command."""
 
 import builtins
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,3 +25,20 @@ def test_ctrl_c_while_packages_are_imported_is_no_trace(monkeypatch: pytest.Monk
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 130
+
+
+def test_packages_of_ours_are_not_taken_from_the_working_directory(tmp_path: Path) -> None:
+    """A user's project may well have folders that are called `services` and `shared`."""
+    for name in ("services", "shared"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')")
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "services.cli", "serve", "scheduler", "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "--nats-url" in result.stdout
