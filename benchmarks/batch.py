@@ -22,7 +22,7 @@ import httpx
 import msgspec
 import psutil
 
-from services.cli.run_file import read_run_file
+from services.cli.target import read_run_file
 from shared.process import die_with_parent
 
 READY = 120.0
@@ -151,7 +151,17 @@ async def own_stack(step_ms: float) -> AsyncIterator[tuple[str, int]]:
     """A stub stack's gateway: address and process id."""
     with tempfile.TemporaryDirectory() as directory:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.cli", "up", "--engine", "stub", "--port", "0", "--no-proof"),
+            *(
+                sys.executable,
+                "-m",
+                "services.cli",
+                "up",
+                "--engine",
+                "stub",
+                "--port",
+                "0",
+                "--no-smoke-test",
+            ),
             *("--data-dir", directory),
             env=os.environ | {"RYZANSTEIN_STUB_STEP_MS": str(step_ms)},
             stdout=asyncio.subprocess.DEVNULL,

@@ -25,7 +25,7 @@ from benchmarks.load_client import MARK, http_request
 from benchmarks.peers.catalog import pip
 from benchmarks.peers.servers import free_port
 from services.cli.settings import StackSettings
-from services.cli.stack import LocalStack, StackPlan
+from services.cli.supervision.stack import LocalStack, StackPlan
 from services.executor.engine.factory import FIRST_WORD
 from services.executor.engine.stub import stub_token
 from shared.errors import RyzansteinError

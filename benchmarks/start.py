@@ -35,9 +35,9 @@ from rich.table import Table
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.random_model import LlamaShape
 from benchmarks.report import machine, versions
-from services.cli.models import DEFAULT_MODEL
-from services.cli.run_file import read_run_file
+from services.cli.models.catalog import DEFAULT_MODEL
 from services.cli.settings import LocalSettings
+from services.cli.target import read_run_file
 
 TINYLLAMA = "2048,32,4,5632,22,49152"
 """TinyLlama 1.1B, with the vocabulary of the tokenizer that it is given here: 2.3 GB."""
@@ -179,7 +179,17 @@ class Stack:
     ) -> None:
         self._directory = directory
         self._output = (directory.parent / f"{directory.name}.txt").open("wb")
-        command = [sys.executable, "-m", "services.cli", "up", "--model", model, "--no-proof", "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "services.cli",
+            "up",
+            "--model",
+            model,
+            "--no-smoke-test",
+            "--port",
+            "0",
+        ]
         command += ["--grpc-port", "0", "--data-dir", str(directory), *options]
         self.began = time.time()
         self._process = psutil.Popen(

@@ -13,7 +13,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("RYZANSTEIN_WEIGHT_CACHE_BYTES", "0")
 
 from benchmarks.on_gpu.interpreter import choose
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams

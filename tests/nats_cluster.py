@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from pydantic import SecretStr
 
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 

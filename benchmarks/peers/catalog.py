@@ -163,7 +163,7 @@ def _openvino(place: Place) -> Launch:
 
 
 def _ryzanstein(place: Place) -> Launch:
-    command = (place.python, "-m", "services.cli", "up", "--no-proof", "--model", str(place.model))
+    command = (place.python, "-m", "services.cli", "up", "--no-smoke-test", "--model", str(place.model))
     address = ("--host", "127.0.0.1", "--port", str(place.port), "--data-dir", str(place.state))
     path = os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     variables = {

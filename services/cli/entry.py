@@ -27,13 +27,13 @@ def main() -> None:
 
             serve(sys.argv[2:])
         if command == "probe":
-            from services.cli.probe import probe
+            from services.cli.serve import probe
 
             raise SystemExit(probe(sys.argv[2:]))
         if command == "up":
-            from services.cli.up_command import main as command_line
+            from services.cli.commands.up import main as command_line
         else:
-            from services.cli.main import app as command_line
+            from services.cli.commands.main import app as command_line
     except RyzansteinError as error:
         _end(str(error))
     except KeyboardInterrupt:

@@ -1,8 +1,17 @@
-"""`ryzanstein serve SERVICE`: becomes the service. Imports nothing that the services do not need themselves."""
+"""`ryzanstein serve SERVICE` becomes the service; `ryzanstein probe SERVICE` asks the one beside it whether it is
+ready, as a container's health check does.
 
+    exit code 0: /ready said yes       1: it said no, or nothing: one sentence on standard error
+
+A probe runs every few seconds in every container, so this module imports nothing that the services do not need
+themselves, and reads from the environment alone what the service was told there: its address and its TLS.
+"""
+
+import http.client
 import os
+import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -45,3 +54,82 @@ def require_packages(service: str, extra: str) -> None:
             f"The {service} needs packages that are not installed here (as {telltale}); install them with: "
             f"pip install 'ryzanstein[{extra}]'"
         )
+
+
+HELP = "Ask the service beside this command whether it is ready, as a container's health check does."
+TIMEOUT = 3.0
+"""Seconds to wait for the connection, and for each part of the answer."""
+API_PORT = 8000
+_ANYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # asked, not bound
+
+
+def probe(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Prints why the service `arguments[0]` is not ready, and returns the exit code.
+
+    Raises `ConfigurationError` where the arguments or the environment do not say what to ask.
+    """
+    if list(arguments) in (["--help"], ["-h"]):
+        print(f"Usage: ryzanstein probe {'|'.join(MODULES)}\n\n{HELP}")  # noqa: T201
+        return 0
+    if len(arguments) != 1 or arguments[0] not in MODULES:
+        raise ConfigurationError(f"`ryzanstein probe` takes the name of a service: {', '.join(MODULES)}.")
+    reason = ask(host_of(environment), port_of(arguments[0], environment), trust_of(environment))
+    if reason:
+        print(f"not ready: {reason}", file=sys.stderr)  # noqa: T201  # whoever inspects the container reads it
+    return 1 if reason else 0
+
+
+def host_of(environment: Mapping[str, str]) -> str:
+    """The address that the service listens on, or loopback where it listens on all."""
+    host = environment.get("RYZANSTEIN_HOST", "")
+    return _ANYWHERE.get(host, host)
+
+
+def port_of(service: str, environment: Mapping[str, str]) -> int:
+    """Where the service answers /ready. Raises `ConfigurationError`."""
+    name = "RYZANSTEIN_PORT" if service == "gateway" else "RYZANSTEIN_OPS_PORT"
+    text = environment.get(name, str(API_PORT) if service == "gateway" else "")
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        given = f"is {text!r}" if text else "is not set"
+        raise ConfigurationError(f"{name} {given}; a service that is probed needs a port of its own there.")
+    return int(text)
+
+
+def trust_of(environment: Mapping[str, str]) -> ssl.SSLContext | None:
+    """How to speak to the gateway where it has a certificate. Whose it is does not matter: it is our own."""
+    if not environment.get("RYZANSTEIN_TLS_CERTIFICATE"):
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if environment.get("RYZANSTEIN_TLS_CLIENT_CA"):  # it asks for a certificate: we have the server's own
+        certificate, key = (
+            environment["RYZANSTEIN_TLS_CERTIFICATE"],
+            environment.get("RYZANSTEIN_TLS_KEY", ""),
+        )
+        try:
+            context.load_cert_chain(certificate, key)
+        except OSError as error:
+            raise ConfigurationError(
+                f"The certificate {certificate} cannot be shown to the gateway, which asks for one ({error}); "
+                "check RYZANSTEIN_TLS_CERTIFICATE and RYZANSTEIN_TLS_KEY."
+            ) from None
+    return context
+
+
+def ask(host: str, port: int, trust: ssl.SSLContext | None) -> str:
+    """Why /ready there says no; empty if it says yes."""
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=TIMEOUT, context=trust)
+        if trust
+        else http.client.HTTPConnection(host, port, timeout=TIMEOUT)
+    )
+    try:
+        connection.request("GET", "/ready", headers={"connection": "close"})
+        answer = connection.getresponse()
+        text = answer.read(4096).decode(errors="replace").strip()
+    except (OSError, http.client.HTTPException) as error:
+        return f"{host}:{port} gives no answer ({error})"
+    finally:
+        connection.close()
+    return "" if answer.status == 200 else text or f"status {answer.status}"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from services.cli.where import nats_of_stack
+from services.cli.target import nats_of_stack
 from shared.messages import ServiceRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -32,7 +32,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """As many groups as may be drained, and one that stays."""
     groups = str(len(runbooks.commands("drains")) + 1)
     directory = tmp_path_factory.mktemp("runbooks")
-    with Stack(directory, "--engine", "stub", "--no-proof", "--replicas", groups) as stack:
+    with Stack(directory, "--engine", "stub", "--no-smoke-test", "--replicas", groups) as stack:
         yield stack
 
 

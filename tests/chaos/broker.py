@@ -7,7 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from shared.process import die_with_parent
 
 STORE_BYTES = 64 << 20

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from services.cli.models import DEFAULT_MODEL, ensure_model
+from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
 from services.cli.settings import LocalSettings
 from services.executor.native.library import why_not
 from tests.chaos.exercise import Row, exercise

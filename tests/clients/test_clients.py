@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.models import DEFAULT_MODEL, ensure_model
+from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
 from services.cli.settings import LocalSettings
 from tests.e2e.stack import Stack
 
@@ -32,7 +32,7 @@ EMBEDDINGS = [32, 32]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("clients"), "--engine", "stub", "--no-proof") as running:
+    with Stack(tmp_path_factory.mktemp("clients"), "--engine", "stub", "--no-smoke-test") as running:
         yield running
 
 
@@ -101,7 +101,7 @@ def test_lm_eval(tmp_path: Path) -> None:
     """Its own judgement of the real model, by its own reading of the answers, against transformers' log-softmax."""
     python = python_with("lm_eval")
     directory = ensure_model(DEFAULT_MODEL, LocalSettings().model_cache, lambda stage, done, total: None)[1]
-    with Stack(tmp_path, "--dtype", "fp32", "--no-proof") as stack:
+    with Stack(tmp_path, "--dtype", "fp32", "--no-smoke-test") as stack:
         seen = run(
             python, str(HERE / "use_lm_eval.py"), stack.url, DEFAULT_MODEL, str(directory), timeout=500
         )

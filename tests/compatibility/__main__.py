@@ -13,7 +13,7 @@ from tests.compatibility.probe import Found, Prober
 from tests.e2e.stack import Stack
 
 PAGE = Path(__file__).parents[2] / "docs" / "openai-compatibility.md"
-STUB = ("--engine", "stub", "--no-proof")
+STUB = ("--engine", "stub", "--no-smoke-test")
 
 
 async def found_at(url: str) -> list[Found]:

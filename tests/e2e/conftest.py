@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.models import DEFAULT_MODEL, ensure_model
+from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
 from services.cli.settings import LocalSettings
 from tests.e2e.stack import Stack
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from services.cli.run_file import read_run_file
+from services.cli.target import read_run_file
 
 CLI = [sys.executable, "-m", "services.cli"]
 

@@ -10,8 +10,8 @@ import httpx
 import psutil
 import pytest
 
-from services.cli.models import DEFAULT_MODEL
-from services.cli.run_file import read_run_file
+from services.cli.models.catalog import DEFAULT_MODEL
+from services.cli.target import read_run_file
 from shared.version import VERSION
 from tests.e2e.stack import CLI, Stack, run_cli
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 def test_up_proves_itself_and_leaves_nothing_behind(tmp_path: Path, model_directory: Path) -> None:
     with Stack(tmp_path) as stack:
-        assert "distributed system" in stack.output, "one answer is streamed as proof"
+        assert "distributed system" in stack.output, "one answer is streamed as a smoke test"
         processes = stack.descendants()
         names = " ".join(" ".join(process.cmdline()) for process in processes)
         for part in ("nats-server", "gateway", "scheduler", "health_monitor", "services.executor", "rank"):
@@ -38,7 +38,7 @@ def test_up_proves_itself_and_leaves_nothing_behind(tmp_path: Path, model_direct
 
 
 def test_nothing_outlives_a_killed_head(tmp_path: Path) -> None:
-    with Stack(tmp_path, "--engine", "stub", "--no-proof") as stack:
+    with Stack(tmp_path, "--engine", "stub", "--no-smoke-test") as stack:
         processes = stack.descendants()
         stack.process.kill()
         _, alive = psutil.wait_procs(processes, timeout=30)

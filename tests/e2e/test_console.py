@@ -29,7 +29,7 @@ IDLE = "document.getElementById('stop').disabled"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = ("--engine", "stub", "--no-proof", "--replicas", "2")
+    options = ("--engine", "stub", "--no-smoke-test", "--replicas", "2")
     with Stack(tmp_path_factory.mktemp("console"), *options, RYZANSTEIN_STUB_STEP_MS="20") as running:
         yield running
 

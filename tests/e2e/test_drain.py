@@ -11,7 +11,7 @@ from tests.e2e.stack import Stack, run_cli
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-STUB = ("--engine", "stub", "--no-proof", "--replicas", "2")
+STUB = ("--engine", "stub", "--no-smoke-test", "--replicas", "2")
 SLOW = {"RYZANSTEIN_STUB_STEP_MS": "20"}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.cli.models import DEFAULT_MODEL
+from services.cli.models.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

@@ -10,15 +10,15 @@ import grpc
 import httpx
 import pytest
 
-from services.cli.models import DEFAULT_MODEL
-from services.cli.run_file import read_run_file
+from services.cli.models.catalog import DEFAULT_MODEL
+from services.cli.target import read_run_file
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from shared.config import CommonSettings
 from tests.e2e.stack import Stack, run_cli
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-STUB = ("--engine", "stub", "--no-proof")
+STUB = ("--engine", "stub", "--no-smoke-test")
 
 
 def ask(stack: Stack) -> httpx.Response:

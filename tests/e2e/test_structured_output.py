@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel, Field
 from websockets.sync.client import connect as connect_socket
 
-from services.cli.models import DEFAULT_MODEL
+from services.cli.models.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -41,7 +41,7 @@ class Person(BaseModel):
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two groups of the stub, slow enough to be interrupted."""
     directory = tmp_path_factory.mktemp("structured")
-    arguments = ("--engine", "stub", "--no-proof", "--replicas", "2")
+    arguments = ("--engine", "stub", "--no-smoke-test", "--replicas", "2")
     with Stack(directory, *arguments, RYZANSTEIN_STUB_STEP_MS="4") as stack:
         yield stack
 

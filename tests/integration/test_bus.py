@@ -11,7 +11,7 @@ from nats.errors import SlowConsumerError
 from nats.js.api import RetentionPolicy, StreamConfig
 from structlog.testing import capture_logs
 
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, LinkLost, NobodyThere, PayloadTooLarge
 from shared.messages import Cancel, ControlCommand, ControlReply, Drain, SessionPin, TokenEntry, TokenFrame

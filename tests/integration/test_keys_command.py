@@ -7,7 +7,7 @@ import time
 import pytest
 from typer.testing import CliRunner, Result
 
-from services.cli.keys import keys_app, when
+from services.cli.commands.keys import keys_app, when
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.keys import KeyLimits, KeyRecord, digest_of, parse

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.store_watch import StoreWatch
+from services.cli.supervision.nats_server import StoreWatch
 from shared.errors import BrokerUnavailable
 from shared.messages import CancelRequest
 from shared.nats import subjects

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import httpx
 
-from services.cli.run_file import read_run_file
+from services.cli.target import read_run_file
 from shared.config import CommonSettings, load_settings
 from shared.messages import ServiceRecord
 from shared.nats import subjects
@@ -45,7 +45,7 @@ class Observed(NamedTuple):
 @contextlib.contextmanager
 def observed(directory: Path, *arguments: str, step_ms: float = 5, scrape: float = 1) -> Iterator[Observed]:
     """`arguments` for `ryzanstein up`; scraped every `scrape` seconds, where there is a Prometheus."""
-    given = ("--engine", "stub", "--no-proof", "--grpc-port", "0", *arguments)
+    given = ("--engine", "stub", "--no-smoke-test", "--grpc-port", "0", *arguments)
     environment = {"RYZANSTEIN_STUB_STEP_MS": str(step_ms), "RYZANSTEIN_STUB_BLOCKS": "2048"}
     with Stack(directory / "stack", *given, **environment) as stack:
         targets = asyncio.run(targets_of(stack))

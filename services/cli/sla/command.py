@@ -15,14 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from services.cli.sla.intervals import Interval, seconds_of
-from services.cli.sla.journal_source import Findings, from_journal
+from services.cli.sla.journal import Findings, from_journal
 from services.cli.sla.periods import EXAMPLES, period_of, shown, span_of, zone_of
 from services.cli.sla.prometheus import Prometheus, auth_of, from_prometheus
 from services.cli.sla.render import markdown, print_report
-from services.cli.sla.report import Indicator, Report
-from services.cli.sla.targets import judge
-from services.cli.terminal import console
-from services.cli.where import DataDir, NatsUrl, nats_of_stack
+from services.cli.sla.report import Indicator, Report, judge
+from services.cli.target import DataDir, NatsUrl, nats_of_stack
+from services.cli.ui import console
 from shared.errors import ConfigurationError
 
 FORMATS = ("table", "json", "markdown")

@@ -15,10 +15,10 @@ import httpx
 import msgspec
 
 from services.cli.sla.intervals import Interval
-from services.cli.sla.journal_source import Findings, NoData
+from services.cli.sla.journal import Findings, NoData
 from services.cli.sla.latencies import Percentiles, bucket_percentiles
 from services.cli.sla.report import Requests, Scope, Tokens
-from services.cli.where import trust_of
+from services.cli.target import trust_of
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 
 SMALLEST_STEP = 5.0

@@ -9,7 +9,7 @@ from rich.console import Console
 from services.cli.sla.latencies import Percentiles, Quantile
 from services.cli.sla.periods import shown
 from services.cli.sla.report import Report, Scope, Verdict
-from services.cli.terminal import print_columns
+from services.cli.ui import print_columns
 
 OUTAGES = 20
 """That are listed one by one; JSON has all."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.cli.debug import fetch_dump, fetch_profile
+from services.cli.commands.debug import fetch_dump, fetch_profile
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.messages import (

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from services.executor.engine.stub import stub_token
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from services.executor.handover.pins import PinMover
 from shared.messages import SessionPin
 from shared.nats import subjects

@@ -17,8 +17,8 @@ import pytest
 from pydantic import SecretStr
 
 from k8s import passwords
-from services.cli.nats_server import find_binary
 from services.cli.serve import MODULES
+from services.cli.supervision.nats_server import find_binary
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from shared.process import die_with_parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, GroupRecord, SamplingParams
 from shared.nats import subjects
 from shared.nats.bus import Bus

@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.cli.batch_clients import Wanted, by_nats
-from services.cli.drain import drain_group
-from services.cli.nats_server import LocalNats
-from services.cli.status import read_status
+from services.cli.commands.batch_clients import Wanted, by_nats
+from services.cli.commands.drain import drain_group
+from services.cli.commands.status import read_status
+from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings
 from shared.keys import KeyRecord, new_key
 from shared.nats import subjects

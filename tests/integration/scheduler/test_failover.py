@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nats.aio.msg import Msg
 
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from services.scheduler import intake
 from services.scheduler.settings import SchedulerSettings
 from shared.config import CommonSettings

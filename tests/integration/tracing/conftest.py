@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
 from tests.integration.rollout.house import House, until_answered

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import websockets
 
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from tests.integration.gateway.fake_ring import until
 from tests.integration.rollout.house import House

@@ -16,7 +16,7 @@ def test_ctrl_c_while_packages_are_imported_is_no_trace(monkeypatch: pytest.Monk
     real = builtins.__import__
 
     def interrupted(name: str, *more: Any) -> Any:
-        if name == "services.cli.up_command":
+        if name == "services.cli.commands.up":
             raise KeyboardInterrupt
         return real(name, *more)
 

@@ -9,7 +9,7 @@ import trustme
 import yaml
 
 from k8s import passwords
-from services.cli.nats_server import find_binary
+from services.cli.supervision.nats_server import find_binary
 from tests.unit.k8s import manifests
 from tests.unit.k8s.manifests import Build, Resource
 

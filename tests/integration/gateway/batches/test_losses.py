@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.cli.nats_server import LocalNats
+from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from shared.messages.batches import BatchJob

@@ -15,9 +15,9 @@ from cryptography import x509
 from prometheus_client import CollectorRegistry
 from websockets.asyncio.client import connect
 
-from services.cli.chat import ChatClient, answer_once
-from services.cli.nats_server import LocalNats
-from services.cli.where import trust_of
+from services.cli.chat_client import ChatClient, answer_once
+from services.cli.supervision.nats_server import LocalNats
+from services.cli.target import trust_of
 from services.gateway.server.certificates import CertificateExpiry
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, Unavailable

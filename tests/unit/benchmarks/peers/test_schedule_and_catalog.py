@@ -99,7 +99,7 @@ def test_vllm_is_started_with_libraries_only_where_there_are_some() -> None:
 def test_ours_runs_in_this_environment() -> None:
     assert PEERS[OURS].environment is None
     command = PEERS[OURS].launch(replace(PLACE, venv=None)).command
-    assert command[1:5] == ("-m", "services.cli", "up", "--no-proof")
+    assert command[1:5] == ("-m", "services.cli", "up", "--no-smoke-test")
 
 
 def test_releases_are_pinned() -> None:

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from services.cli.sla.latencies import Percentiles, Quantile
 from services.cli.sla.render import markdown, print_report, seconds
-from services.cli.sla.report import Outage, Report, Requests, Scope, Tokens
-from services.cli.sla.targets import judge
+from services.cli.sla.report import Outage, Report, Requests, Scope, Tokens, judge
 
 NONE = Percentiles(0)
 ZONE = ZoneInfo("Europe/Zurich")

@@ -1,0 +1,178 @@
+"""`ryzanstein drain` and `undrain`: an operator takes a group out of service, and says what is left of it."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from services.cli.target import DataDir, NatsUrl, nats_of_stack
+from services.cli.ui import console
+from shared.config import CommonSettings
+from shared.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded
+from shared.messages import ControlCommand, ControlReply, Drain, GroupRecord, Undrain
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds that a leader has to answer a command."""
+
+Report = Callable[[GroupRecord], None]
+"""Called with what is left of the group whenever it changes."""
+
+
+def drain(
+    group: Annotated[str, typer.Argument(help="The group, as `ryzanstein status` names it.")],
+    wait: Annotated[bool, typer.Option(help="Wait until the group has left.")] = True,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that what runs may take to finish; the rest goes on in other groups.",
+            min=0,
+            show_default="as the executor is set",
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait; 0: for ever.", min=0)] = 0,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Take a group out of service: it accepts nothing more, finishes or hands over what runs, and leaves."""
+    settings = nats_of_stack(data_dir, nats_url)
+    screen = console()
+    with screen.status(f"{group}: draining") as progress:
+        end = asyncio.run(
+            drain_group(
+                settings,
+                group,
+                grace=-1.0 if grace is None else grace,
+                wait=wait,
+                timeout=timeout,
+                report=lambda record: progress.update(left_of(record)),
+            )
+        )
+    print_groups(end.groups, screen)
+    if end.left:
+        screen.print(f"{group} has left.", markup=False, highlight=False)
+    elif wait:
+        raise DeadlineExceeded(
+            f"{group} has not left within {timeout:g} s; it goes on draining. See `ryzanstein status`."
+        )
+
+
+def undrain(
+    group: Annotated[str, typer.Argument(help="The group, as `ryzanstein status` names it.")],
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Have a group that is draining stay and take requests again; one that has left must be started."""
+    asyncio.run(undrain_group(nats_of_stack(data_dir, nats_url), group))
+    console().print(f"{group} takes requests.", markup=False, highlight=False)
+
+
+class DrainEnd(msgspec.Struct, frozen=True):
+    """How far a drain has come."""
+
+    left: bool
+    """Whether the group has left."""
+    groups: dict[str, GroupRecord]
+    """All groups of its model, as they stand."""
+
+
+async def drain_group(
+    settings: CommonSettings, group: str, *, grace: float, wait: bool, timeout: float, report: Report
+) -> DrainEnd:
+    """Has `group` accept nothing more, and waits for its end for up to `timeout` seconds (0: for ever).
+
+    `grace`: seconds that what runs may take to finish; below 0: as the executor's settings say. What has not
+    finished then goes on in other groups. Raises `ConfigurationError` for a group that is not there, and
+    `BrokerUnavailable`.
+    """
+    bus = await Bus.connect(settings, "ryzanstein drain")
+    try:
+        bucket = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
+        record = known_group(await bucket.items(), group)
+        await _command(bus, record, Drain(grace))
+        left = False
+        if wait:
+            try:
+                async with asyncio.timeout(timeout or None):
+                    await _gone(bucket, record, report)
+                left = True
+            except TimeoutError:
+                pass
+        groups = await bucket.items()
+    finally:
+        await bus.close()
+    return DrainEnd(left, {name: one for name, one in groups.items() if one.model == record.model})
+
+
+async def undrain_group(settings: CommonSettings, group: str) -> None:
+    """Takes back a drain that is under way. Raises `ConfigurationError`, `BrokerUnavailable`."""
+    bus = await Bus.connect(settings, "ryzanstein undrain")
+    try:
+        bucket = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
+        await _command(bus, known_group(await bucket.items(), group), Undrain())
+    finally:
+        await bus.close()
+
+
+def known_group(records: Mapping[str, GroupRecord], group: str) -> GroupRecord:
+    """The group's record. Raises `ConfigurationError` where there is none, or it has left."""
+    present = sorted(name for name, record in records.items() if record.state != "gone")
+    if group in present:
+        return records[group]
+    names = f"the groups are: {', '.join(present)}" if present else "there is none at the moment"
+    if group in records:
+        raise ConfigurationError(
+            f"The group {group} has left ({records[group].message}); start its executor to have it back. "
+            f"{names[0].upper()}{names[1:]}."
+        )
+    raise ConfigurationError(f"There is no group {group}; {names}.")
+
+
+async def _command(bus: Bus, record: GroupRecord, command: ControlCommand) -> None:
+    try:
+        reply = await bus.request(
+            subjects.control(record.group), command, ControlReply, timeout=ANSWER_TIMEOUT
+        )
+    except BrokerUnavailable:
+        raise BrokerUnavailable(
+            f"The group {record.group} ({record.state}) does not answer; wait until it is ready, or stop its "
+            "executor."
+        ) from None
+    if not reply.ok:
+        raise ConfigurationError(reply.error)
+
+
+async def _gone(bucket: Bucket[GroupRecord], record: GroupRecord, report: Report) -> None:
+    """Returns when that life of the group is over."""
+    async for update in bucket.watch():
+        if update is None or update[0] != record.group:
+            continue
+        now = update[1]
+        if now is None or now.state in ("gone", "hung") or now.epoch != record.epoch:
+            return
+        report(now)
+
+
+def left_of(record: GroupRecord) -> str:
+    """What a group still has to do, in a few words."""
+    load = record.load
+    return f"{record.group}: {record.state}, {load.running} running, {load.waiting} waiting"
+
+
+def print_groups(groups: Mapping[str, GroupRecord], console: Console) -> None:
+    """What is left, and where it can go."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("group", "state", "running", "waiting", "KV used"):
+        table.add_column(column, justify="left" if column in ("group", "state") else "right")
+    for name, record in sorted(groups.items()):
+        load = record.load
+        used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
+        table.add_row(escape(name), record.state, str(load.running), str(load.waiting), f"{used:.1%}")
+    console.print(table)

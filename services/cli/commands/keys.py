@@ -1,0 +1,234 @@
+"""`ryzanstein keys`: API keys, made and revoked in the KV bucket that all gateways watch."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+import typer
+
+from services.cli.target import DataDir, NatsUrl, nats_of_stack
+from services.cli.ui import console, print_columns
+from shared.config import CommonSettings
+from shared.durations import seconds_of
+from shared.errors import ConfigurationError
+from shared.keys import KeyLimits, KeyRecord, NewKey, new_key, parse
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+
+T = TypeVar("T")
+
+DEFAULT_TENANT = "default"
+
+keys_app = typer.Typer(
+    help="API keys. Once one exists, the gateways ask for it.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Identity = Annotated[
+    str, typer.Argument(metavar="ID", help="The key's id: what stands between rz- and the next -.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+class KeyStatus(msgspec.Struct, frozen=True):
+    """A key as `--json` shows it; scripts rely on it. Times are unix seconds, 0: none."""
+
+    id: str
+    name: str
+    tenant: str
+    state: str
+    """active, expired or revoked."""
+    created: float
+    expires: float
+    revoked: float
+    limits: KeyLimits
+
+
+@keys_app.command()
+def create(
+    what_for: Annotated[str, typer.Argument(help="What it is for, as --name.", metavar="[NAME]")] = "",
+    tenant: Annotated[str, typer.Option(help="Whose key it is; tenants do not see each other.")] = (
+        DEFAULT_TENANT
+    ),
+    name: Annotated[str, typer.Option(help="What it is for.")] = "",
+    requests_per_minute: Annotated[int, typer.Option(help="0: as the gateways are set.", min=0)] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(help="0: as the gateways are set.", min=0)] = 0,
+    concurrent: Annotated[
+        int, typer.Option(help="Generations at the same time. 0: as the gateways are set.", min=0)
+    ] = 0,
+    expires: Annotated[
+        str, typer.Option(help="After 90s, 30m, 12h, 30d or 4w, or on a date (ISO 8601).", metavar="WHEN")
+    ] = "",
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Make a key and print it: this once, for only its hash is kept."""
+    if what_for and name and what_for != name:
+        raise ConfigurationError(f"The key is named twice, {what_for!r} and --name {name!r}; name it once.")
+    if not 1 <= len(tenant) <= 64 or not tenant.isprintable():
+        raise ConfigurationError("--tenant must have 1 to 64 printable characters.")
+    now = time.time()
+    key = new_key(
+        tenant,
+        now,
+        name=name or what_for,
+        expires=when(expires, now),
+        limits=KeyLimits(requests_per_minute, tokens_per_minute, concurrent),
+    )
+    _with_bucket(data_dir, nats_url, lambda bucket: _store(bucket, key))
+    print(key.token)  # noqa: T201  # alone on standard output: scripts take it from there
+    print(f"Key {key.identity} of tenant {tenant}. It is not shown again: keep it now.", file=sys.stderr)  # noqa: T201
+
+
+@keys_app.command("list")
+def list_keys(json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
+    """Show all keys, without their secrets."""
+    keys = _all(data_dir, nats_url)
+    if json:
+        print(msgspec.json.encode(keys).decode())  # noqa: T201
+        return
+    headings = [
+        "id",
+        "tenant",
+        "name",
+        "state",
+        "created",
+        "expires",
+        "requests/min",
+        "tokens/min",
+        "concurrent",
+    ]
+    print_columns(console(), [headings, *map(_row, keys)], right=(6, 7, 8))
+
+
+@keys_app.command()
+def show(identity: Identity, json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
+    """Show one key, without its secret."""
+    identity = _identity(identity)
+    found = [key for key in _all(data_dir, nats_url) if key.id == identity]
+    if not found:
+        raise _unknown(identity)
+    if json:
+        print(msgspec.json.encode(found[0]).decode())  # noqa: T201
+        return
+    key = found[0]
+    rows = [
+        ("tenant", key.tenant),
+        ("name", key.name or "-"),
+        ("state", key.state),
+        ("created", _date(key.created)),
+        ("expires", _date(key.expires)),
+        ("revoked", _date(key.revoked)),
+        ("requests/min", _limit(key.limits.requests_per_minute)),
+        ("tokens/min", _limit(key.limits.tokens_per_minute)),
+        ("concurrent", _limit(key.limits.concurrent)),
+    ]
+    print_columns(console(), [("key", "rz-" + key.id + "-***"), *rows])
+
+
+@keys_app.command()
+def revoke(identity: Identity, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
+    """Have a key refused from now on, by every gateway; what it has begun may end."""
+    identity = _identity(identity)
+    _with_bucket(data_dir, nats_url, lambda bucket: _revoke(bucket, identity))
+    console().print(f"{identity} is revoked.", markup=False, highlight=False)
+
+
+# --- inside --------------------------------------------------------------------------------------
+
+
+def when(text: str, now: float) -> float:
+    """Unix seconds for `30d` and the like, or a date; 0 for nothing. Raises `ConfigurationError`."""
+    if not text:
+        return 0.0
+    if seconds := seconds_of(text):
+        return now + seconds
+    try:
+        date = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigurationError(
+            f"--expires cannot be {text!r}; write 90s, 30m, 12h, 30d or 4w, or a date such as 2027-01-31."
+        ) from None
+    moment = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+    if moment <= now:
+        raise ConfigurationError(f"--expires {text} has passed already; name a time to come.")
+    return moment
+
+
+def _identity(given: str) -> str:
+    """The id in what somebody typed: an id, or a whole key."""
+    whole = parse(given)
+    return whole[0] if whole else given.removeprefix("rz-")
+
+
+def _unknown(identity: str) -> ConfigurationError:
+    return ConfigurationError(f"There is no key {identity!r}; `ryzanstein keys list` shows them.")
+
+
+def _with_bucket(
+    data_dir: Path | None, nats_url: str, work: Callable[[Bucket[KeyRecord]], Awaitable[T]]
+) -> T:
+    settings: CommonSettings = nats_of_stack(data_dir, nats_url)
+
+    async def run() -> T:
+        bus = await Bus.connect(settings, "ryzanstein keys")
+        try:
+            return await work(await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord))
+        finally:
+            await bus.close()
+
+    return asyncio.run(run())
+
+
+async def _store(bucket: Bucket[KeyRecord], key: NewKey) -> None:
+    if await bucket.create(key.identity, key.record) is None:  # 48 random bits met twice
+        raise ConfigurationError("A key of that id exists already; try again.")
+
+
+async def _revoke(bucket: Bucket[KeyRecord], identity: str) -> None:
+    while True:
+        entry = await bucket.get(identity)
+        if entry is None:
+            raise _unknown(identity)
+        if entry.value.revoked:
+            return
+        record = msgspec.structs.replace(entry.value, revoked=time.time())
+        if await bucket.update(identity, record, entry.revision) is not None:
+            return
+
+
+def _all(data_dir: Path | None, nats_url: str) -> list[KeyStatus]:
+    records = _with_bucket(data_dir, nats_url, lambda bucket: bucket.items())
+    now = time.time()
+    return [
+        KeyStatus(
+            identity,
+            record.name,
+            record.tenant,
+            record.state(now),
+            record.created,
+            record.expires,
+            record.revoked,
+            record.limits,
+        )
+        for identity, record in sorted(records.items(), key=lambda item: item[1].created)
+    ]
+
+
+def _row(key: KeyStatus) -> list[str]:
+    limits = (key.limits.requests_per_minute, key.limits.tokens_per_minute, key.limits.concurrent)
+    times = (_date(key.created), _date(key.expires))
+    return [key.id, key.tenant, key.name or "-", key.state, *times, *map(_limit, limits)]
+
+
+def _limit(limit: int) -> str:
+    return str(limit) if limit else "-"
+
+
+def _date(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M") if moment else "-"

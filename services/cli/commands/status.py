@@ -1,0 +1,222 @@
+"""What runs where: the health monitor's records, for people and for machines."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Annotated, NamedTuple
+
+import msgspec
+import psutil
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from services.cli.target import DataDir, NatsUrl, Started, find_stack, nats_of_stack
+from services.cli.ui import console, megabytes
+from shared.config import CommonSettings
+from shared.messages import GroupRecord, ServiceRecord
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.process import pid_namespace
+
+UNKNOWN = ("-", "-")
+"""CPU time and memory of a process on another machine, or in another container."""
+
+
+def status(
+    json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Show services, groups and ranks: process ids, states, load, KV use."""
+    settings = nats_of_stack(data_dir, nats_url)
+    stack = None if nats_url else find_stack(data_dir, starting=True)
+    starting = stack is not None and not stack.gateway_url
+    found = asyncio.run(read_status(settings, stack.started if stack is not None and starting else ()))
+    if json:
+        print(msgspec.json.encode(found.status).decode())  # noqa: T201
+    else:
+        screen = console()
+        if starting:
+            screen.print("The stack is starting.\n", style="yellow")
+        print_status(found, screen)
+
+
+class ServiceStatus(msgspec.Struct, frozen=True):
+    name: str
+    instance: str
+    pid: int
+    state: str
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    rank: int
+    pid: int
+    step: int
+
+
+class GroupStatus(msgspec.Struct, frozen=True):
+    group: str
+    model: str
+    state: str
+    running: int
+    waiting: int
+    kv_used: float
+    """Share of the KV blocks that sequences hold, 0 to 1."""
+    ranks: list[RankStatus]
+    kv_bytes: int = 0
+    """Most memory that the ranks' KV caches take together; they grow to it as they are used."""
+    message: str = ""
+    """Why it is not ready, or how far its start has come."""
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The shape of `ryzanstein status --json`; scripts rely on it."""
+
+    services: list[ServiceStatus]
+    groups: list[GroupStatus]
+
+
+class Snapshot(NamedTuple):
+    """What is known, for machines and for people."""
+
+    status: Status
+    """The shape of `status --json`, which is promised."""
+    weights: dict[str, float]
+    """Speed of each group against its own past and its peers; below 1 it is degraded."""
+    here: frozenset[str] = frozenset()
+    """Instances whose process ids mean processes that can be looked at from here."""
+    instances: dict[str, str] = {}
+    """Whose ranks they are, by group."""
+
+
+async def read_status(settings: CommonSettings, started: Iterable[Started] = ()) -> Snapshot:
+    """Reads the health monitor's buckets; `started` as of `snapshot`. Raises `BrokerUnavailable`."""
+    bus = await Bus.connect(settings, "ryzanstein status")
+    try:
+        services = await (await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)).items()
+        groups = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
+    finally:
+        await bus.close()
+    return snapshot(services.values(), groups.values(), started)
+
+
+def snapshot(
+    services: Iterable[ServiceRecord], groups: Iterable[GroupRecord], started: Iterable[Started] = ()
+) -> Snapshot:
+    """From the monitor's records. `started`: processes of a stack that is not up yet, some of which the monitor has
+    not heard; what it knows of their names is of an earlier stack's then."""
+    services, groups = list(services), sorted(groups, key=lambda one: one.group)
+    heard = {(service.instance, service.pid) for service in services}
+    silent = {one.instance: one for one in started if (one.instance, one.pid) not in heard}
+    services = [service for service in services if service.instance not in silent]
+    groups = [group for group in groups if group.instance not in silent]
+    status = Status(
+        services=sorted(
+            [*map(_service, services), *map(_unheard, silent.values())],
+            key=lambda one: (one.name, one.instance),
+        ),
+        groups=list(map(_group, groups)),
+    )
+    own = pid_namespace()
+    return Snapshot(
+        status,
+        {group.group: group.weight for group in groups},
+        frozenset(service.instance for service in services if own and service.pid_namespace == own)
+        | silent.keys(),
+        {group.group: group.instance for group in groups},
+    )
+
+
+def _service(record: ServiceRecord) -> ServiceStatus:
+    return ServiceStatus(record.name, record.instance, record.pid, record.state)
+
+
+def _unheard(process: Started) -> ServiceStatus:
+    return ServiceStatus(process.service, process.instance, process.pid, "starting")
+
+
+def _group(record: GroupRecord) -> GroupStatus:
+    load = record.load
+    used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
+    return GroupStatus(
+        group=record.group,
+        model=record.model,
+        state=record.state,
+        running=load.running,
+        waiting=load.waiting,
+        kv_used=round(used, 4),
+        ranks=[RankStatus(rank.rank, rank.pid, rank.step) for rank in record.ranks],
+        kv_bytes=record.kv_bytes,
+        message="" if record.state in ("ready", "busy") else record.message or _phase(record),
+    )
+
+
+def _phase(record: GroupRecord) -> str:
+    """How far a group's start has come."""
+    if record.state != "starting":
+        return ""
+    if not record.loaded:
+        return "its ranks are started"
+    return f"{record.loaded:.0%} of its weights are read" + ("; it gets ready" if record.loaded >= 1 else "")
+
+
+def print_status(snapshot: Snapshot, console: Console) -> None:
+    """Three tables, for 80 columns: services with their CPU time and memory, groups, and their ranks."""
+    services = _table("Services", "service", "instance", "pid", "state", "CPU s", "memory")
+    groups = _table("Groups", "group", "model", "state", "running", "waiting", "KV used", "KV at most")
+    ranks = _table("Ranks", "group", "rank", "pid", "step", "memory")
+    for service in snapshot.status.services:
+        state = _coloured(service.state)
+        usage = _usage(service.pid) if service.instance in snapshot.here else UNKNOWN
+        services.add_row(service.name, service.instance, str(service.pid), state, *usage)
+    for group in snapshot.status.groups:
+        most = megabytes(group.kv_bytes) if group.kv_bytes else "-"
+        load = (str(group.running), str(group.waiting), f"{group.kv_used:.1%}", most)
+        weight = snapshot.weights.get(group.group, 1.0)
+        slow = f" [yellow](speed {weight:.0%})[/]" if weight < 1 else ""
+        groups.add_row(escape(group.group), escape(group.model), _coloured(group.state) + slow, *load)
+        here = snapshot.instances.get(group.group, "") in snapshot.here
+        for rank in group.ranks:
+            memory = (_usage(rank.pid) if here else UNKNOWN)[1]
+            ranks.add_row(escape(group.group), str(rank.rank), str(rank.pid), str(rank.step), memory)
+    for table in (services, groups, ranks):
+        console.print(table)
+        console.print()
+    for group in snapshot.status.groups:
+        if group.message:
+            console.print(f"{group.group}: {group.message}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        number = column in (
+            "pid",
+            "CPU s",
+            "memory",
+            "running",
+            "waiting",
+            "KV used",
+            "KV at most",
+            "rank",
+            "step",
+        )
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def _coloured(state: str) -> str:
+    colour = {"ready": "green", "busy": "green", "starting": "yellow", "draining": "yellow"}.get(state, "red")
+    return f"[{colour}]{state}[/]"
+
+
+def _usage(pid: int) -> tuple[str, str]:
+    """CPU seconds and resident memory of a process of this machine; blank for others."""
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        return f"{times.user + times.system:.1f}", f"{process.memory_info().rss / (1 << 20):.0f} MiB"
+    except psutil.Error:
+        return UNKNOWN

@@ -1,0 +1,153 @@
+"""The command `ryzanstein up`: its options. What `ryzanstein` runs before it has imported its other commands."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.models import catalog as model_store
+from services.cli.serve import require_packages
+from services.cli.settings import StackSettings
+from services.cli.supervision.up import Up, UpOptions
+from services.cli.target import DataDir, NatsUrl
+from services.cli.ui import console
+from shared.config import load_settings
+from shared.errors import ConfigurationError
+from shared.models import REASONING_PARSERS, TOOL_PARSERS
+
+
+def up(
+    model: Annotated[
+        str,
+        typer.Option(help="Built-in name, hub name, directory or .gguf file.", metavar="NAME|DIR|FILE.gguf"),
+    ] = model_store.DEFAULT_MODEL,
+    tp: Annotated[
+        int, typer.Option(help="Ranks of each executor group (tensor parallelism).", min=1, max=64)
+    ] = 1,
+    replicas: Annotated[int, typer.Option(help="Executor groups.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.", metavar="auto|bf16|fp32")] = "auto",
+    weight_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="How weights are kept on GPUs; fp8 and int8: quantised as they are loaded.",
+            metavar="auto|bf16|fp8|int8",
+            show_default="auto",
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="How full KV blocks are kept; bf16: uncompressed.",
+            metavar="auto|bf16|fp8|int8",
+            show_default="auto",
+        ),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(help="Port of the API; 0: the system chooses.", min=0, max=65535)
+    ] = 8000,
+    grpc_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port of the gRPC API; 0: the system chooses.",
+            min=0,
+            max=65535,
+            show_default="8001, or another if that is taken",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address of the API.")] = "127.0.0.1",
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+    engine: Annotated[
+        str, typer.Option(help="torch, or stub: tokens at a set speed, for tests of the control plane.")
+    ] = "torch",
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificate chain (PEM): the API is at https:// then. With --tls-key.", dir_okay=False
+        ),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).", dir_okay=False)] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(help="Authorities of which clients must bring a certificate (PEM).", dir_okay=False),
+    ] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls; none: tools are refused.",
+            metavar="auto|none|hermes|llama3_json|...",
+            show_default="auto",
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model marks its reasoning; none: it is part of the answer.",
+            metavar="|".join(REASONING_PARSERS),
+            show_default="auto",
+        ),
+    ] = None,
+    smoke_test: Annotated[bool, typer.Option(help="Stream one answer once everything is ready.")] = True,
+    proof: Annotated[bool | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Start NATS and every service on this machine, and serve until Ctrl-C."""
+    _check_choice("--dtype", dtype, ("auto", "bf16", "fp32"))
+    _check_choice("--engine", engine, ("torch", "stub"))
+    if weight_dtype is not None:
+        _check_choice("--weight-dtype", weight_dtype, ("auto", "bf16", "fp8", "int8"))
+    if kv_dtype is not None:
+        _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
+    for service in ("gateway",) if engine == "stub" else ("gateway", "executor"):
+        require_packages(service, extra="all")
+    tls = {"tls_certificate": tls_certificate, "tls_key": tls_key, "tls_client_ca": tls_client_ca}
+    files = {name: str(path.resolve()) for name, path in tls.items() if path is not None}
+    if tool_parser is not None:
+        _check_choice("--tool-parser", tool_parser, TOOL_PARSERS)
+    if reasoning_parser is not None:
+        _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
+    settings = load_settings(StackSettings, data_dir=data_dir, **files)
+    options = UpOptions(
+        model=model,
+        data_dir=settings.data_dir.expanduser().resolve(),
+        model_cache=settings.model_cache.expanduser(),
+        host=host,
+        port=port,
+        tp=tp,
+        replicas=replicas,
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+        engine=engine,
+        nats_url=nats_url,
+        smoke_test=_renamed(proof, smoke_test),
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        grpc_port=grpc_port,
+    )
+
+    async def run() -> int:
+        return await Up(options, settings, console()).run()
+
+    raise typer.Exit(asyncio.run(run()))
+
+
+def main() -> None:
+    """`ryzanstein up` alone."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(up)
+    app(sys.argv[2:], prog_name="ryzanstein up")
+
+
+def _renamed(proof: bool | None, smoke_test: bool) -> bool:
+    """`--proof` is the old name of `--smoke-test`, taken for one release more."""
+    if proof is None:
+        return smoke_test
+    print("warning: --proof is called --smoke-test now.", file=sys.stderr)  # noqa: T201
+    return proof
+
+
+def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{option} cannot be {value!r}; it is one of {', '.join(choices)}.")

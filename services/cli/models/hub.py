@@ -1,0 +1,85 @@
+"""Models of the Hugging Face hub."""
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
+
+from services.cli.models.cache import size_of
+from services.cli.models.wheels import Progress
+from shared.errors import ConfigurationError, ModelLoadError, reason_of
+
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_WANTED_PYTORCH = [*_WANTED, "pytorch_model*.bin"]
+"""Where a model has no safetensors."""
+_LOOK_INTERVAL = 0.5
+
+
+def is_name(name: str) -> bool:
+    """Whether `name` is of the form of the hub's names: ORGANISATION/NAME, or NAME alone."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def fetch(name: str, directory: Path, progress: Progress) -> None:
+    """Fetches the repository `name` into `directory`, which may hold a part of it already.
+
+    Raises `ConfigurationError`, `ModelLoadError`, and `OSError` when `directory` cannot take it.
+    """
+    progress("downloading", 0, 0)
+    try:
+        patterns, total = _survey(name)
+        with _watched(directory, lambda done: progress("downloading", min(done, total or done), total)):
+            snapshot_download(name, local_dir=directory, allow_patterns=patterns)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+            raise  # this machine's fault: no room, no permission
+        reason = reason_of(error)
+        raise ConfigurationError(
+            f"The model {name} is not in the cache and could not be fetched from the hub ({reason.rstrip('.')}); "
+            "check the name and the connection, or name a directory or a GGUF file."
+        ) from None
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(
+            f"The repository {name} holds no config.json; it is not a model that can be served."
+        )
+    shutil.rmtree(directory / ".cache", ignore_errors=True)
+
+
+def _survey(name: str) -> tuple[list[str], int]:
+    """(patterns of the files to fetch, their bytes for the progress bar). When the hub does not say, the usual
+    ones and 0: the download will tell why."""
+    try:
+        files = HfApi().model_info(name, files_metadata=True).siblings or []
+    except Exception:  # of whichever HTTP library the hub's client is made with
+        return _WANTED, 0
+    plain = any(file.rfilename.endswith(".safetensors") for file in files)
+    patterns = _WANTED if plain or not files else _WANTED_PYTORCH
+    wanted = filter_repo_objects(files, allow_patterns=patterns, key=lambda file: file.rfilename)
+    return patterns, sum(file.size or 0 for file in wanted)
+
+
+@contextlib.contextmanager
+def _watched(directory: Path, report: Callable[[int], None]) -> Iterator[None]:
+    """Reports the bytes that lie in `directory`, now and again."""
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_INTERVAL):
+            report(size_of(directory))
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()

@@ -1,0 +1,322 @@
+"""The local stack: NATS and every service as a process of its own, started, watched and stopped.
+
+NATS ─▶ health monitor, scheduler, gateway, executors ─▶ all ready ─▶ ... ─▶ stopped in this order:
+gateway (takes nothing more), scheduler, executors (finish what runs), health monitor, NATS
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from services.cli.settings import StackSettings
+from services.cli.supervision.child import Child, ending, set_aside
+from services.cli.supervision.nats_server import LocalNats, StoreWatch
+from shared.config import CommonSettings
+from shared.errors import ConfigurationError
+from shared.messages import Heartbeat
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.streams import ensure_streams
+from shared.process import die_with_parent
+from shared.tasks import Backoff
+
+STOP_ORDER = ("gateway", "scheduler", "executor", "health-monitor")
+STOP_MARGIN = 20.0
+"""Seconds that a service gets to end, beyond those for finishing its work."""
+LOOK_INTERVAL = 0.1
+"""Seconds between two looks at whether a process has ended that was to become ready."""
+
+Tell = Callable[[str], None]
+
+
+class StackPlan(msgspec.Struct, frozen=True):
+    """What to start."""
+
+    data_dir: Path
+    model: str
+    """Directory of the model, or empty with the stub engine."""
+    served_model_name: str
+    host: str
+    port: int
+    tp: int
+    replicas: int
+    dtype: str
+    weight_dtype: str | None = None
+    """How weights are kept on GPUs; None: as the executors' own settings say."""
+    kv_dtype: str | None = None
+    """How full KV blocks are kept; None: as the executors' own settings say."""
+    engine: str = "torch"
+    gpus: list[str] = []
+    """CUDA_VISIBLE_DEVICES of each group; empty: as it stands."""
+    nats: CommonSettings | None = None
+    """An existing NATS to use; None: start one."""
+    tool_parser: str | None = None
+    """How the model writes tool calls; None: as the executors' own settings say."""
+    reasoning_parser: str | None = None
+    """The same for its reasoning."""
+    grpc_port: int | None = None
+    """Of the gRPC API; 0: the system chooses; None: it is not served."""
+
+
+class LocalStack:
+    """Use: `start`, then `wait_ready`, then `watch` until told to stop, then always `stop`."""
+
+    def __init__(self, plan: StackPlan, settings: StackSettings) -> None:
+        self.plan = plan
+        self._settings = settings
+        self._nats: LocalNats | None = None
+        self._bus: Bus | None = None
+        self.nats_settings = plan.nats or CommonSettings()
+        self._mark = "" if plan.nats is None else f"{secrets.token_hex(3)}-"
+        """Part of every name: on a NATS that is not ours, others may run a stack of the same shape."""
+        self._port = plan.port
+        self._grpc_port = plan.grpc_port
+        self.children: list[Child] = []
+        self.beats: dict[str, Heartbeat] = {}
+        """The last heartbeat of each instance, of its present process."""
+        self._news = asyncio.Event()
+        """Set with every heartbeat."""
+
+    @property
+    def gateway_url(self) -> str:
+        """Where clients on this machine reach the API."""
+        beat = next((beat for beat in self.beats.values() if beat.service == "gateway"), None)
+        address = beat.address if beat else f"{bracketed(self.plan.host)}:{self._port}"
+        return f"{'https' if self._settings.tls_certificate else 'http'}://{reachable(address)}"
+
+    @property
+    def grpc_address(self) -> str:
+        """`host:port` at which clients on this machine reach the gRPC API; empty while it is not served."""
+        beat = next((beat for beat in self.beats.values() if beat.grpc_address), None)
+        return reachable(beat.grpc_address) if beat else ""
+
+    @property
+    def logs(self) -> Path:
+        return self.plan.data_dir / "logs"
+
+    @property
+    def nats_pid(self) -> int | None:
+        """Process id of the NATS server, where this stack has started it."""
+        return self._nats.pid if self._nats else None
+
+    async def start(self) -> None:
+        """Starts every process; none of them need be ready when it returns."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        set_aside(self.logs)
+        if self.plan.nats is None:
+            self._nats = LocalNats(self.plan.data_dir / "nats", least_rights=True)
+            set_aside(self.plan.data_dir / "nats")
+            await self._nats.start(die_with_parent())
+            self.nats_settings = self._nats.settings()
+        self._bus = await Bus.connect(self.nats_settings, "ryzanstein up")
+        await ensure_streams(self._bus)
+        await self._bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
+        self.children = self._make_children()
+        # What takes longest to be ready begins first; what is equal stays in order.
+        for child in sorted(self.children, key=lambda child: child.service != "executor"):
+            await self._start(child)
+
+    async def wait_ready(self, report: Callable[[dict[str, Heartbeat]], None]) -> None:
+        """Returns when every service is ready and every group serves; calls `report` as it goes.
+
+        Raises what the first service that ended said of itself.
+        """
+        while not self._all_ready():
+            self._raise_if_ended()
+            report(self.beats)
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), LOOK_INTERVAL)
+        report(self.beats)
+
+    async def watch(self, on_event: Tell) -> None:
+        """Starts what has ended again, with growing pauses. Runs until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            if self._nats is not None:
+                group.create_task(self._keep_nats_up(self._nats, on_event))
+                group.create_task(StoreWatch(self._nats, self.plan.data_dir / "nats", on_event).run())
+            for child in self.children:
+                group.create_task(self._keep_up(child, on_event))
+
+    async def stop(self) -> None:
+        """Ends everything that was started, in order. Safe to call at any time, and twice."""
+        for service in STOP_ORDER:
+            stops: list[Awaitable[None]] = [
+                child.stop(self._grace(service)) for child in self.children if child.service == service
+            ]
+            await asyncio.gather(*stops)
+        if self._bus is not None:
+            await self._bus.close()
+            self._bus = None
+        if self._nats is not None:
+            await self._nats.stop()
+
+    async def kill(self) -> None:
+        """Ends everything at once."""
+        await asyncio.gather(*(child.stop(0) for child in self.children))
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _make_children(self) -> list[Child]:
+        children = [
+            self._child("health-monitor", 0, []),
+            self._child("scheduler", 0, []),
+            self._child("gateway", 0, self._gateway_arguments()),
+        ]
+        for replica in range(self.plan.replicas):
+            gpus = self.plan.gpus[replica : replica + 1]
+            environment = {"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {}
+            arguments = self._executor_arguments(replica)
+            children.append(self._child("executor", replica, arguments, environment))
+        return children
+
+    def _gateway_arguments(self) -> list[str]:
+        arguments = ["--host", self.plan.host, "--port", str(self._port)]
+        if self._grpc_port is not None:
+            arguments += ["--grpc-port", str(self._grpc_port)]
+        for name in ("tls_certificate", "tls_key", "tls_client_ca"):
+            if path := getattr(self._settings, name):
+                arguments += [f"--{name.replace('_', '-')}", path]
+        return arguments
+
+    def _executor_arguments(self, replica: int) -> list[str]:
+        plan, settings = self.plan, self._settings
+        arguments = ["--group", f"group-{self._mark}{replica}", "--tp", str(plan.tp), "--dtype", plan.dtype]
+        arguments += ["--engine", plan.engine, "--served-model-name", plan.served_model_name]
+        if plan.weight_dtype is not None:
+            arguments += ["--weight-dtype", plan.weight_dtype]
+        if plan.kv_dtype is not None:
+            arguments += ["--kv-dtype", plan.kv_dtype]
+        if plan.tool_parser is not None:
+            arguments += ["--tool-parser", plan.tool_parser]
+        if plan.reasoning_parser is not None:
+            arguments += ["--reasoning-parser", plan.reasoning_parser]
+        if plan.model:
+            arguments += ["--model", plan.model]
+        if not settings.threads:
+            cores = len(os.sched_getaffinity(0))
+            arguments += ["--threads", str(max(1, cores // (plan.replicas * plan.tp)))]
+        if not settings.replicas_on_host:
+            arguments += ["--replicas-on-host", str(plan.replicas)]
+        return arguments
+
+    def _child(
+        self, service: str, number: int, arguments: list[str], environment: dict[str, str] | None = None
+    ) -> Child:
+        log = self.logs / f"{service}-{number}.log"
+        return Child(service, f"{service}-{self._mark}{number}", arguments, log, environment)
+
+    async def _start(self, child: Child) -> None:
+        await child.start(self._environment(child.service))
+
+    def _environment(self, service: str) -> dict[str, str]:
+        """On a NATS of our own each service is a user of its own, with that user's rights."""
+        settings = self.nats_settings
+        user, password = settings.nats_user, settings.nats_password.get_secret_value()
+        if self._nats is not None:
+            user, password = service, self._nats.passwords[service]
+        return {
+            "RYZANSTEIN_DUMP_DIRECTORY": str(self.plan.data_dir / "dumps"),
+            **os.environ,
+            "RYZANSTEIN_NATS_URL": settings.nats_url,
+            "RYZANSTEIN_NATS_USER": user,
+            "RYZANSTEIN_NATS_PASSWORD": password,
+        }
+
+    def _grace(self, service: str) -> float:
+        settings = self._settings
+        work = {
+            "executor": settings.drain_grace + settings.handover_timeout,
+            "gateway": settings.drain_delay + settings.drain_timeout,
+        }
+        return work.get(service, 0.0) + STOP_MARGIN
+
+    async def _on_beat(self, beat: Heartbeat) -> None:
+        """Takes beats of our own processes alone: others may be on this NATS, and dead ones linger."""
+        if not any(child.instance == beat.instance and child.pid == beat.pid for child in self.children):
+            return
+        self.beats[beat.instance] = beat
+        self._news.set()
+        if beat.service == "gateway" and beat.address:
+            self._port = int(beat.address.rpartition(":")[2])  # it stays, should the gateway start again
+        if beat.grpc_address:
+            self._grpc_port = int(beat.grpc_address.rpartition(":")[2])
+
+    def _all_ready(self) -> bool:
+        return all(self._is_ready(child) for child in self.children)
+
+    def _is_ready(self, child: Child) -> bool:
+        beat = self.beats.get(child.instance)
+        if beat is None or beat.state != "ready":
+            return False
+        return child.service != "executor" or (beat.group is not None and beat.group.state == "ready")
+
+    def _raise_if_ended(self) -> None:
+        if self._nats is not None and self._nats.returncode is not None:
+            raise ConfigurationError(
+                f"nats-server {ending(self._nats.returncode)} while the services started; "
+                f"its log is {self._nats.log}."
+            )
+        for child in self.children:
+            if child.returncode is not None:
+                raise ConfigurationError(child.last_error())
+
+    # --- watching --------------------------------------------------------------------------------
+
+    async def _keep_up(self, child: Child, on_event: Tell) -> None:
+        pauses = Backoff()
+        while True:
+            code = await child.wait()
+            if child.service == "executor" and code == 0:
+                on_event(f"{child.instance} was drained and has left.")
+                return
+            on_event(f"{child.instance} ended ({child.last_error()}); it is started again.")
+            if child.service == "gateway":
+                child.arguments = self._gateway_arguments()
+            await self._again(lambda: self._start(child), child.instance, pauses, on_event)
+
+    async def _keep_nats_up(self, nats: LocalNats, on_event: Tell) -> None:
+        """The same port, store and credentials: the services find their way back by themselves."""
+        pauses = Backoff()
+        while True:
+            code = await nats.wait()
+            on_event(f"NATS {ending(code)}; it is started again, its log is {nats.log}.")
+            await self._again(lambda: nats.start(die_with_parent()), "NATS", pauses, on_event)
+            on_event("NATS is back.")
+
+    async def _again(
+        self, start: Callable[[], Awaitable[None]], name: str, pauses: Backoff, on_event: Tell
+    ) -> None:
+        while True:
+            await asyncio.sleep(pauses.next(time.monotonic()))
+            try:
+                await start()
+            except (OSError, ConfigurationError) as error:
+                on_event(f"{name} could not be started ({error}); it is tried again.")
+            else:
+                pauses.began(time.monotonic())
+                return
+
+
+def bracketed(host: str) -> str:
+    """`host` as it stands before a port: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def reachable(address: str) -> str:
+    """A `host:port` to connect to, for one that a server listens on."""
+    host, _, port = address.rpartition(":")
+    try:
+        listens_on = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:  # a name
+        return address
+    if not listens_on.is_unspecified:
+        return address
+    return f"127.0.0.1:{port}" if listens_on.version == 4 else f"[::1]:{port}"

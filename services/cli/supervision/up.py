@@ -1,0 +1,307 @@
+"""`ryzanstein up`: a whole stack on this machine, from nothing to an answer.
+
+model ─▶ NATS and services ─▶ all ready ─▶ one answer as a smoke test ─▶ serve until Ctrl-C or SIGTERM
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from rich.console import Console
+
+from services.cli.models.prepare import prepare_model
+from services.cli.settings import StackSettings
+from services.cli.supervision.gpus import assign_gpus, find_gpus
+from services.cli.supervision.stack import LocalStack, StackPlan
+from services.cli.target import (
+    RunFile,
+    Started,
+    existing_nats,
+    lock,
+    remove_run_file,
+    without_credentials,
+    write_run_file,
+)
+from services.cli.ui import AnswerPrinter, LoadBars, megabytes, model_bars, print_columns
+from shared.config import CommonSettings
+from shared.errors import ConfigurationError, PortInUse, RyzansteinError
+from shared.service.listener import bind
+
+T = TypeVar("T")
+
+SMOKE_TEST_PROMPT = "In one sentence: what is a distributed system?"
+SMOKE_TEST_TEXT = "A distributed system is"
+"""Of a model without a chat template."""
+SMOKE_TEST_TOKENS = 60
+
+
+GRPC_PORT = 8001
+
+
+class UpOptions(msgspec.Struct, frozen=True):
+    """The options of the command."""
+
+    model: str
+    data_dir: Path
+    model_cache: Path
+    host: str
+    port: int
+    tp: int
+    replicas: int
+    dtype: str
+    weight_dtype: str | None
+    kv_dtype: str | None
+    engine: str
+    nats_url: str
+    smoke_test: bool
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    grpc_port: int | None = None
+    """None: the usual one, or another where that is taken or `port` is the system's to choose."""
+
+
+class Up:
+    """One run of the command."""
+
+    def __init__(self, options: UpOptions, settings: StackSettings, console: Console) -> None:
+        self._options = options
+        self._settings = settings
+        self._console = console
+        self._signal = asyncio.Event()
+        self._keyed = bool(settings.api_key.get_secret_value())
+
+    async def run(self) -> int:
+        """Runs the stack until a signal comes; returns the exit code. Nothing is left running."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal.set)
+        with lock(self._options.data_dir):
+            if self._options.port:  # say that it is taken before minutes go into a download
+                bind(self._options.host, self._options.port).close()
+            if self._options.grpc_port:
+                bind(self._options.host, self._options.grpc_port, option="--grpc-port").close()
+            plan = await self._unless_stopped(self._prepare())
+            if plan is None:
+                return 130
+            await self._run_stack(LocalStack(plan, self._settings))
+        return 0
+
+    async def _prepare(self) -> StackPlan:
+        """Everything that can be found wrong, or takes long, before a service is started."""
+        options = self._options
+        nats = self._existing_nats()
+        gpus = await self._gpus()
+        name, directory = await self._prepare_model()
+        return StackPlan(
+            data_dir=options.data_dir,
+            model=directory,
+            served_model_name=name,
+            host=options.host,
+            port=options.port,
+            tp=options.tp,
+            replicas=options.replicas,
+            dtype=options.dtype,
+            weight_dtype=options.weight_dtype,
+            kv_dtype=options.kv_dtype,
+            engine=options.engine,
+            gpus=gpus,
+            nats=nats,
+            tool_parser=options.tool_parser,
+            reasoning_parser=options.reasoning_parser,
+            grpc_port=self._grpc_port(),
+        )
+
+    def _grpc_port(self) -> int:
+        """Nobody who does not ask for a port should be kept from starting by it."""
+        options = self._options
+        if options.grpc_port is not None:
+            return options.grpc_port
+        if not options.port:
+            return 0
+        try:
+            bind(options.host, GRPC_PORT, option="--grpc-port").close()
+        except PortInUse:
+            return 0
+        return GRPC_PORT
+
+    def _existing_nats(self) -> CommonSettings | None:
+        """The NATS that the option names, else the settings (environment or file); None: one of our own."""
+        url = self._options.nats_url
+        if not url and "nats_url" in self._settings.model_fields_set:
+            url = self._settings.nats_url
+        return existing_nats(self._settings, url) if url else None
+
+    async def _gpus(self) -> list[str]:
+        options = self._options
+        if options.engine == "stub" or self._settings.device == "cpu":
+            return []
+        gpus = await find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return assign_gpus(gpus, tp=options.tp, replicas=options.replicas)
+
+    async def _prepare_model(self) -> tuple[str, str]:
+        options = self._options
+        if options.engine == "stub":
+            return "stub", ""
+        with model_bars(self._console) as report:
+            name, directory = await prepare_model(options.model, options.model_cache, report)
+        return name, str(directory)
+
+    async def _run_stack(self, stack: LocalStack) -> None:
+        watching: asyncio.Task[None] | None = None
+        try:
+            await self._unless_stopped(self._bring_up(stack))
+            watching = asyncio.create_task(stack.watch(self._tell))
+            chats = True
+            if self._options.smoke_test and not self._signal.is_set():
+                chats = await self._unless_stopped(self._prove(stack.gateway_url)) is not False
+            if not self._signal.is_set():
+                self._print_request(stack, chats=chats)
+                self._say("Serving. Press Ctrl-C to stop.")
+                await self._unless_stopped(asyncio.shield(watching))
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            await self._stop(stack)
+
+    async def _bring_up(self, stack: LocalStack) -> None:
+        await stack.start()
+        self._leave_note(stack, "")
+        with LoadBars(self._console) as bars:
+            await stack.wait_ready(bars.update)
+        self._leave_note(stack, stack.gateway_url)
+        self._print_where(stack)
+
+    def _leave_note(self, stack: LocalStack, gateway_url: str) -> None:
+        settings = stack.nats_settings
+        note = RunFile(
+            pid=os.getpid(),
+            gateway_url=gateway_url,
+            nats_url=settings.nats_url,
+            nats_user=settings.nats_user,
+            nats_password=settings.nats_password.get_secret_value(),
+            certificate=self._settings.tls_certificate,
+            model=stack.plan.served_model_name,
+            directory=stack.plan.model,
+            started=[Started(child.service, child.instance, child.pid or 0) for child in stack.children],
+        )
+        write_run_file(self._options.data_dir, note)
+
+    def _print_where(self, stack: LocalStack) -> None:
+        nats = without_credentials(stack.nats_settings.nats_url)
+        rows = [("what", "pid", "where"), ("nats", str(stack.nats_pid or "-"), nats)]
+        for child in stack.children:
+            beat = stack.beats[child.instance]
+            secure = child.service == "gateway" and self._settings.tls_certificate
+            rows.append((child.instance, str(child.pid), f"{'https' if secure else 'http'}://{beat.address}"))
+            if beat.group is not None:
+                ranks = " ".join(str(rank.pid) for rank in beat.group.ranks)
+                rows.append((f"  {beat.group.group}", "", f"{beat.group.model}, ranks {ranks}"))
+        print_columns(self._console, rows, right=(1,))
+        self._say("Each service answers /health, /ready and /metrics at its address.")
+        self._say(f"API   {stack.gateway_url}/v1, and in a browser {stack.gateway_url}/")
+        self._say(f"gRPC  {stack.grpc_address}")
+        self._say(f"Logs  {stack.logs}")
+        if bound := sum(beat.group.kv_bytes for beat in stack.beats.values() if beat.group is not None):
+            self._say(
+                f"KV    the cache grows with use, to {megabytes(bound)} (RYZANSTEIN_KV_MEMORY, in bytes a rank)"
+            )
+
+    def _print_request(self, stack: LocalStack, *, chats: bool) -> None:
+        """A request that can be pasted into another terminal."""
+        body: dict[str, object] = {"model": stack.plan.served_model_name}
+        if chats:
+            body["messages"] = [{"role": "user", "content": "Name a river."}]
+        else:
+            body |= {"prompt": "The longest river is", "max_tokens": 20}
+        command = ["curl", f"{stack.gateway_url}/v1/{'chat/' if chats else ''}completions"]
+        if self._settings.tls_certificate:
+            command += ["--cacert", self._settings.tls_certificate]
+        command += ["-H", "content-type: application/json"]
+        self._say("Try it from another terminal:")
+        key = ' -H "authorization: Bearer $RYZANSTEIN_API_KEY"' if self._keyed else ""
+        self._say(f"  {shlex.join(command)}{key} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n")
+
+    async def _prove(self, url: str) -> bool:
+        """One answer, streamed: the whole way works. Whether the model has a chat template, as far as that is known."""
+        # With httpx: the services are to start before it.
+        from services.cli.chat_client import KeyNeeded, NoChatTemplate
+
+        chats = True
+        if self._settings.tls_client_ca:
+            self._say("(no smoke test: clients need a certificate)")
+            return chats
+        try:
+            try:
+                await self._show_answer(url, SMOKE_TEST_PROMPT)
+            except NoChatTemplate:
+                chats = False
+                self._say("(the model has no chat template: it goes on with a text instead)")
+                await self._show_answer(url, SMOKE_TEST_TEXT, plain=True)
+        except KeyNeeded:
+            self._keyed = True
+            self._say("(not asked: the stack has API keys; set RYZANSTEIN_API_KEY to one of them for that)")
+        except RyzansteinError as error:
+            raise ConfigurationError(
+                f"The stack is up and could not answer ({error}); the reason stands in the logs in "
+                f"{self._options.data_dir / 'logs'}. To serve all the same, use --no-smoke-test."
+            ) from None
+        self._say("")
+        return chats
+
+    async def _show_answer(self, url: str, prompt: str, *, plain: bool = False) -> None:
+        """Raises as `answer_once`."""
+        from services.cli.chat_client import answer_once
+        from services.cli.target import trust_of
+
+        self._say(f"\n> {prompt}", "bold")
+        printer = AnswerPrinter(self._console)
+        key, trust = self._settings.api_key.get_secret_value(), trust_of(self._settings.tls_certificate)
+        try:
+            async for text in answer_once(
+                url, prompt, max_tokens=SMOKE_TEST_TOKENS, api_key=key, trust=trust, plain=plain
+            ):
+                printer.write(text)
+        finally:
+            printer.end()
+
+    async def _stop(self, stack: LocalStack) -> None:
+        """Stops in order; a second Ctrl-C stops at once."""
+        self._say("Stopping; what runs may finish. Press Ctrl-C again to stop at once.")
+        self._signal.clear()
+        stopping = asyncio.create_task(stack.stop())
+        hurry = asyncio.create_task(self._signal.wait())
+        await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            await stack.kill()
+        hurry.cancel()
+        await stopping
+        remove_run_file(self._options.data_dir)
+        self._say("Stopped.")
+
+    def _tell(self, text: str) -> None:
+        self._say(text, "yellow")
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        """Text as it is: the terminal wraps it, and nothing in it is markup."""
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    async def _unless_stopped(self, work: Awaitable[T]) -> T | None:
+        """The result of `work`, or None when a signal came first; `work` is cancelled then."""
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.create_task(self._signal.wait())
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return None

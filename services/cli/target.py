@@ -1,0 +1,248 @@
+"""Which stack a command is about: its NATS and its gateway.
+
+A stack leaves a note (the run file) once its NATS runs, and anew when it is up, so that `status` and `chat` find it. It
+holds the password of the stack's NATS server and is readable by its owner alone. Credentials in addresses of a NATS
+that somebody else runs are never shown.
+"""
+
+import fcntl
+import os
+import re
+import ssl
+from pathlib import Path
+from typing import IO, Annotated, NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+import typer
+from pydantic import SecretStr
+
+from services.cli.settings import LocalSettings
+from shared.config import CommonSettings, load_settings
+from shared.errors import ConfigurationError
+from shared.tls import client_context, pinned_context
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A process of a service."""
+
+    service: str
+    instance: str
+    pid: int
+
+
+class RunFile(msgspec.Struct, frozen=True):
+    """A local stack that is up, or starts."""
+
+    pid: int
+    gateway_url: str
+    """Empty while it starts."""
+    nats_url: str
+    nats_user: str
+    nats_password: str
+    certificate: str = ""
+    """File of the gateway's certificate, where it has one: what clients on this machine trust."""
+    model: str = ""
+    """What it serves, and where that lies."""
+    directory: str = ""
+    started: list[Started] = []
+    """Its services as they were first started."""
+
+
+def write_run_file(data_dir: Path, content: RunFile) -> None:
+    path = _path(data_dir)
+    fresh = path.with_name(f"{path.name}.new")  # whoever reads finds the old note or the new one, whole
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(content))
+    fresh.replace(path)
+
+
+def read_run_file(data_dir: Path, *, starting: bool = False) -> RunFile | None:
+    """The stack that is up on `data_dir`, or with `starting` also one that starts; None when there is none (a note
+    left by a dead one counts not)."""
+    try:
+        content = msgspec.json.decode(_path(data_dir).read_bytes(), type=RunFile)
+        os.kill(content.pid, 0)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return content if content.gateway_url or starting else None
+
+
+def remove_run_file(data_dir: Path) -> None:
+    _path(data_dir).unlink(missing_ok=True)
+
+
+def lock(data_dir: Path) -> IO[bytes]:
+    """Takes the data directory for this process; close the file to give it back.
+
+    Raises `ConfigurationError` when another stack has it, or it cannot be written.
+    """
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = (data_dir / "lock").open("ab")
+    except OSError as error:
+        raise ConfigurationError(
+            f"The data directory {data_dir} cannot be used ({error.strerror}); choose another with --data-dir."
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigurationError(
+            f"Another stack already runs on the data directory {data_dir}; stop it, or choose another "
+            "directory with --data-dir."
+        ) from None
+    return file
+
+
+def is_locked(data_dir: Path) -> bool:
+    """Whether a stack has the directory: one that starts has it before it writes its run file."""
+    try:
+        with (data_dir / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _path(data_dir: Path) -> Path:
+    return data_dir / "stack.json"
+
+
+_ADDRESS = re.compile(
+    r"(?P<scheme>(?:nats|tls|ws|wss)://)(?:(?P<user>[^:@/]*)(?::(?P<password>[^@/]*))?@)?(?P<rest>[^@]+)"
+)
+
+
+def existing_nats(settings: CommonSettings, urls: str) -> CommonSettings:
+    """`settings` for the servers `urls` (several with commas). Raises `ConfigurationError`.
+
+    One user and password for all of them leaves the addresses for the settings of that name; a token, or
+    different credentials, stay in the addresses, where the NATS client reads them for each server.
+    """
+    addresses = [_parsed(url.strip()) for url in urls.split(",") if url.strip()]
+    if not addresses:
+        raise ConfigurationError("The NATS address is empty; write it as nats://host:port.")
+    found = {(one["user"], one["password"]) for one in addresses if one["user"] is not None}
+    if not found:
+        return settings.model_copy(update={"nats_url": _joined(addresses)})
+    user, password = next(iter(found))
+    if len(found) > 1 or password is None:
+        kept = ",".join(one[0] for one in addresses)
+        return settings.model_copy(update={"nats_url": kept, "nats_user": "", "nats_password": SecretStr("")})
+    return settings.model_copy(
+        update={
+            "nats_url": _joined(addresses),
+            "nats_user": unquote(user),
+            "nats_password": SecretStr(unquote(password)),
+        }
+    )
+
+
+def without_credentials(urls: str) -> str:
+    """`urls` as they may be shown."""
+    return ",".join(
+        re.sub(r"^(\w+:/+)?.*@", lambda match: match[1] or "", url.strip()) for url in urls.split(",")
+    )
+
+
+def _parsed(url: str) -> re.Match[str]:
+    match = _ADDRESS.fullmatch(url)
+    if match is None:
+        raise ConfigurationError(
+            f"{without_credentials(url)!r} is no NATS address; write it as nats://host:port."
+        )
+    return match
+
+
+def _joined(addresses: list[re.Match[str]]) -> str:
+    return ",".join(one["scheme"] + one["rest"] for one in addresses)
+
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Where the stack keeps its NATS store, logs and run file. [env: RYZANSTEIN_DATA_DIR]"),
+]
+NatsUrl = Annotated[
+    str,
+    typer.Option(
+        help="An existing NATS server (nats://[user:password@]host:port), or several with commas. "
+        "[env: RYZANSTEIN_NATS_URL]"
+    ),
+]
+
+
+class Gateway(NamedTuple):
+    """Where one answers."""
+
+    url: str
+    certificate: str = ""
+    """File of the one to trust, of a gateway on this machine; empty: those of known authorities."""
+
+
+def find_stack(data_dir: Path | None, *, starting: bool = False) -> RunFile | None:
+    """The local stack, if it is up; with `starting` also while it starts."""
+    return read_run_file(_directory(data_dir), starting=starting)
+
+
+def _directory(data_dir: Path | None) -> Path:
+    return load_settings(LocalSettings, data_dir=data_dir).data_dir.expanduser()
+
+
+def nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
+    """The NATS that was named, else the local stack's, else what the environment says."""
+    environment = load_settings(CommonSettings, nats_connect_timeout=5.0)
+    if nats_url:
+        return existing_nats(environment, nats_url)
+    stack = find_stack(data_dir, starting=True)
+    if stack is not None:
+        return load_settings(
+            CommonSettings,
+            nats_url=stack.nats_url,
+            nats_user=stack.nats_user,
+            nats_password=stack.nats_password,
+            nats_connect_timeout=5.0,
+        )
+    if "nats_url" in environment.model_fields_set:
+        return existing_nats(environment, environment.nats_url)
+    raise no_stack(_directory(data_dir), "name its NATS with --nats-url")
+
+
+def gateway_of_stack(data_dir: Path | None) -> Gateway:
+    """The local stack's gateway, else the one that the environment names, else where one usually is."""
+    stack = find_stack(data_dir)
+    if stack is not None:
+        return Gateway(stack.gateway_url, stack.certificate)
+    url = load_settings(LocalSettings).url
+    directory = _directory(data_dir)
+    if data_dir is not None or (is_locked(directory) and not url):
+        raise no_stack(directory, "name its gateway with --url")
+    return Gateway(url or "http://127.0.0.1:8000")
+
+
+def trust_of(certificate: str, ca: str = "") -> ssl.SSLContext | bool:
+    """Whom to trust: the authorities in the file `ca`, the one certificate of a gateway on this machine, or
+    those that everybody trusts."""
+    if ca:
+        return client_context(ca)
+    return pinned_context(certificate) if certificate else True
+
+
+def no_stack(directory: Path, instead: str) -> ConfigurationError:
+    if not is_locked(directory):
+        return ConfigurationError(
+            f"No stack runs on the data directory {directory}; start one with `ryzanstein up`, or {instead}."
+        )
+    if read_run_file(directory, starting=True) is None:
+        return ConfigurationError(
+            f"The stack on the data directory {directory} is starting: it fetches its model or makes it ready, and has "
+            "started no service yet. `ryzanstein up` shows how far it is."
+        )
+    return ConfigurationError(
+        f"The stack on the data directory {directory} is starting: `ryzanstein status` shows how far each service is; "
+        f"logs are in {directory / 'logs'}."
+    )

