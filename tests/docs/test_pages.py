@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.pages import ROOT, all_paths, modules_named, pages, paths_named, prose
 
-WIDTH = 120
+WIDTH = 160
 GENERATED = {"openai-compatibility.md"}
 """By commands that wrap nothing."""
 
