@@ -80,6 +80,13 @@ docs: $(INSTALLED) ## Renew the configuration reference, and build the documenta
 	@$(MKDOCS)
 	@echo "Open build/site/index.html"
 
+# termtosvg has an environment of its own: it needs setuptools with pkg_resources.
+.PHONY: pictures
+pictures: $(INSTALLED) ## Take the console's screenshot and record a failover, of a real run (needs chromium)
+	@$(PYTHON) -m venv build/termtosvg
+	@build/termtosvg/bin/pip install --quiet --disable-pip-version-check 'termtosvg==1.1.0' 'setuptools<81'
+	@$(BIN)/python -m tests.docs.pictures --termtosvg build/termtosvg/bin/termtosvg
+
 .PHONY: format
 format: $(INSTALLED) ## Format the code
 	@$(BIN)/ruff format .

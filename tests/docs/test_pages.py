@@ -46,6 +46,12 @@ def test_prose_is_wrapped() -> None:
     assert long == []
 
 
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 200
+    assert [line for line in lines if len(line) > 120] == []
+
+
 def test_a_path_that_is_not_there_is_found() -> None:
     text = "See `services/gateway/nowhere.py`, `nowhere.c` and `python -m benchmarks.nowhere`."
     assert [name for name in paths_named(text) if not exists(name)] == [
