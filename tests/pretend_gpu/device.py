@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from tests.interpreter import make_cheap
 from tests.pretend_gpu import graphs
 from tests.pretend_gpu.streams import HOST, Event, Host, Stream
 from tests.pretend_gpu.tensors import DeviceTensor, Placing
 
+make_cheap()
 MEMORY = 1 << 30
 """Bytes of the device."""
 FOR_INTERPRETER = {"WIDE": True, "HALF": False}

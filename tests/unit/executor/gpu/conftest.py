@@ -8,7 +8,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.interpreter import make_cheap
 from tests.unit.executor.triton_kernels.rounding import round_as_gpus_do
+
+make_cheap()
 
 
 @pytest.fixture(autouse=True)
