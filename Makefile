@@ -13,6 +13,8 @@ ARGS ?=
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # Test processes at a time; 0: one after the other, in this process.
 WORKERS ?= 2
+# Which tests, as pytest's -m takes it.
+SELECTED ?= not chaos and not slow
 # make chaos: how long random faults come, and which.
 MINUTES ?=
 SEED ?=
@@ -50,16 +52,25 @@ serve: $(INSTALLED) ## Serve the default model on http://127.0.0.1:8000 until Ct
 	@exec $(BIN)/ryzanstein up $(ARGS)
 
 .PHONY: test
-test: lint test-only ## Lint, types and all tests, with coverage
+test: lint test-only ## Lint, types and all tests but the slow ones, with coverage: before every commit
+
+.PHONY: test-all
+test-all: SELECTED := not chaos
+test-all: lint test-only ## The same with the slow tests: what CI runs
 
 # Hundreds of processes are started: one that keeps no bytecode compiles the project anew.
 .PHONY: test-only
 test-only: export PYTHONDONTWRITEBYTECODE :=
-test-only: $(INSTALLED) ## All tests, with coverage, without lint
+test-only: $(INSTALLED) ## make test without lint (make test-only ARGS="tests/unit -x")
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	@$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal -m "$(SELECTED)" $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report --fail-under=90
+
+.PHONY: test-slow
+test-slow: export PYTHONDONTWRITEBYTECODE :=
+test-slow: $(INSTALLED) ## The slow tests alone, without coverage: the real model, kernels' variants, faults
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m "slow and not chaos" $(ARGS)
 
 .PHONY: clients
 clients: $(INSTALLED) ## Run the examples of docs/clients and the tests of clients/python; says what it had to leave out

@@ -33,7 +33,7 @@ from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 from tests.chaos.mischief import DeafToBatches
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600), pytest.mark.slow]
 BUSY = 40.0
 """Seconds of load in which nothing may be alerted: 8 minutes of an operator's time."""
 

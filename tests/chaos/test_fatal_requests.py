@@ -16,6 +16,7 @@ CAUSES = {"crash": "crashed", "exit": "crashed", "error": "out_of_memory", "hang
 INNOCENT = 19
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "fault", ["crash", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("exit", "error", "hang"))]

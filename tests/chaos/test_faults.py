@@ -9,10 +9,10 @@ from tests.chaos.exercise import Row, exercise
 from tests.chaos.faults import all_faults
 from tests.chaos.house import House
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240), pytest.mark.slow]
 
 ALWAYS = ("kill-rank-0", "kill-gateway", "kill-scheduler", "kill-nats")
-"""The few that run with all other tests; the rest needs `make chaos`."""
+"""The few that `make test-slow` runs; the rest needs `make chaos`."""
 
 
 @pytest.mark.parametrize(

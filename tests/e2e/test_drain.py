@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -72,63 +73,66 @@ def group_of(stack: Stack) -> str:
     return found
 
 
-def test_a_group_is_drained_and_its_generation_goes_on_elsewhere(tmp_path: Path) -> None:
-    with Stack(tmp_path, *STUB, **SLOW) as stack:
-        undisturbed = Stream(stack, 300).finish()
-        while running(stack):
-            pass  # the monitor writes what it hears each second
-        stream = Stream(stack, 300)
-        assert stream.reads(1)
-        while not (groups := running(stack)):
-            pass
-        (group,) = groups
-        code, said = cli(stack, "drain", group, "--grace", "0.2")
-        assert code == 0, said
-        assert f"{group} has left." in said
-        assert stream.finish() == undisturbed
-        stack.read_until("was drained and has left.")
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("drain"), *STUB, **SLOW) as running:
+        yield running
 
-        code, said = cli(stack, "drain", group)
+
+def test_unknown_groups_are_named_with_those_that_are_there(stack: Stack, tmp_path: Path) -> None:
+    for command in ("drain", "undrain"):
+        code, said = cli(stack, command, "group-7")
         assert code == 1
-        assert said.startswith(f"error: The group {group} has left (")
-        assert "start its executor to have it back" in said
+        assert said.strip() == "error: There is no group group-7; the groups are: group-0, group-1."
+    nowhere = run_cli("drain", "group-0", "--data-dir", str(tmp_path))
+    assert nowhere.returncode == 1
+    assert "No stack runs on the data directory" in nowhere.stderr
 
 
 def test_a_drain_that_takes_longer_than_one_waits_says_what_is_left_and_can_be_taken_back(
-    tmp_path: Path,
+    stack: Stack,
 ) -> None:
-    with Stack(tmp_path, *STUB, **SLOW) as stack:
-        stream = Stream(stack, 5000)
-        assert stream.reads(1)
-        while not (groups := running(stack)):
-            pass
-        (group,) = groups
-        code, said = cli(stack, "drain", group, "--grace", "600", "--timeout", "1")
-        assert code == 1
-        lines = [line.split() for line in said.splitlines()]
-        assert [group, "draining", "1", "0"] in [line[:4] for line in lines], said
-        assert f"error: {group} has not left within 1 s; it goes on draining." in said
-
-        code, said = cli(stack, "undrain", group)
-        assert (code, said.strip()) == (0, f"{group} takes requests.")
-        states = {one["group"]: one["state"] for one in stack.status()["groups"]}
-        while states[group] == "draining":
-            states = {one["group"]: one["state"] for one in stack.status()["groups"]}
-        assert states[group] == "ready"
-        assert stream.reads(50), "the generation goes on"
-        assert group_of(stack) == group
-        stream.leave()
-        code, said = cli(stack, "drain", group, "--no-wait")
-        assert code == 0, said
-        stack.read_until("was drained and has left.")
-
-
-def test_unknown_groups_are_named_with_those_that_are_there(tmp_path: Path) -> None:
-    with Stack(tmp_path, *STUB) as stack:
-        for command in ("drain", "undrain"):
-            code, said = cli(stack, command, "group-7")
-            assert code == 1
-            assert said.strip() == "error: There is no group group-7; the groups are: group-0, group-1."
-    code, said = cli(stack, "drain", "group-0")
+    stream = Stream(stack, 5000)
+    assert stream.reads(1)
+    while not (groups := running(stack)):
+        pass
+    (group,) = groups
+    code, said = cli(stack, "drain", group, "--grace", "600", "--timeout", "1")
     assert code == 1
-    assert "No stack runs on the data directory" in said
+    lines = [line.split() for line in said.splitlines()]
+    assert [group, "draining", "1", "0"] in [line[:4] for line in lines], said
+    assert f"error: {group} has not left within 1 s; it goes on draining." in said
+
+    code, said = cli(stack, "undrain", group)
+    assert (code, said.strip()) == (0, f"{group} takes requests.")
+    states = {one["group"]: one["state"] for one in stack.status()["groups"]}
+    while states[group] == "draining":
+        states = {one["group"]: one["state"] for one in stack.status()["groups"]}
+    assert states[group] == "ready"
+    assert stream.reads(50), "the generation goes on"
+    assert group_of(stack) == group
+    assert cli(stack, "drain", group, "--grace", "600", "--no-wait")[0] == 0
+    assert cli(stack, "undrain", group)[0] == 0
+    stream.leave()
+
+
+def test_a_group_is_drained_and_its_generation_goes_on_elsewhere(stack: Stack) -> None:
+    """The last one here: the group has left for good."""
+    undisturbed = Stream(stack, 300).finish()
+    while running(stack):
+        pass  # the monitor writes what it hears each second
+    stream = Stream(stack, 300)
+    assert stream.reads(1)
+    while not (groups := running(stack)):
+        pass
+    (group,) = groups
+    code, said = cli(stack, "drain", group, "--grace", "0.2")
+    assert code == 0, said
+    assert f"{group} has left." in said
+    assert stream.finish() == undisturbed
+    stack.read_until("was drained and has left.")
+
+    code, said = cli(stack, "drain", group)
+    assert code == 1
+    assert said.startswith(f"error: The group {group} has left (")
+    assert "start its executor to have it back" in said

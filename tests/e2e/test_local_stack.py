@@ -147,6 +147,7 @@ def test_a_machine_with_too_few_gpus_says_so_before_anything_starts(tmp_path: Pa
     assert "'/none' is no model" in on_cpu.stderr, "with the CPU chosen, GPUs are not asked for"
 
 
+@pytest.mark.slow
 def test_a_second_run_keeps_one_earlier_log(tmp_path: Path) -> None:
     for _ in range(2):
         with Stack(tmp_path, *STUB):

@@ -54,6 +54,7 @@ def test_a_conversation_is_the_one_that_a_client_would_send(connect: Connect, tw
     assert second.usage.input_tokens_details.cached_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_background_response_is_read_from_any_event(connect: Connect, two_groups: Stack) -> None:
     """Speculation brings several tokens at a time: the events are the same whoever reads them when."""
     client = connect(two_groups)
@@ -77,6 +78,7 @@ def test_a_background_response_is_read_from_any_event(connect: Connect, two_grou
     assert shown.status == "incomplete"
 
 
+@pytest.mark.slow
 def test_a_form_and_a_call_are_held_to(connect: Connect, two_groups: Stack) -> None:
     class Animal(pydantic.BaseModel):
         name: str

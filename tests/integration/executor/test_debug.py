@@ -172,6 +172,7 @@ async def test_a_ring_that_is_well_shows_all_there_is_to_see(
         assert plans[-1]["step"] >= kept.plans[-1].step
 
 
+@pytest.mark.slow
 async def test_a_rank_that_does_not_come_to_a_collective_is_named_before_the_ring_is_taken_down(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, model: Path, reader: Reader
 ) -> None:

@@ -257,8 +257,15 @@ async def test_a_drain_can_be_taken_back_until_the_executor_stops(
         process.process.kill()  # it would wait for the long one
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (0, signal.SIGSTOP),
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_lost_rank_takes_the_ring_down_and_up_again(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader, number: signal.Signals, rank: int
 ) -> None:

@@ -51,6 +51,7 @@ async def texts(house: Rings, group: str) -> list[tuple[list[int], str]]:
     return await house.texts(requests)
 
 
+@pytest.mark.slow
 async def test_texts_are_those_without_lookahead(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ async def texts(house: Rings, group: str) -> list[tuple[list[int], str]]:
     return await house.texts(load(group))
 
 
+@pytest.mark.slow
 async def test_an_executor_on_a_gpu_says_what_one_on_the_cpu_says(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:
