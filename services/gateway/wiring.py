@@ -1,8 +1,6 @@
 """What the gateway works with behind its routes: made, started and stopped in this order.
 
 groups, models, keys ──known──▶ generations, answers, heirs ──▶ intake ──▶ requests are taken ──▶ files, batches
-
-Files and batches as a part of the gateway: what is opened, what runs beside it, what stops with it.
 """
 
 import asyncio

@@ -13,9 +13,14 @@ from services.gateway.api.backend import Backend
 from services.gateway.api.console.pages import PATHS, ClusterRoute, page_routes
 from services.gateway.api.openai import operations
 from services.gateway.api.openai.batches import batch_routes
-from services.gateway.api.openai.completions import CompletionsRoute, ModelRoute, ModelsRoute
+from services.gateway.api.openai.completions import (
+    CompletionsRoute,
+    GenerationRoute,
+    GenerationStreamRoute,
+    ModelRoute,
+    ModelsRoute,
+)
 from services.gateway.api.openai.files import file_routes
-from services.gateway.api.openai.generations import GenerationRoute, GenerationStreamRoute
 from services.gateway.api.openai.responses import response_routes
 from services.gateway.api.openai.stored_chats import chat_routes
 from services.gateway.api.openai.vllm import (

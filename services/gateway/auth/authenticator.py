@@ -1,15 +1,10 @@
-"""Who a request comes from.
-
-Whether a key is good, decided from the records that `watch.py` brings. No I/O.
+"""API keys: where a client puts one, whether it is good, and whose it is.
 
     unknown ──records read──▶ open, while there has never been a key ──first key──▶ closed, for good
        │ everything is refused (503)                                                  keys are asked for
 
-Once closed it never opens again by itself, whatever becomes of the records.
-
-Where a client puts its key.
-
-Keeps an `Authenticator` up to date with the KV bucket `keys`.
+Once closed it never opens again by itself, whatever becomes of the records. `KeyWatch` keeps an `Authenticator` up to
+date with the KV bucket `keys`; the rest does no I/O.
 """
 
 import asyncio

@@ -1,10 +1,6 @@
-"""What the lines of a batch may ask for: a table of endpoints, by their URL.
+"""What every runner of a batch works with: the endpoints that lines may ask for, by their URL, and the metrics.
 
-A new endpoint needs an entry here, and nothing else of the batches.
-
-What the batches tell Prometheus.
-
-What every runner of a batch works with.
+A new endpoint needs an entry in `ENDPOINTS`, and nothing else of the batches.
 """
 
 import asyncio

@@ -9,8 +9,6 @@ asks as another tenant is told that there is no such file.
 Each gateway watches the records, and so knows what every tenant has: an upload is counted from its beginning on,
 with the size that its client has announced. Two gateways that admit within the moment that news take may together
 admit more than a quota.
-
-OpenAI's expiration policies. Pure.
 """
 
 import asyncio

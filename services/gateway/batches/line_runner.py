@@ -1,18 +1,14 @@
 """The lines of one batch that are under way: begun as there is room, tried again, their results stored.
 
-begin ──room?──▶ generation ──▶ result ──▶ stored ──▶ counted
-                    │ 429, 503, group lost ...: again after a pause, until the batch ends
-                    ▼
-                 refused, or a fault of ours three times: a result too
-
-How many lines a batch may have under way. Pure.
+    begin ──room?──▶ generation ──▶ result ──▶ stored ──▶ counted
+                        │ 429, 503, group lost ...: again after a pause, until the batch ends
+                        ▼
+                     refused, or a fault of ours three times: a result too
 
     places of the model's groups ──▶ at most the setting ──▶ shared out among the batches that run here
 
-More would only wait in the queue: the scheduler gives batch work to groups with idle places alone. A group
-whose places are not known counts as `UNKNOWN`.
-
-Ending tasks for certain.
+More would only wait in the queue: the scheduler gives batch work to groups with idle places alone. A group whose places
+are not known counts as `UNKNOWN`.
 """
 
 import asyncio
@@ -23,7 +19,7 @@ from typing import Any
 import structlog
 
 from services.gateway.batches.dependencies import BatchParts, LineEndpoint
-from services.gateway.batches.results import Tally, failed, request_id_of, succeeded
+from services.gateway.batches.results import CompletionBitmap, failed, request_id_of, succeeded
 from services.gateway.batches.validation import Request
 from services.gateway.intake.record import Context
 from services.gateway.tracing.requests import line_span
@@ -56,7 +52,9 @@ class LineRunner:
         self._ended = True
         self._changed.set()
 
-    async def begin(self, job: BatchJob, request: Request, endpoint: LineEndpoint, tally: Tally) -> bool:
+    async def begin(
+        self, job: BatchJob, request: Request, endpoint: LineEndpoint, tally: CompletionBitmap
+    ) -> bool:
         """Begins `request` as soon as there is room and a group for it; False when no more are to be begun."""
         while not self._ended and not self._has_room(job.model):
             await self._change()
@@ -101,7 +99,9 @@ class LineRunner:
 
     # --- one line --------------------------------------------------------------------------------
 
-    async def _run(self, job: BatchJob, request: Request, endpoint: LineEndpoint, tally: Tally) -> None:
+    async def _run(
+        self, job: BatchJob, request: Request, endpoint: LineEndpoint, tally: CompletionBitmap
+    ) -> None:
         identity = request_id_of(job.id, request.line)
         structlog.contextvars.bind_contextvars(request_id=identity, batch=job.id, line=request.line)
         with line_span(job, request.line, identity) as span, tracing.active(span):

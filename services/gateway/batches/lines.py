@@ -1,12 +1,10 @@
-r"""JSON lines out of bytes, however these were cut into parts. Pure.
+r"""The lines of a batch's input, from the object store, a few at a time; however their bytes were cut into parts.
 
     feed(b'\xef\xbb\xbf{"a') ──▶ []           feed(b'":1}\r\n\n{"b') ──▶ [line 1]      end() ──▶ [line 3]
 
 Lines end with \n or \r\n; blank ones are counted and left out; a byte order mark at the beginning is none of
 the text. A line that is too long is given up as soon as that is known, so memory is bounded by the limit and
 one part.
-
-The lines of a batch's input, from the object store, a few at a time.
 """
 
 import asyncio

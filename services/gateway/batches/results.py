@@ -1,8 +1,4 @@
-"""What has come of a line, as it stands in the output or error file. Pure.
-
-Which lines of a batch are done. Pure; a bit per line, whatever the lines say.
-
-Results of lines, each in the stream `BATCHES` before it counts, until the batch's files are written.
+"""Results of lines: what they say, which lines have one, the stream they are kept in, and the files made of them.
 
     line ends ─┐  one turn of    ┌─ batches.results.<batch>    one message for all lines of a batch
     line ends ─┴─ the event loop ┴─ acknowledged: they are done
@@ -11,9 +7,7 @@ While one publish is under way the next results gather. A result may be in the s
 the acknowledgement was lost; a gateway that slept through the loss of its batch): both come of the same
 generation, and readers take the first. So no window of deduplication has to be long enough.
 
-The files of a batch: written from the results in the stream, each result once.
-
-Their ids and their bytes follow from the batch, so whoever writes them writes the same ones, and of several
+The ids and bytes of a batch's files follow from the batch, so whoever writes them writes the same ones, and of several
 writings the first one stays.
 """
 
@@ -117,7 +111,7 @@ def _usage(body: bytes) -> TokenCounts:
     )
 
 
-class Tally:
+class CompletionBitmap:
     """Fed with results, some of them twice perhaps."""
 
     def __init__(self) -> None:
@@ -296,7 +290,7 @@ async def write_file(
     name = file_id(job, kind)
 
     async def parts() -> AsyncGenerator[bytes, None]:
-        tally = Tally()
+        tally = CompletionBitmap()
         async for result in results.read(job.id):
             if tally.add(result) and result.succeeded == (kind == "output"):
                 yield await results.text(result) + b"\n"

@@ -38,7 +38,7 @@ from services.gateway.batches.dependencies import BatchParts
 from services.gateway.batches.jobs import RENEW, Lease, LeaseLost
 from services.gateway.batches.line_runner import LineRunner, backoff, end_all
 from services.gateway.batches.lines import Line, input_lines
-from services.gateway.batches.results import EXPIRED, Kind, Tally, not_run, write_file
+from services.gateway.batches.results import EXPIRED, CompletionBitmap, Kind, not_run, write_file
 from services.gateway.batches.validation import Checker, Request, Wrong, parse
 from services.gateway.core.errors import QuotaExceeded
 from shared.errors import BrokerUnavailable, InternalError, RyzansteinError, StorageFull
@@ -61,7 +61,7 @@ class BatchRunner:
         self._parts = parts
         self._lines = lines
         self._endpoint = parts.endpoints[lease.job.endpoint]
-        self._tally = Tally()
+        self._tally = CompletionBitmap()
         self._reason: Ending = ""
         """Why no more lines are begun."""
         self._lost = False
@@ -207,7 +207,7 @@ class BatchRunner:
 
     async def _count(self) -> None:
         """Reads anew what is done."""
-        tally = Tally()
+        tally = CompletionBitmap()
         async with contextlib.aclosing(self._parts.results.read(self._job.id)) as results:
             async for result in results:
                 tally.add(result)

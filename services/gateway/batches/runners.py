@@ -1,15 +1,12 @@
-"""Whose batch comes next, and whose makes room. Pure; times are monotonic seconds.
+"""Which batches this gateway runs: those that nobody runs, and those whose gateway is lost, tenants in turn.
 
     waiting ──tenant that has the fewest running here, then the one served longest ago, then the oldest──▶ runs
     every place taken, and a tenant waits that has fewer than another ──▶ the other's longest-running batch
                                                                           goes back to the waiting ones
 
-So a tenant's hundred batches hold up nobody else's: tenants take turns, however many batches each has.
-
-Which batches this gateway runs: those that nobody runs, and those whose gateway is lost, tenants in turn.
-
-Every gateway watches the bucket. A batch whose record stands still for longer than a lease is taken by
-compare-and-set; the time is that of the watcher's own clock, and begins anew with its connection.
+So a tenant's hundred batches hold up nobody else's. Every gateway watches the bucket. A batch whose record stands still
+for longer than a lease is taken by compare-and-set; the time is that of the watcher's own clock, and begins anew with
+its connection.
 """
 
 import asyncio

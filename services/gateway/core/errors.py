@@ -1,7 +1,4 @@
-"""Errors as the HTTP and WebSocket edge shows them: a status, and a body in OpenAI's shape.
-
-The words of refusals that many checks share, in OpenAI's shape. Pure.
-"""
+"""Errors as clients see them: a status, a body in OpenAI's shape, and the words that many checks share."""
 
 import logging
 import math

@@ -1,8 +1,6 @@
-"""What becomes of a chat request: the prompt for its template, and how the answer is read. Pure.
+"""What becomes of a chat request: the prompt for its template, how the answer is read, and which grammar it must match.
 
-Whether the answer to a chat must match a grammar, and which: from its tools and its format together. Pure.
-
-From a chat request to the text that its model reads: the same for answers, for counting and for tokens.
+The same for answers, for counting and for tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +30,7 @@ from services.gateway.tool_calls.grammar import (
     strict_calls,
 )
 from services.gateway.tool_calls.grammar_rules import NO_PARAMETERS
-from services.gateway.tool_calls.parsers.reasoning import MARKERS
+from services.gateway.tool_calls.parser import MARKERS
 from services.gateway.tool_calls.schemas import too_deep, types_of
 from shared import limits
 from shared.messages import Grammar, ModelCard

@@ -2,7 +2,7 @@
 
 | field | honoured by |
 | --- | --- |
-| best_of, n | as many choices as candidates; `shown.py` shows the best of them |
+| best_of, n | as many choices as candidates; `formats.Shown` shows the best of them |
 | echo, include_stop_str_in_output, stream_options | what the record says of how the text is shown |
 | service_tier | the lane |
 | prediction | drafts in the ring |

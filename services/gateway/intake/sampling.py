@@ -1,8 +1,7 @@
-"""From a request's fields and a model's defaults to what a ring needs to choose tokens.
+"""From a request's fields and a model's defaults to what a ring needs to choose tokens, and to a session.
 
-Which conversation a request belongs to, for sticky routing, and with whom it shares KV cache. Pure.
-
-A plain prompt has none: schedulers place it by its beginning (`scheduler/queue/request.py`).
+The session is for sticky routing; a plain prompt has none: schedulers place it by its beginning
+(`scheduler/queue/request.py`).
 """
 
 import hashlib

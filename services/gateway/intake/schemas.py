@@ -1,6 +1,4 @@
-"""The request fields that say what an answer's text must match: OpenAI's, and vLLM's newer and older ones.
-
-Request bodies, as OpenAI defines them, with the extensions that vLLM made common.
+"""Request bodies, as OpenAI defines them, with the extensions that vLLM made common.
 
 A field that is null counts as not given. Fields of OpenAI's API that this server does not have are
 declared too, so that they can be refused by name (see `validation.py`) and not as if they were typing
@@ -234,7 +232,7 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "spaces_between_special_tokens": (True,),
 }
-"""Fields of vLLM's that change nothing here, beam search and images being what they are about; see `ignored.py`."""
+"""Fields of vLLM's that change nothing here, about beam search and images; see `extra_fields.py`."""
 
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "audio": (),

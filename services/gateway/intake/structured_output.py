@@ -6,8 +6,8 @@
 
 At most one of them. What cannot be held to the letter is refused: nothing of a schema is left out silently.
 
-Whose grammar is compiled next, where all tenants share one compiler: in turn (`shared/tasks.py`), at most so many
-waiting, of a tenant and of all, each tenant with a share of the compiler's time. Pure.
+All tenants share one compiler: they take turns (`shared/tasks.py`), at most so many waiting, of a tenant and of all,
+each tenant with a share of the compiler's time.
 """
 
 import asyncio

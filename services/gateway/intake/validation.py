@@ -1,10 +1,7 @@
-"""Checks of request bodies: types, ranges, unsupported fields. Every refusal is an `InvalidParameter`.
+"""Checks of request bodies: types, ranges, messages, unsupported fields. Every refusal is an `InvalidParameter`.
 
-The words and codes follow OpenAI's, because clients and their users know them.
-
-What is checked of a conversation's messages, and what they say as text. Pure.
-
-Bodies that say what they mean in another form than ours: read all the same, once they are refused. Pure.
+The words and codes follow OpenAI's, because clients and their users know them. A body that says what it means in
+another form than ours is read all the same, once it is refused:
 
 - A byte order mark before the JSON.
 - A whole number with a fraction of zeros or an exponent (6.0, 6e0, 1E2), which is an integer to JSON Schema.

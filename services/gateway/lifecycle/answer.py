@@ -1,4 +1,10 @@
-"""What a generation is called, so that any gateway finds its record. Pure.
+"""A client's generation as one gateway knows it: its id, its record, its choices, and who listens. Pure.
+
+    submitted here ──▶ owned ◀──claimed── followed ◀── found by its id, another gateway's
+                         │ └────yielded────▶ │
+    nobody listens for `linger`: cancelled   nobody reads it here: forgotten
+
+Its owner decides about it. Times are seconds of a monotonic clock. The id says where its record is:
 
     chatcmpl-  1f0c9a77  67e1c5b0  9b1d6e0f4c2a8835
     endpoint   writer    slot      random
@@ -7,14 +13,6 @@
 
 Writer and slot name the subject of the journal that holds the record: a look-up reads one second of one
 gateway's records, whatever else the journal has. The random part cannot be guessed.
-
-A client's generation as one gateway knows it: its record, its choices, and who listens. Pure.
-
-    submitted here ──▶ owned ◀──claimed── followed ◀── found by its id, another gateway's
-                         │ └────yielded────▶ │
-    nobody listens for `linger`: cancelled   nobody reads it here: forgotten
-
-Its owner decides about it. Times are seconds of a monotonic clock.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""What is asked about the rings, of whoever follows their groups' records.
-
-All generations in flight: handed in, followed, recovered, cancelled. The shell around `generation.py`.
-"""
+"""All generations in flight: handed in, followed, recovered, cancelled. The shell around `generation.py`."""
 
 import asyncio
 import functools

@@ -1,4 +1,13 @@
-"""Records that are too large for the journal, which all tenants share: in the bucket `records`, with a quota for each.
+"""Records of generations in the journal: written before a client sees the first byte, found by their id.
+
+    request ─┐                    ┌─ intake.<lane>.<model>          one publish per choice
+    request ─┼─ one turn of the ──┤
+    request ─┘  event loop        └─ records.<writer>.<second>      one publish for all
+
+While one publish is under way the next records gather, so the busier the gateway is, the less a record
+costs. Nobody waits for it but the first byte of the answer, which has a ring to wait for anyhow.
+
+Records that are too large for the journal, which all tenants share, lie in the bucket `records`, with a quota for each:
 
     records.<writer>.<second>       what is read of every record: whose it is, how many parts it has, its first request
                                     without its prompt
@@ -6,22 +15,10 @@
 
 So a tenant that sends large requests pushes its own old ones out, and neither records nor frames of the others.
 
-How far the journal is behind: the time that it takes to store what this gateway gives it to keep.
+`JournalLag` is the time that it takes to store what this gateway gives to keep:
 
     given ──── stored            a record's way: its length is the lag while it is among the last `WINDOW` seconds
     given ─────────────── now    one that is not stored yet counts with its age
-
-No clock: the time (seconds, monotonic) comes in.
-
-Records of generations in the journal: written before a client sees the first byte, found by their id.
-
-    request ─┐                    ┌─ intake.<lane>.<model>          one publish per choice
-    request ─┼─ one turn of the ──┤
-    request ─┘  event loop        └─ records.<writer>.<second>      one publish for all; large ones lie beside the
-                                                                    journal (large_records.py)
-
-While one publish is under way the next records gather, so the busier the gateway is, the less a record
-costs. Nobody waits for it but the first byte of the answer, which has a ring to wait for anyhow.
 """
 
 import asyncio

@@ -1,24 +1,23 @@
-"""Requests of which no ring has said anything, when one that may have had them is lost.
+"""Which rings are over, and what of the requests that may have been in them has to be handed in again.
 
-A leader names itself to the gateway before it tells the scheduler that it has taken a request, so this is
-rare: the entry itself was lost. A request that is still in the queue was in no ring; one that has left it,
-and of which the journal knows nothing either, was in the one that was lost.
-
-Requests of the batch lane of which nobody knows whether they are in the queue: looked for there.
-
-They were taken over from a lost gateway, or the broker did not answer when they were handed in.
-
-Batch work waits long, so most of what a lost gateway had of it was never in a ring. What is in the queue will
-be dispatched, and its tokens come to the lost gateway's subject, which is read here too: to hand it in again
-would have it computed twice. What has left the queue and was not heard of is handed in again.
-
-Which lives of rings are over, as events and records tell it. Pure.
+`Losses` knows which lives of rings are over, as events and records tell it:
 
     up, serving record ──▶ alive          a ring that was given up and is heard again has not died
     down, gone, hung   ──▶ over           that epoch and all before it
 
-Events and records come on two ways and can overtake each other: the monitor's time stamps tell which of
-two is the newer one.
+Events and records come on two ways and can overtake each other: the monitor's time stamps tell which of two is
+the newer one.
+
+`Suspects` are requests of which no ring has said anything, when one that may have had them is lost. A leader names
+itself to the gateway before it tells the scheduler that it has taken a request, so this is rare: the entry itself was
+lost. A request that is still in the queue was in no ring; one that has left it, and of which the journal knows nothing
+either, was in the one that was lost.
+
+`QueuedRequests` are of the batch lane, and nobody knows whether they are in the queue: they were taken over from a lost
+gateway, or the broker did not answer when they were handed in. Batch work waits long, so most of what a lost gateway
+had of it was never in a ring. What is in the queue will be dispatched, and its tokens come to the lost gateway's
+subject, which is read here too: to hand it in again would have it computed twice. What has left the queue and was not
+heard of is handed in again.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""One subscription to a gateway's token frames, and the journal behind it: its own, or another gateway's.
-
-Token logs of other gateways that are read here, each for as long as a generation needs it.
+"""Token logs of gateways, live and from the journal: this gateway's own, and others' for as long as they are needed.
 
 answers that are followed, or were taken over ──▶ {gateway: its token subject, live and recorded}
 """

@@ -9,7 +9,7 @@ Invariants: what `accept` returns over time, end to end, is the log from the fir
 hole or a repeat; entries of another attempt than the current one change nothing; after the end nothing
 comes any more.
 
-What is decided about a generation, and within which bounds.
+And what is decided about a generation, and within which bounds.
 """
 
 import enum

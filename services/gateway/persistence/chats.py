@@ -1,12 +1,10 @@
-"""The list of stored chat completions, in the bucket `chats`, and the shelf that fills it.
+"""Stored chat completions by their id and in lists: their index in the bucket `chats`, and the shelf that fills it.
 
-The answer lies among the responses (`responses/store.py`), which has room for large ones; here stands what
-lists look at, and the metadata, which can be changed.
+The answer lies among the responses (`store.py`), which has room for large ones; in the index stands what lists look at,
+and the metadata, which can be changed.
 
     put:     answer ──▶ entry      an entry without an answer is never shown
     delete:  tombstone of the answer ──▶ entry gone
-
-Stored chat completions by their id and in lists.
 """
 
 from typing import Any

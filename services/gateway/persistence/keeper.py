@@ -1,8 +1,6 @@
 """Keeps what outlives the journal: every gateway the answers that it looks after, and a lost one's its heir.
 
 Two gateways that both take themselves for the owner keep the same: what is kept is a function of the log.
-
-From an answer that has ended to what is kept of it, and back.
 """
 
 import asyncio
@@ -119,10 +117,10 @@ def answer_of(stored: StoredResponse) -> Answer:
     record = stored.record
     generation = Generation(record.requests[0], 0, _LIMITS, now=0.0, started_at=record.created)
     finish = stored.finish if stored.finish in ("stop", "length") else ""
-    log = TokenEntry(
+    entry = TokenEntry(
         generation.id, 0, 0, stored.tokens, finish, stored.scores, cached_tokens=stored.cached_tokens
     )
-    generation.on_entry(_SOURCE, 1, log, 0.0)
+    generation.on_entry(_SOURCE, 1, entry, 0.0)
     if stored.finish == "cancelled":
         generation.cancel(Unavailable(stored.error or "The response was cancelled."))
     elif stored.error_code:

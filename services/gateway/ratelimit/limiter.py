@@ -5,9 +5,8 @@
                                                                               what was not used goes back ◀─ end
 
 Where nothing is limited, none of this costs anything. Lines of batch jobs take tokens alone, and wait for them
-instead of being refused: what a job may do at a time is its lane's business, what it costs is its owner's.
-
-Limits as clients see them: OpenAI's headers and words. Pure.
+instead of being refused: what a job may do at a time is its lane's business, what it costs is its owner's. Clients see
+limits in OpenAI's headers and words.
 """
 
 import asyncio

@@ -9,11 +9,11 @@
 Invariant: what is spent within any 60 s is at most the limit, however many gateways spend it, as long as their
 clocks agree; each second that two clocks differ by lets a sixtieth of the limit more through.
 
-What one gateway may spend of one window at this moment, without asking anybody. Pure.
+An `Account` is what one gateway may spend at this moment without asking anybody:
 
-spend ──enough left──▶ at once                           the way of nearly every request
-  └─ not enough ──▶ `apply` to the shared window ──▶ granted | refused, for as long as `shut` says
-                      brings along what is to be given back and what was overspent
+    spend ──enough left──▶ at once                           the way of nearly every request
+      └─ not enough ──▶ `apply` to the shared window ──▶ granted | refused, for as long as `shut` says
+                          brings along what is to be given back and what was overspent
 """
 
 import math

@@ -1,6 +1,5 @@
-"""The connections that a gateway has open on all its ports, in handshakes too.
-
-How much a connection may ask for, and what it is told when it asks for more. Pure, but for the file limit.
+"""The connections that a gateway has open on all its ports, in handshakes too; how much each may ask for, and what it
+is told when it asks for more.
 """
 
 import math

@@ -2,7 +2,7 @@
 
     nothing yet ──▶ head ──▶ body ──▶ answer ──▶ kept alive ──▶ head ...
     ╰── head_seconds ──╯     ╰ body_timeout,     ╰ uvicorn's keep-alive; once anything comes,
-        head_bytes             in http_io.py       head_seconds again
+        head_bytes             in core/asgi.py      head_seconds again
 
 What is refused here never becomes a request: it is answered in OpenAI's shape, and the connection ends.
 

@@ -1,16 +1,14 @@
 """Answers in OpenAI's shape: JSON chunks put together from prepared pieces, and whole responses.
 
-A chunk differs from the next in its text alone, so everything around the text is encoded once.
+A chunk differs from the next in its text alone, so everything around the text is encoded once. `reasoning_content` is
+DeepSeek's extension, which vLLM has too. `Shown` is an answer as its fields ask for it: with its prompt before it, or
+the best candidates alone.
 
-Reasoning, content and calls in OpenAI's shape. `reasoning_content` is DeepSeek's extension, which vLLM has too.
-
-An answer as its fields ask for it: with its prompt before it, the best candidates alone, padded chunks. Pure.
-
-candidates of a prompt   mean log probability      best_of 4, n 2
-0  "a cat"               -0.9                      shown: 2, 0
-1  "a dog"               -1.4
-2  "the cat"             -0.3
-3  "cats"                -2.0
+    candidates of a prompt   mean log probability      best_of 4, n 2
+    0  "a cat"               -0.9                      shown: 2, 0
+    1  "a dog"               -1.4
+    2  "the cat"             -0.3
+    3  "cats"                -2.0
 """
 
 import secrets

@@ -1,21 +1,14 @@
-"""Tokens of one choice to the text that its client sees: detokenization, stop strings, logprobs.
+r"""Tokens of one choice to what its client sees: text with stop strings and log probabilities; reasoning and calls.
 
-Stop strings in a stream of text: what may become one is held back, and a match cuts the text.
+Of text that may become a stop string is held back what may be a part of it, and a match cuts the text:
 
-    fed        "...the answer is 42
-Us"        stop: "
-User:"
+    fed        "...the answer is 42\nUs"        stop: "\nUser:"
     emitted    "...the answer is 42"
-    held back                      "
-Us"       may still become the stop string
+    held back                      "\nUs"       may still become the stop string
 
-The match that ends first wins, and of those that end there the longest: this does not depend on how
-the text was cut into pieces.
-
-One choice's tokens to reasoning, content and calls: a parser behind `TextOutput`.
-
-What the parser holds back depends on the tokens alone, as with stop strings (`cursor.py`): a reader that has read as
-many tokens in silence goes on within a call exactly where another stood.
+The match that ends first wins, and of those that end there the longest: this does not depend on how the text was cut
+into pieces. What the parser of calls holds back depends on the tokens alone, too (`cursor.py`): a reader that has read
+as many tokens in silence goes on within a call exactly where another stood.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
-"""From an answer to a `Run` that reads it: from its beginning, or from where a client stands.
-
-Generations by their id, whoever took them in: read, looked at, cancelled.
+"""Generations by their id, whoever took them in: read from their beginning or from where a client stands, looked at,
+cancelled.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,8 +1,7 @@
-"""The response object and its items as JSON values. Pure.
+"""The response object and its items as JSON values, and the item that is being written: message, reasoning or call.
+Pure.
 
-The output item that is being written: a message, reasoning, or a function call. Pure.
-
-Each says by which events it begins, goes on and is done; numbers and the item's index are its owner's to add.
+An item says by which events it begins, goes on and is done; numbers and the item's index are its owner's to add.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,4 @@
-"""Where a client's request waits for the events of its generations.
-
-One connection's reading of an answer: its choices, from the log to chunks or to a whole response.
-
-What a reading tells Prometheus of its answer when it ends.
-"""
+"""One connection's reading of an answer: its choices, from the log to chunks or to a whole response."""
 
 import asyncio
 import time

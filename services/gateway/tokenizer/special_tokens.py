@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from services.gateway.tool_calls.families import FAMILIES
-from services.gateway.tool_calls.parsers.reasoning import MARKERS
+from services.gateway.tool_calls.parser import MARKERS
 
 _MARKS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xF8F0, 0xF8FF))]
 """Code points that are no characters, or private ones: where a client sends one of them, another is taken."""

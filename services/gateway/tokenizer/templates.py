@@ -1,9 +1,8 @@
-"""What a chat template can do, found out by rendering small conversations with it. Pure.
+"""Chat templates as they lie among a model's files, and what they can do. Pure, and without jinja2.
 
-Templates do not say what they take: some show tools and some ignore them, most want a call's arguments as an object
-and some as text, some fail on a message without content or on two calls at once.
-
-Chat templates as they lie among a model's files, what rendering is told, and who renders. Without jinja2.
+Templates do not say what they take: some show tools and some ignore them, most want a call's arguments as an object and
+some as text, some fail on a message without content or on two calls at once. `traits_of` finds out by rendering small
+conversations.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,9 +6,10 @@ A family is known by what its chat template has in it; the first that fits is it
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from services.gateway.tool_calls import parser
 from services.gateway.tool_calls.parsers import deepseek as deepseek_
 from services.gateway.tool_calls.parsers import pythonic as pythonic_
-from services.gateway.tool_calls.parsers import reasoning, tagged
+from services.gateway.tool_calls.parsers import tagged
 from services.gateway.tool_calls.parsers.deepseek import deepseek
 from services.gateway.tool_calls.parsers.marked import (
     ARGS,
@@ -130,7 +131,7 @@ def family_of(template: str) -> str:
 
 def reasoning_of(template: str) -> str:
     """The reasoning parser for `template`, "" when there is nothing to find."""
-    for name, (_, end) in reasoning.MARKERS.items():
+    for name, (_, end) in parser.MARKERS.items():
         if end in template:
             return name
     return ""
@@ -141,7 +142,7 @@ def markers_of(parsing: Parsing | None) -> frozenset[str]:
     if parsing is None:
         return frozenset()
     family = FAMILIES.get(parsing.tools)
-    return frozenset((*(family.markers if family else ()), *reasoning.MARKERS.get(parsing.reasoning, ())))
+    return frozenset((*(family.markers if family else ()), *parser.MARKERS.get(parsing.reasoning, ())))
 
 
 def variant_of(family: str, template: str) -> str:

@@ -23,7 +23,7 @@ from services.gateway.tool_calls.grammar_rules import (
     up_to,
     without,
 )
-from services.gateway.tool_calls.parsers.reasoning import MARKERS
+from services.gateway.tool_calls.parser import MARKERS
 from services.gateway.tool_calls.schemas import FunctionDefinition
 from shared.grammars import embedded
 from shared.messages import Grammar

@@ -1,6 +1,4 @@
-"""Pieces of grammars in Lark's notation, as llguidance reads it. Pure.
-
-How each family writes calls, as rules of a grammar: what its parser reads, and nothing else. Pure.
+"""How each family writes calls, as rules of a grammar in Lark's notation (llguidance's): what its parser reads. Pure.
 
     calls:  trigger opening  call  (between call)*  closing
 

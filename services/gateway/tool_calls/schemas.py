@@ -1,9 +1,4 @@
-"""Tools in request bodies, as OpenAI defines them.
-
-JSON types of a function's parameters, for families that write values without quotation marks. Pure.
-
-How deeply JSON is nested: templates and encoders go down it by recursion. Pure.
-"""
+"""Tools in request bodies, as OpenAI defines them; the JSON types of their parameters, and how deep JSON is. Pure."""
 
 from collections.abc import Mapping
 from typing import Any

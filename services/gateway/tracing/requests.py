@@ -1,9 +1,7 @@
-"""The span of an HTTP request, and of a generation on a WebSocket (OpenTelemetry's conventions for HTTP servers).
+"""Spans of HTTP requests, of generations on a WebSocket, and of lines of batches (OpenTelemetry's conventions).
 
-The span of a line of a batch: a trace of its own, linked to the span that created the batch.
-
-A trace with a million lines could neither be stored nor read; and whether a line is traced is the sampler's to say
-for each, as for a request.
+A line of a batch has a trace of its own, linked to the span that created the batch: a trace with a million lines could
+neither be stored nor read; and whether a line is traced is the sampler's to say for each, as for a request.
 """
 
 from typing import Any

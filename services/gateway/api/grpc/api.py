@@ -1,7 +1,4 @@
-"""Who calls: the one place of the gRPC API where a key is looked at, before a request is read.
-
-The gRPC API of a gateway, put together; and what is logged and counted of its calls.
-"""
+"""The gRPC API of a gateway, put together: who calls, and what is logged and counted of its calls."""
 
 import ssl
 import time

@@ -1,7 +1,4 @@
-"""grpc.health.v1: whether the gateway, and with it each service, can work. The same as /ready says.
-
-Server reflection, v1 and v1alpha: grpcurl and its like ask what there is; the grpcio-reflection package answers.
-"""
+"""grpc.health.v1, which says the same as /ready; and server reflection v1 and v1alpha (by grpcio-reflection)."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""The span of a gRPC call (OpenTelemetry's conventions for RPC servers).
-
-The gRPC server: connections on a socket, and a task for each call.
-"""
+"""The gRPC server: connections on a socket, and a task for each call, with its span."""
 
 import asyncio
 import math

@@ -1,6 +1,4 @@
-"""What a call's metadata says: the one place where it is read and checked.
-
-ChatSession: several generations at once on one stream, as on the WebSocket.
+"""ChatSession: several generations at once on one stream, as on the WebSocket.
 
     client   chat | generate | attach, under an id of its choice ──▶
                                              ◀── event, 0 to n times, then done or error

@@ -1,7 +1,4 @@
-"""What is wrong with fields that JSON does not have, in the words of the REST API.
-
-Tools, their choice and response formats: from protobuf to what the REST API decodes from JSON. Pure.
-"""
+"""Tools, their choice and response formats: from protobuf to what the REST API decodes from JSON. Pure."""
 
 from collections.abc import Sequence
 from typing import Any

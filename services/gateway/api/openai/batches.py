@@ -1,7 +1,4 @@
-"""The operations of batches, for their routes and the OpenAPI document.
-
-/v1/batches: POST, GET, GET of one, POST of its cancellation.
-"""
+"""/v1/batches: POST, GET, GET of one, POST of its cancellation."""
 
 from typing import Any, Literal
 

@@ -1,7 +1,4 @@
-"""The operations of files, for their routes and the OpenAPI document.
-
-/v1/files: POST, GET, GET and DELETE of one, GET of its content.
-"""
+"""/v1/files: POST, GET, GET and DELETE of one, GET of its content."""
 
 import contextlib
 import time

@@ -2,8 +2,7 @@
 
 from services.gateway.api.cluster import ClusterState
 from services.gateway.api.openai import shapes
-from services.gateway.api.openai.completions import Model
-from services.gateway.api.openai.generations import Cancelled
+from services.gateway.api.openai.completions import Cancelled, Model
 from services.gateway.api.openai.vllm import (
     PING,
     Detokenized,

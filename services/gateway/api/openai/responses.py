@@ -1,9 +1,4 @@
-"""Query parameters of /v1/responses/{id} and its input items. Pure.
-
-The operations of responses, for their routes and the OpenAPI document.
-
-GET and DELETE /v1/responses/{id}, POST .../cancel, GET .../input_items, POST /v1/responses/input_tokens.
-"""
+"""GET and DELETE /v1/responses/{id}, POST .../cancel, GET .../input_items, POST /v1/responses/input_tokens."""
 
 import asyncio
 import contextlib

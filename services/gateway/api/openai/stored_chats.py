@@ -1,9 +1,4 @@
-"""Query parameters of lists of stored chat completions and of their messages, and the pages. Pure.
-
-The operations of stored chat completions, for their routes and the OpenAPI document.
-
-GET of /v1/chat/completions; GET, POST and DELETE of one; GET of its messages.
-"""
+"""GET of /v1/chat/completions; GET, POST and DELETE of one; GET of its messages."""
 
 import re
 from collections.abc import Sequence

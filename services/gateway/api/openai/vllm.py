@@ -1,7 +1,4 @@
-"""POST /tokenize and /detokenize and GET /tokenizer_info, as vLLM has them, and the same under /v1.
-
-GET /version, /ping and /load, as vLLM has them.
-"""
+"""vLLM's routes beside OpenAI's: /tokenize, /detokenize and /tokenizer_info, /version, /ping, /load."""
 
 import asyncio
 from typing import Any

@@ -1,11 +1,7 @@
-"""What `validation.py` enforces beyond types, written into the schemas of the requests.
+"""What the checks of requests enforce beyond types, written into the schemas of the OpenAPI document.
 
 Ranges, neutral values and lengths come from the very tables that the checks read: a document that says more or
 less than the server does would be found by `make fuzz`.
-
-What the checks of `extra_fields.py`, embeddings and tokens enforce beyond types, written into the schemas.
-
-What the checks of batches enforce beyond types, written into the schema of their request.
 """
 
 from services.gateway.api.openapi.narrowing import (
@@ -16,15 +12,25 @@ from services.gateway.api.openapi.narrowing import (
     given_needs,
     ignore,
     narrow,
+    only,
     refuse,
 )
-from services.gateway.api.openapi.response_constraints import constrain_responses
 from services.gateway.batches.dependencies import URLS
 from services.gateway.batches.files import ANCHOR, LEAST_EXPIRY, MOST_EXPIRY
 from services.gateway.batches.states import WINDOW
 from services.gateway.intake import extra_fields
+from services.gateway.intake.responses.schemas import NEUTRAL as NEUTRAL_IN_RESPONSE
+from services.gateway.intake.responses.validation import INCLUDABLE
 from services.gateway.intake.schemas import NEUTRAL, NEUTRAL_IN_MESSAGE
-from services.gateway.intake.validation import LARGEST_BIAS, OPEN_BELOW, OTHER_PARTS, PARTS, RANGES, ROLES
+from services.gateway.intake.validation import (
+    LARGEST_BIAS,
+    OPEN_BELOW,
+    OTHER_PARTS,
+    PARTS,
+    PRIORITIES,
+    RANGES,
+    ROLES,
+)
 from shared import limits
 
 REQUESTS = ("ChatCompletionRequest", "CompletionRequest")
@@ -229,3 +235,53 @@ def constrain_batches(components: dict[str, Schema]) -> None:
         properties = components["ExpiresAfter"]["properties"]
         narrow(properties["seconds"], "integer", minimum=LEAST_EXPIRY, maximum=MOST_EXPIRY)
         properties["anchor"] = {"const": ANCHOR, "default": ANCHOR}
+
+
+TRUNCATION = (None, "auto", "disabled")
+REASONING = {"summary": (), "generate_summary": (), "context": ("auto",), "mode": ("standard",)}
+
+
+def constrain_responses(components: dict[str, Schema]) -> None:
+    """As `openapi.constraints.constrain`."""
+    for name in ("ResponseRequest", "InputTokensRequest"):
+        if name in components:
+            _constrain_input(components[name])
+    if "ReasoningOptions" in components:
+        for field, neutral in REASONING.items():
+            refuse(components["ReasoningOptions"]["properties"], field, neutral)
+    if "ResponseRequest" in components:
+        _constrain_response(components["ResponseRequest"])
+
+
+def _constrain_input(schema: Schema) -> None:
+    properties = schema["properties"]
+    for name, neutral in NEUTRAL_IN_RESPONSE.items():
+        if name in properties:
+            refuse(properties, name, neutral)
+    narrow(properties["model"], "string", minLength=1)
+    narrow(properties["input"], "array", minItems=1)
+    properties["truncation"] = {"enum": list(TRUNCATION), "default": None}
+    either = {"input": {"not": NULL}, "previous_response_id": {"type": "string", "minLength": 1}}
+    schema["anyOf"] = [{"required": [name], "properties": {name: given}} for name, given in either.items()]
+
+
+def _constrain_response(schema: Schema) -> None:
+    properties = schema["properties"]
+    for name in ("max_output_tokens", "max_tool_calls"):
+        narrow(properties[name], "integer", minimum=1, maximum=2**31)
+    narrow(properties["top_logprobs"], "integer", minimum=0)
+    narrow(properties["temperature"], "number", minimum=0, maximum=2)
+    narrow(properties["top_p"], "number", exclusiveMinimum=0, maximum=1)
+    narrow(properties["include"], "array", items={"type": "string", "enum": list(INCLUDABLE)})
+    narrow(properties["priority"], "integer", minimum=PRIORITIES[0], maximum=PRIORITIES[1])
+    narrow(properties["request_id"], "string", **REQUEST_ID_FIELD)
+    ignore(properties)
+    options = {"include_usage": only((False,)), "include_obfuscation": only((False,))}
+    properties["stream_options"] = {
+        "anyOf": [{"type": "object", "properties": options, "additionalProperties": False}, NULL],
+        "default": None,
+    }
+    schema["allOf"] = [
+        given_needs("stream_options", {"not": NULL}, {"stream": {"const": True}}),
+        given_needs("background", {"const": True}, {"store": {"enum": [None, True]}}),
+    ]

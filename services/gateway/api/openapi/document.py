@@ -1,7 +1,4 @@
-"""From the routes' descriptions to an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1). Pure.
-
-GET /openapi.json.
-"""
+"""GET /openapi.json: from the routes' descriptions to an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,7 +1,4 @@
-"""Ways to say in JSON Schema what a check says in Python. Pure.
-
-The rows of `shared/limits.py` that name a field, written into its schema. Pure.
-"""
+"""What checks say in Python, said in JSON Schema; and the rows of `shared/limits.py` that name a field. Pure."""
 
 from typing import Any
 

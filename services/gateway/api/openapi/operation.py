@@ -6,8 +6,6 @@ A new endpoint is one `Operation` beside its route and one line in the applicati
                            tag="Embeddings", request=EmbeddingRequest, response=EmbeddingList)
     ...
     ApiRoute(EmbeddingsRoute(backend), EMBEDDINGS)
-
-The headers and parts of paths that several operations have.
 """
 
 import re

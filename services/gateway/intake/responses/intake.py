@@ -1,9 +1,7 @@
-"""What a response goes on with: the conversation behind `previous_response_id`, and items that are referred to.
+"""From the body of /v1/responses to a `Run`: its conversation put together, then the way of a chat completion.
 
 resp_3 ──previous──▶ resp_2 ──previous──▶ resp_1
 items of 1, output of 1, items of 2, output of 2, items of 3, output of 3, and the new request's items
-
-From the body of /v1/responses to a `Run`: its conversation put together, then the way of a chat completion.
 """
 
 import asyncio
@@ -154,7 +152,7 @@ class ResponseIntake:
     """Takes responses in; the same for REST and WebSocket."""
 
     def __init__(self, chat: Chat, history: History, settings: GatewaySettings, writer: str) -> None:
-        """`writer`: the gateway's short name, as in `identity.py`."""
+        """`writer`: the gateway's short name, see `lifecycle/answer.py`."""
         self._chat = chat
         self._history = history
         self._settings = settings

@@ -5,8 +5,6 @@
     input, instructions  ──▶ messages                text.verbosity    ──▶ verbosity
 
 What the chat path refuses is told under the name that the client knows.
-
-What the record of a response is made of, once the sampling of its chat is known. Pure.
 """
 
 import contextlib

@@ -8,8 +8,6 @@ Every decision depends on the text alone and never on where it was cut, so any c
 
     ─── text ───▶  already read │ mark ... at │ not read yet │ not there yet
                                   └ what `fall_back` makes ordinary text of, when it is no call after all
-
-What parsers have in common.
 """
 
 import re

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.gateway.batches import states
 from services.gateway.batches.line_runner import LEAST, UNKNOWN, backoff, room
 from services.gateway.batches.lines import Line, LineSplitter
-from services.gateway.batches.results import Tally, failed, not_run, succeeded
+from services.gateway.batches.results import CompletionBitmap, failed, not_run, succeeded
 from services.gateway.batches.validation import MAX_ERRORS, Checker
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.pagination import page
@@ -70,7 +70,7 @@ def test_any_line_is_a_request_or_a_finding(data: bytes) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.booleans()), max_size=60))
 def test_a_tally_counts_each_line_once(results: list[tuple[int, bool]]) -> None:
-    tally, first = Tally(), dict[int, bool]()
+    tally, first = CompletionBitmap(), dict[int, bool]()
     for line, good in results:
         assert tally.add(LineResult(line, good, b"", TokenCounts(1, 2, 3))) == (line not in first)
         first.setdefault(line, good)
