@@ -86,7 +86,7 @@ lint: $(INSTALLED) ## Format, lint, types, import rules, and the documentation's
 	@$(MKDOCS) --site-dir build/checked
 
 .PHONY: docs
-docs: $(INSTALLED) ## Renew the configuration reference, and build the documentation into build/site
+docs: $(INSTALLED) ## Renew pages that are made of the code, and build the documentation into build/site
 	@$(BIN)/python -m tests.docs
 	@$(MKDOCS)
 	@echo "Open build/site/index.html"

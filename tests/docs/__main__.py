@@ -1,18 +1,25 @@
-"""`python -m tests.docs`: writes docs/configuration.md. With `--check` it only says whether the page is stale."""
+"""`python -m tests.docs`: writes what is made of the code: docs/configuration.md, the folders in docs/architecture.md.
+
+With `--check` it only says whether they are stale.
+"""
 
 import sys
-from pathlib import Path
 
 from tests.docs.configuration import page
+from tests.docs.folders import with_folders
+from tests.docs.pages import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
 def main() -> None:
+    made = {CONFIGURATION: page(), ARCHITECTURE: with_folders(ARCHITECTURE.read_text())}
     if sys.argv[1:] != ["--check"]:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
-        sys.exit("error: docs/configuration.md is stale; run: python -m tests.docs")
+        for path, text in made.items():
+            path.write_text(text)
+    elif stale := [path.name for path, text in made.items() if path.read_text() != text]:
+        sys.exit(f"error: {' and '.join(stale)} in docs/ are stale; run: python -m tests.docs")
 
 
 if __name__ == "__main__":

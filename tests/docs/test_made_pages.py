@@ -1,14 +1,21 @@
-"""docs/configuration.md has every setting, as its class has it."""
+"""What `python -m tests.docs` makes is not stale, and says something of everything."""
 
 import re
 
-from tests.docs.__main__ import PAGE
+from tests.docs.__main__ import ARCHITECTURE, CONFIGURATION
 from tests.docs.configuration import OTHERS, names, page, undescribed
+from tests.docs.folders import folders, with_folders
 from tests.docs.pages import ROOT
 
 
 def test_the_page_is_made_of_the_settings() -> None:
-    assert PAGE.read_text() == page(), "python -m tests.docs writes it anew"
+    assert CONFIGURATION.read_text() == page(), "python -m tests.docs writes it anew"
+
+
+def test_the_folders_are_those_that_are_there() -> None:
+    text = ARCHITECTURE.read_text()
+    assert text == with_folders(text), "python -m tests.docs writes it anew"
+    assert [name for name, holds in folders() if not holds] == []
 
 
 def test_every_setting_is_described() -> None:

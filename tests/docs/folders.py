@@ -1,0 +1,31 @@
+"""The list of folders in docs/architecture.md, read from the packages' docstrings."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.docs.pages import ROOT
+
+BEGIN, END = "<!-- folders: made by `python -m tests.docs` -->", "<!-- end of folders -->"
+
+
+def with_folders(page: str) -> str:
+    """The page with its list anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    rows = ["| folder | holds |", "| --- | --- |", *(f"| `{name}/` | {text} |" for name, text in folders())]
+    return "\n".join([before + BEGIN, *rows, END + after])
+
+
+def folders() -> Iterator[tuple[str, str]]:
+    """Packages of the product, two levels deep, with the first paragraph of their docstring."""
+    for pattern in ("services/*/__init__.py", "shared/__init__.py"):
+        for package in sorted(ROOT.glob(pattern)):
+            yield _described(package)
+            for inner in sorted(package.parent.glob("*/__init__.py")):
+                yield _described(inner)
+
+
+def _described(module: Path) -> tuple[str, str]:
+    text = ast.get_docstring(ast.parse(module.read_text())) or ""
+    return module.parent.relative_to(ROOT).as_posix(), " ".join(text.partition("\n\n")[0].split())
