@@ -56,7 +56,7 @@ LOGPROBS = Limit(
     "logprobs",
     20,
     "entries",
-    "most likely tokens told at each position",
+    "most likely tokens returned at each position",
     "request",
     fields=(
         "ChatCompletionRequest.top_logprobs",
@@ -69,21 +69,21 @@ PROMPT_LOGPROBS = Limit(
     "prompt_logprobs",
     1 << 16,
     "entries",
-    "log probabilities told of the tokens of one prompt, those of the most likely tokens counted",
+    "log probabilities returned for one prompt, counting those of the most likely tokens",
     "request",
 )
 REQUEST_PROMPT_LOGPROBS = Limit(
     "request_prompt_logprobs",
     1 << 17,
     "entries",
-    "log probabilities told of the tokens of all prompts, for all choices",
+    "log probabilities returned for all prompts and choices",
     "request",
 )
 PROMPT_TOKEN_IDS = Limit(
     "prompt_token_ids",
     1 << 20,
     "entries",
-    "token ids of prompts that are shown, for all choices (`return_token_ids`)",
+    "prompt token ids returned for all choices (`return_token_ids`)",
     "request",
 )
 STOP_STRINGS = Limit("stop_strings", 16, "entries", "stop strings", "request", fields=_both("stop"))
@@ -115,7 +115,7 @@ RING_TEXT = Limit(
     "ring_text",
     1024,
     "characters",
-    "each name, id and header that a generation takes to its group",
+    "each name, id and header that a generation sends to its group",
     "request",
 )
 USER_CHARACTERS = Limit(
@@ -222,7 +222,7 @@ GENERATION_BYTES = Limit(
     "generation_bytes",
     16 << 20,
     "bytes",
-    "what all of a request's generations send to the queue",
+    "what all generations of a request put into the queue",
     "request",
     "RYZANSTEIN_GENERATION_BYTES",
 )
@@ -255,7 +255,7 @@ RESPONSE_HISTORY = Limit(
     "request",
 )
 RESPONSE_BYTES = Limit(
-    "response_bytes", 64 << 20, "bytes", "a kept response that is read, inflated", "request"
+    "response_bytes", 64 << 20, "bytes", "a stored response that is read, decompressed", "request"
 )
 UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's form", "request")
 UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file", "request")
@@ -288,7 +288,7 @@ HEAD_SECONDS = Limit(
     "head_seconds",
     10,
     "seconds",
-    "a TLS handshake, and the coming of a request's line and headers",
+    "a TLS handshake, and the receipt of a request's line and headers",
     "connection",
     "RYZANSTEIN_HEAD_TIMEOUT",
 )
@@ -310,7 +310,7 @@ GRPC_UNTAKEN = Limit(
     "grpc_untaken",
     16 << 20,
     "bytes",
-    "gRPC messages that are not complete, or not taken yet; one body at least",
+    "gRPC messages that are incomplete or not consumed yet; one body at least",
     "connection",
 )
 GRPC_UNREAD = Limit(
@@ -324,14 +324,14 @@ GRPC_OWED = Limit(
     "grpc_owed",
     64 << 20,
     "bytes",
-    "gRPC answers that wait for a client which does not read, before its connection ends",
+    "gRPC answers queued for a client that does not read, before its connection is closed",
     "connection",
 )
 GRPC_KEEPALIVE = Limit(
     "grpc_keepalive",
     60,
     "seconds",
-    "a gRPC client's reading nothing of what it is owed, or having no call that was let in",
+    "time that a gRPC client leaves answers unread, or has no admitted call",
     "connection",
     "RYZANSTEIN_GRPC_KEEPALIVE",
 )
@@ -356,13 +356,13 @@ TENANT_BATCHES = Limit(
     "tenant_batches", 200, "entries", "batches that are not over", "tenant", "RYZANSTEIN_TENANT_BATCHES"
 )
 KNOWN_BATCHES = Limit(
-    "known_batches", 10_000, "entries", "batches that are known; the oldest that are over make room", "tenant"
+    "known_batches", 10_000, "entries", "known batches; the oldest that have ended are forgotten", "tenant"
 )
 TENANT_RESPONSE_BYTES = Limit(
     "tenant_response_bytes",
     64 << 20,
     "bytes",
-    "kept responses and stored chat completions, deflated; the oldest make room",
+    "stored responses and chat completions, compressed; the oldest are deleted",
     "tenant",
     "RYZANSTEIN_TENANT_RESPONSE_BYTES",
 )
@@ -370,7 +370,7 @@ TENANT_RESPONSES = Limit(
     "tenant_responses",
     10_000,
     "entries",
-    "kept responses, and as many stored chat completions in lists; the oldest make room",
+    "stored responses, and as many stored chat completions; the oldest are deleted",
     "tenant",
     "RYZANSTEIN_TENANT_RESPONSES",
 )
@@ -378,7 +378,7 @@ TENANT_RECORD_BYTES = Limit(
     "tenant_record_bytes",
     128 << 20,
     "bytes",
-    "requests beside the journal; the oldest make room, and cannot be resumed",
+    "requests beside the journal; the oldest are deleted, and cannot be resumed",
     "tenant",
     "RYZANSTEIN_TENANT_RECORD_BYTES",
 )
@@ -387,7 +387,7 @@ UNKNOWN_IDS = Limit(
     "unknown_ids",
     600,
     "per minute",
-    "ids of generations looked for at one gateway that are not there",
+    "lookups at one gateway of generation ids that do not exist",
     "tenant",
 )
 
@@ -435,7 +435,7 @@ TOKENIZER_INFO = Limit(
     "tokenizer_info",
     256 << 10,
     "bytes",
-    "what `/tokenizer_info` tells; larger fields are left out",
+    "the answer of `/tokenizer_info`; larger fields are left out",
     "gateway",
 )
 TOKENIZERS = Limit("tokenizers", 16, "entries", "tokenizers that are kept", "gateway")
@@ -463,7 +463,7 @@ RECENT_FRAMES = Limit(
     "recent_frames",
     8192,
     "entries",
-    "frames kept to be published again; older ones are computed again",
+    "recent frames kept for republication; older tokens are computed again",
     "executor",
 )
 RECENT_FRAME_BYTES = Limit("recent_frame_bytes", 64 << 20, "bytes", "these frames together", "executor")

@@ -19,9 +19,9 @@ _LABELS = ("group", "model")
 _PREFIX = "ryzanstein_executor"
 
 _HISTOGRAMS = {
-    Kind.QUEUE: ("queue_seconds", "From a request's acceptance by the group to its place in the batch."),
-    Kind.PREFILL: ("prefill_seconds", "From a request's place in the batch to its first token."),
-    Kind.DECODE: ("decode_seconds", "From a request's first token to its last, where there are several."),
+    Kind.QUEUE: ("queue_seconds", "Time from acceptance by the group to admission to the batch."),
+    Kind.PREFILL: ("prefill_seconds", "Time from admission to the batch to the first token."),
+    Kind.DECODE: ("decode_seconds", "Time from the first token to the last, where there are several."),
     Kind.STEP: ("step_duration_seconds", "Time that a step takes."),
     Kind.BATCH: ("batch_size", "Sequences of a step."),
 }
@@ -81,7 +81,7 @@ class RingCollector(Collector):
         utilization, used, total = (
             GaugeMetricFamily(f"{_PREFIX}_gpu_{name}", text, labels=names)
             for name, text in (
-                ("utilization_ratio", "Share of the time in which the rank's GPU computes, 0 to 1."),
+                ("utilization_ratio", "Share of time in which the rank's GPU was busy, 0 to 1."),
                 ("memory_used_bytes", "Memory in use on the rank's GPU, other processes' included."),
                 ("memory_bytes", "Memory of the rank's GPU."),
             )
@@ -122,10 +122,10 @@ def _gauges(board: RingBoard, labels: Labels) -> Iterable[Metric]:
         "running_sequences": ("Sequences in the batch.", load.running),
         "waiting_sequences": ("Accepted sequences that are not in the batch yet.", load.waiting),
         "waiting_tokens": ("Prompt tokens not computed yet.", load.waiting_tokens),
-        "kv_blocks_free": ("KV blocks that can be had at once.", load.free_blocks),
+        "kv_blocks_free": ("KV blocks that are free or can be evicted.", load.free_blocks),
         "kv_blocks": ("KV blocks in all.", load.total_blocks),
-        "kv_used_ratio": ("Share of the KV blocks that cannot be had at once, 0 to 1.", used),
-        "slots": ("Sequences that the batch has room for.", load.slots),
+        "kv_used_ratio": ("Share of the KV blocks that are in use, 0 to 1.", used),
+        "slots": ("Largest number of sequences in the batch.", load.slots),
     }
     for name, (text, value) in gauges.items():
         gauge = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=_LABELS)
@@ -139,16 +139,16 @@ def _counters(board: RingBoard, labels: Labels) -> Iterable[Metric]:
         "steps": ("Steps computed.", totals.steps),
         "step_seconds": ("Time spent computing steps.", totals.step_seconds),
         "communication_seconds": (
-            "How much of step_seconds the leader has spent in collectives, waiting for other ranks included.",
+            "Part of step_seconds that the leader spent in collectives, waiting for other ranks included.",
             figures.communication_seconds,
         ),
         "prompt_tokens": ("Prompt tokens computed.", totals.prompt_tokens),
         "output_tokens": ("Tokens generated.", totals.output_tokens),
         "prefix_queried_tokens": ("Prompt tokens looked up in the KV cache.", figures.queried_tokens),
         "cached_tokens": ("Prompt tokens found in the KV cache.", totals.cached_tokens),
-        "preemptions": ("Sequences that gave up their blocks for others.", totals.preemptions),
-        "drafted_tokens": ("Tokens that were computed ahead as drafts.", totals.drafted_tokens),
-        "accepted_tokens": ("Drafts that were what was generated.", totals.accepted_tokens),
+        "preemptions": ("Preemptions: sequences that lost their KV blocks to others.", totals.preemptions),
+        "drafted_tokens": ("Draft tokens that were verified.", totals.drafted_tokens),
+        "accepted_tokens": ("Draft tokens that were accepted.", totals.accepted_tokens),
     }
     for name, (text, value) in counters.items():
         yield _counter(name, text, labels, value)

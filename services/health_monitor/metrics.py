@@ -50,7 +50,7 @@ class HealthMetrics:
         self.events = Counter(f"{_PREFIX}_events", "Group events published.", ["kind"], registry=registry)
         self.writes = Counter(f"{_PREFIX}_writes", "Records written.", registry=registry)
         self.write_failures = Counter(
-            f"{_PREFIX}_write_failures", "Records that the broker did not take.", registry=registry
+            f"{_PREFIX}_write_failures", "Writes of records that failed.", registry=registry
         )
         self.clock_ahead = Gauge(
             f"{_PREFIX}_clock_ahead_seconds",
@@ -69,7 +69,7 @@ class HealthMetrics:
         )
         self.max_bytes = Gauge(
             "ryzanstein_nats_stream_max_bytes",
-            "Bytes that a stream of the broker may have; 0: any number.",
+            "Largest size of a stream of the broker, in bytes; 0: unlimited.",
             ["stream"],
             registry=registry,
         )
@@ -81,13 +81,13 @@ class HealthMetrics:
         )
         self.max_age = Gauge(
             "ryzanstein_nats_stream_max_age_seconds",
-            "Seconds that a stream of the broker should keep its messages; 0: for ever.",
+            "Seconds for which a stream of the broker keeps its messages; 0: unlimited.",
             ["stream"],
             registry=registry,
         )
         self.answers = Histogram(
             "ryzanstein_nats_answer_seconds",
-            "Time that the broker takes to say how full a stream is.",
+            "Round trip of a stream-info request to the broker.",
             buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
             registry=registry,
         )

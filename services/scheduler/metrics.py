@@ -42,21 +42,23 @@ class SchedulerMetrics:
             f"{_PREFIX}_received", "Requests pulled from intake.", ["lane"], registry=registry
         )
         self.redelivered = Counter(
-            f"{_PREFIX}_redelivered", "Requests that another delivery preceded.", registry=registry
+            f"{_PREFIX}_redelivered", "Requests that had been delivered before.", registry=registry
         )
         self.deferred = Counter(
             f"{_PREFIX}_deferred",
-            "Deliveries put off because nobody serves the model and others need the room.",
+            "Deliveries deferred because no group serves the model and other requests need the space.",
             registry=registry,
         )
         self.lost = Counter(
-            f"{_PREFIX}_lost", "Requests let go of after a silence of our own.", registry=registry
+            f"{_PREFIX}_lost",
+            "Requests given up because this scheduler was unresponsive for longer than ack_wait.",
+            registry=registry,
         )
         self.undecodable = Counter(
-            f"{_PREFIX}_undecodable", "Intake messages that are no requests.", registry=registry
+            f"{_PREFIX}_undecodable", "Intake messages that could not be decoded.", registry=registry
         )
         self.placements = Counter(
-            f"{_PREFIX}_placements", "Groups chosen, by reason.", ["reason"], registry=registry
+            f"{_PREFIX}_placements", "Placement decisions by reason.", ["reason"], registry=registry
         )
         self.decision_seconds = Histogram(
             f"{_PREFIX}_decision_seconds",
@@ -80,7 +82,7 @@ class SchedulerMetrics:
             f"{_PREFIX}_refusals", "Requests refused by groups, by code.", ["code"], registry=registry
         )
         self.unanswered = Counter(
-            f"{_PREFIX}_unanswered_batches", "Dispatch batches without an answer.", registry=registry
+            f"{_PREFIX}_unanswered_batches", "Dispatch batches that timed out.", registry=registry
         )
         self.ended = Counter(
             f"{_PREFIX}_ended",

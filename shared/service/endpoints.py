@@ -27,9 +27,7 @@ class SpanCollector(Collector):
     """Spans of this process, by what has become of them; registered where tracing is on."""
 
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(
-            "ryzanstein_tracing_spans", "Spans, by what has become of them.", labels=["outcome"]
-        )
+        family = CounterMetricFamily("ryzanstein_tracing_spans", "Spans by outcome.", labels=["outcome"])
         for outcome, count in tracing.statistics()._asdict().items():
             family.add_metric([outcome], count)
         yield family
@@ -55,7 +53,7 @@ class StateCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
             "ryzanstein_service_ready",
-            "1 while the service can do its work, as /ready says.",
+            "1 while the service is ready, as /ready answers.",
             self._health().ready,
         )
         yield GaugeMetricFamily(

@@ -149,6 +149,6 @@ class Reconnections(Collector):
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily(
             "ryzanstein_nats_reconnects",
-            "Connections to NATS that were lost and made again.",
+            "Reconnections to NATS.",
             self._connection.reconnects,
         )

@@ -109,7 +109,9 @@ class DebugDesk(Collector):
         ring, group = self._now()
         count = ring.flight.read(0).slow_steps if ring is not None else 0
         counter = CounterMetricFamily(
-            "ryzanstein_executor_slow_steps", "Steps that took too long.", labels=("group", "model")
+            "ryzanstein_executor_slow_steps",
+            "Steps that took much longer than such steps usually do.",
+            labels=("group", "model"),
         )
         counter.add_metric((group.group, group.model), count)
         yield counter

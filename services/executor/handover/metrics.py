@@ -31,7 +31,7 @@ class HandoverCollector(Collector):
         yield blocks
         seconds = SummaryMetricFamily(
             "ryzanstein_executor_handover_seconds",
-            "Time that hand-overs have taken, given and taken.",
+            "Time of KV hand-overs, sent and received.",
             labels=Labels._fields,
         )
         seconds.add_metric(labels, totals.count, totals.seconds)

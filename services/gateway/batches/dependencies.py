@@ -79,18 +79,20 @@ class BatchMetrics:
     """Registered on the service's own registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.running = Gauge("ryzanstein_gateway_batches_running", "Batches run here.", registry=registry)
+        self.running = Gauge(
+            "ryzanstein_gateway_batches_running", "Batches that this gateway runs.", registry=registry
+        )
         self.lines = Counter(
             "ryzanstein_gateway_batch_lines",
-            "Lines of batches that have ended.",
+            "Batch lines that have ended.",
             ["result"],
             registry=registry,
         )
         self.retries = Counter(
-            "ryzanstein_gateway_batch_line_retries", "Lines of batches tried again.", registry=registry
+            "ryzanstein_gateway_batch_line_retries", "Batch lines that were retried.", registry=registry
         )
         self.in_flight = Gauge(
-            "ryzanstein_gateway_batch_lines_in_flight", "Lines of batches under way.", registry=registry
+            "ryzanstein_gateway_batch_lines_in_flight", "Batch lines in flight.", registry=registry
         )
         self.taken_over = Counter(
             "ryzanstein_gateway_batches_taken_over",

@@ -59,41 +59,41 @@ class GatewayMetrics:
         )
         self.first_token = QuickHistograms(
             name("first_token_seconds"),
-            "From the request's body to its first token, batch jobs left out.",
+            "Time to first token, from the request's body on; without batch jobs.",
             ["model"],
             LATENCY,
             registry,
         )
         self.between_tokens = QuickHistograms(
             name("between_tokens_seconds"),
-            "Between two arrivals of tokens of one choice.",
+            "Time between two arrivals of tokens of one choice.",
             ["model"],
             _GAP,
             registry,
         )
         self.delivery = QuickHistograms(
             name("delivery_seconds"),
-            "From the arrival of a stream's tokens to their being handed to the connection.",
+            "Time from the arrival of a stream's tokens to their write to the connection.",
             ["model"],
             _DELIVERY,
             registry,
         )
         self.generation = QuickHistograms(
             name("generation_seconds"),
-            "From the request's body to the last token of its last choice.",
+            "Time from the request's body to the last token of its last choice.",
             ["model"],
             LATENCY,
             registry,
         )
         self.ends = Counter(
             name("generations"),
-            "Choices that have ended: stop, length, abort (its client went), error.",
+            "Choices that have ended: stop, length, abort (the client disconnected), error.",
             ["model", "reason"],
             registry=registry,
         )
         self.journal_lag = Gauge(
             name("journal_lag_seconds"),
-            "Longest time that the journal took to store a record of the last 10 s, or has not stored it.",
+            "Longest time in the last 10 s that the journal took, or is taking, to store a record.",
             registry=registry,
         )
         self.prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens.", ["model"], registry=registry)
@@ -104,17 +104,17 @@ class GatewayMetrics:
         self.in_flight = Gauge(name("generations_in_flight"), "Unfinished generations.", registry=registry)
         self.replays = Counter(name("journal_replays"), "Readings of the journal.", registry=registry)
         self.recoveries = Counter(
-            name("recoveries"), "Requests handed in again after a loss.", registry=registry
+            name("recoveries"), "Requests resubmitted after their group was lost.", registry=registry
         )
         self.suspected = Counter(
             name("suspected"),
-            "Requests handed in again to be computed alone, by the cause of the ring's death that they may have made.",
+            "Requests resubmitted to be computed in steps of their own, by what may have made them kill a ring.",
             ["cause"],
             registry=registry,
         )
         begin_at_zero(self.suspected, RING_CAUSES[1:])
         self.cancelled = Counter(
-            name("cancelled"), "Generations that nobody wanted any more.", registry=registry
+            name("cancelled"), "Generations cancelled because no client reads them.", registry=registry
         )
         self.followed = Counter(
             name("generations_followed"), "Generations of other gateways read here.", registry=registry
@@ -124,20 +124,20 @@ class GatewayMetrics:
         )
         self.attached = Counter(
             name("attached"),
-            "Readings of a generation by its id or its idempotency key.",
+            "Attachments to a generation by its id or idempotency key.",
             ["how"],
             registry=registry,
         )
         begin_at_zero(self.attached, (*WAYS, *(f"{way}_resumed" for way in WAYS)))
         self.connections = Gauge(
             name("connections"),
-            "Open connections of each port: http, grpc; handshake: those of both that are not made yet.",
+            "Open connections by port: http, grpc; handshake: those of both still in their TLS handshake.",
             ["port"],
             registry=registry,
         )
         self.connections_refused = Counter(
             name("connections_refused"),
-            "Connections ended, and requests refused, for what a connection does.",
+            "Connections closed and requests refused by limits on connections.",
             ["port", "reason"],
             registry=registry,
         )
