@@ -21,7 +21,7 @@ def _weight(query_norm, key_norm, is_query, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _normed(scaled, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
+def _weighted(scaled, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
     """`scaled` float32, whose mean square is 1, times `weight`, rounded to `dtype`, as float32."""
     if not OFFSET:
         scaled = scaled.to(dtype).to(tl.float32)
@@ -54,7 +54,7 @@ def place(
     if NORMS:
         factor = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
         weight = _weight(query_norm, key_norm, is_query, column, WIDTH)
-        value = _normed(value * factor, weight, dtype, OFFSET)
+        value = _weighted(value * factor, weight, dtype, OFFSET)
     if HALF > 0:
         # The other half is read a second time, from a cache: no exchange between threads.
         other = tl.where(column < HALF, column + HALF, column - HALF)
@@ -62,7 +62,7 @@ def place(
         partner = tl.load(row + other, mask=turns, other=0.0).to(tl.float32)
         if NORMS:
             weight = _weight(query_norm, key_norm, is_query, other, WIDTH)
-            partner = _normed(partner * factor, weight, dtype, OFFSET)
+            partner = _weighted(partner * factor, weight, dtype, OFFSET)
         angle = token * HALF + tl.where(column < HALF, column, other)
         turned = column < 2 * HALF
         cosine = tl.load(cosines + angle, mask=turned, other=1.0)
