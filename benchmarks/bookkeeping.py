@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.executor.engine.admission import BatchSettings
-from services.executor.engine.batching import ContinuousBatcher
-from services.executor.engine.plan import StepPlan, encode_plan
-from services.executor.engine.protocol import EngineSpec, SampledToken
+from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.step_plan import StepPlan, encode_plan
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
 from shared.messages import GenerationRequest, SamplingParams
 
 VOCABULARY = 50_000

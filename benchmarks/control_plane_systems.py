@@ -26,8 +26,8 @@ from benchmarks.peers.catalog import pip
 from benchmarks.peers.servers import free_port
 from services.cli.settings import StackSettings
 from services.cli.supervision.stack import LocalStack, StackPlan
-from services.executor.engine.factory import FIRST_WORD
-from services.executor.engine.stub import stub_token
+from services.executor.worker.factory import FIRST_WORD
+from services.executor.worker.stub import stub_token
 from shared.errors import RyzansteinError
 from shared.process import die_with_parent
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.one_rank import load_one_rank
 from benchmarks.steps import Decode, Prefill, Steps
-from services.executor.engine.plan import StepPlan
+from services.executor.core.step_plan import StepPlan
 from shared.messages import SamplingParams
 
 DECODES = ((1, 128), (8, 128), (16, 320), (64, 100))
@@ -58,8 +58,8 @@ class Stepper:
 def make_step(directory: Path, dtype_name: str, threads: int) -> Stepper:
     runner, _ = load_one_rank(directory, dtype_name, threads, BLOCKS)
     # Only now: torch must find its settings when it is imported.
-    from services.executor.engine.sampling import Sampler, wants_of
-    from services.executor.engine.sampling_state import SamplingState
+    from services.executor.core.sampling_state import SamplingState
+    from services.executor.sampling.sampler import Sampler, wants_of
 
     sampler = Sampler()
 

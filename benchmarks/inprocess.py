@@ -26,12 +26,12 @@ from benchmarks.errors import told_in_a_sentence
 from benchmarks.process_cpu import cpu_seconds, stack_at
 from benchmarks.report import machine
 from benchmarks.workloads import WORKLOADS, Workload
-from services.executor.board import RingBoard
-from services.executor.engine.admission import BatchSettings
-from services.executor.engine.batching import ContinuousBatcher
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.rank_process import SPIN_COUNT
-from services.executor.settings import ExecutorSettings
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.supervisor.rank_process import SPIN_COUNT
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams
 
@@ -63,7 +63,7 @@ class InProcess:
     """One rank of a ring and its batcher, as the leader has them."""
 
     def __init__(self, directory: Path, scratch: Path, threads: int) -> None:
-        from services.executor.engine.ring_engine import RingEngine
+        from services.executor.worker.engine import RingEngine
 
         settings = load_settings(ExecutorSettings, model=str(directory), threads=threads)
         board = RingBoard(scratch / "board", 1, create=True)

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from benchmarks.one_rank import BLOCK, load_one_rank
 from benchmarks.steps import decode_plan
-from services.executor.engine.plan import StepPlan, as_int32, to_bytes
-from services.executor.kv_cache.dtypes import BlockDType
+from services.executor.core.setting_values import BlockDType
+from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 
 KINDS: tuple[BlockDType, ...] = ("bf16", "int8", "fp8")
 SHAPES = ((1, 1024), (8, 128), (8, 1024), (16, 320), (8, 4096))

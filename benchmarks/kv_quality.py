@@ -30,16 +30,16 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.collectives.base import SingleRank
+from services.executor.core.setting_values import BlockDType, layer_dtypes, parse_layers
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.codecs import codecs_of
-from services.executor.kv_cache.dtypes import BlockDType, layer_dtypes, parse_layers
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.backend import make_runner
-from services.executor.model.collectives import SingleRank
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.runner import ModelRunner
-from services.executor.model.sharding import ShardLayout
+from services.executor.model.loading.loader import load_config, load_model
+from services.executor.worker.backend import make_runner
+from services.executor.worker.runner import ModelRunner
 
 BLOCK = 16
 CODECS = ("bf16", "fp8", "int8", "fp8 0=bf16,-1=bf16", "int8 0=bf16,-1=bf16")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.random_model import LlamaShape, write_llama
-from services.executor.model.arena import allocate
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.sharding import ShardLayout
+from services.executor.core.sharding import ShardLayout
+from services.executor.model.loading.arena import allocate
+from services.executor.model.loading.loader import load_config, load_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
 
-from services.executor.board import RingBoard
-from services.executor.metrics import Labels, RingCollector, vllm_aliases
+from services.executor.ipc.board import RingBoard
+from services.executor.supervisor.metrics import Labels, RingCollector, vllm_aliases
 from services.gateway.core import metrics as gateway
 from services.gateway.streams.run import Mailbox
 from shared.messages import GroupLoad, TokenEntry

@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.executor.rank_process import SPIN_COUNT
+from services.executor.supervisor.rank_process import SPIN_COUNT
 
 if TYPE_CHECKING:
-    from services.executor.kv_cache.dtypes import BlockDType
+    from services.executor.core.setting_values import BlockDType
     from services.executor.kv_cache.store import KvStore
-    from services.executor.model.runner import ModelRunner
+    from services.executor.worker.runner import ModelRunner
 
 BLOCK = 16
 
@@ -26,13 +26,13 @@ def load_one_rank(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     import torch
 
+    from services.executor.collectives.base import SingleRank
+    from services.executor.core.sharding import ShardLayout
     from services.executor.kv_cache.codecs import codecs_of
     from services.executor.kv_cache.sizes import StoreShape
     from services.executor.kv_cache.store import KvStore
-    from services.executor.model.backend import make_runner
-    from services.executor.model.collectives import SingleRank
-    from services.executor.model.loader import load_config, load_model
-    from services.executor.model.sharding import ShardLayout
+    from services.executor.model.loading.loader import load_config, load_model
+    from services.executor.worker.backend import make_runner
 
     torch.set_num_threads(threads)
     device, dtype = torch.device("cpu"), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.workloads import WORKLOADS, Workload
-from services.executor.engine.admission import BatchSettings
-from services.executor.engine.batching import ContinuousBatcher
-from services.executor.engine.protocol import EngineSpec, SampledToken
+from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
 from shared.messages import GenerationRequest, SamplingParams
 
 VOCABULARY = 50_000

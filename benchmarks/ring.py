@@ -24,8 +24,8 @@ from benchmarks.random_model import LlamaShape, write_llama
 from benchmarks.report import machine, versions
 from benchmarks.ring_ranks import BenchRing, Share, Timing
 from benchmarks.steps import Decode, Prefill
-from services.executor.engine.plan import StepPlan
-from services.executor.kv_cache.dtypes import KvDType
+from services.executor.core.setting_values import KvDType
+from services.executor.core.step_plan import StepPlan
 
 HIDDEN = 576
 ROWS = (1, 16, 64, 512, 2048)

@@ -18,17 +18,17 @@ import msgspec
 from msgspec import structs
 
 from benchmarks.steps import Decode, Prefill
-from services.executor.board import RingBoard
-from services.executor.engine.plan import StepPlan
+from services.executor.core.settings import ExecutorSettings
+from services.executor.core.step_plan import StepPlan
+from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.native.library import PARTS
-from services.executor.rank_process import SPIN_COUNT
-from services.executor.settings import ExecutorSettings
+from services.executor.supervisor.rank_process import SPIN_COUNT
 from shared.messages import SamplingParams
 
 if TYPE_CHECKING:
-    from services.executor.model.collectives import Collectives
-    from services.executor.model.runner import ModelRunner
+    from services.executor.collectives.base import Collectives
+    from services.executor.worker.runner import ModelRunner
 
 READY_TIMEOUT = 300.0
 WARM_UP = 3
@@ -161,7 +161,7 @@ def _rank(
 def _member(settings: ExecutorSettings, spec: RankSpec, collectives: "Collectives") -> Any:
     import torch
 
-    from services.executor.engine.ring_engine import RingMember
+    from services.executor.worker.engine import RingMember
 
     board = RingBoard(Path(spec.board), spec.world_size).rank(spec.rank)
     device, directory = torch.device("cpu"), Path(settings.model)
@@ -173,9 +173,9 @@ def _lead(
 ) -> None:
     import torch
 
-    from services.executor.engine import meeting
-    from services.executor.engine.sampling import Sampler, wants_of
-    from services.executor.engine.sampling_state import SamplingState
+    from services.executor.core.sampling_state import SamplingState
+    from services.executor.sampling.sampler import Sampler, wants_of
+    from services.executor.worker import rendezvous as meeting
 
     sender, collectives = meeting.lead(settings, spec, torch.device("cpu"), Path(settings.model), pipe.send)
     member, sampler = _member(settings, spec, collectives), Sampler()
@@ -206,7 +206,7 @@ def _follow(
 ) -> None:
     import torch
 
-    from services.executor.engine import meeting
+    from services.executor.worker import rendezvous as meeting
 
     rendezvous: Rendezvous = pipe.recv()
     receiver, collectives = meeting.follow(settings, spec, rendezvous, torch.device("cpu"))
@@ -217,7 +217,7 @@ def _follow(
 
 
 def _note(runner: "ModelRunner", collectives: "Collectives", times: "SynchronizedArray[Any]") -> None:
-    from services.executor.model.collectives_shm import SharedMemory
+    from services.executor.collectives.shared_memory import SharedMemory
 
     figures = [0.0] * _FIGURES
     if isinstance(collectives, SharedMemory):
@@ -230,7 +230,7 @@ def _note(runner: "ModelRunner", collectives: "Collectives", times: "Synchronize
 def _reduce_only(settings: ExecutorSettings, spec: RankSpec, pipe: Connection) -> None:
     import torch
 
-    from services.executor.engine import meeting
+    from services.executor.worker import rendezvous as meeting
 
     collectives: Collectives
     if spec.rank == 0:

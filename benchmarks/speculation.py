@@ -24,12 +24,12 @@ from rich.table import Table
 
 from benchmarks.one_rank import BLOCK, load_one_rank
 from benchmarks.prompts import PromptSource, calibrate
-from services.executor.engine.admission import BatchSettings
-from services.executor.engine.batching import ContinuousBatcher
-from services.executor.engine.draft_limit import MOST_DRAFTS
-from services.executor.engine.plan import StepPlan
-from services.executor.engine.protocol import EngineSpec, SampledToken
-from services.executor.engine.sampling_state import SamplingState
+from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.setting_values import MOST_DRAFTS
+from services.executor.core.step_plan import StepPlan
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
 from shared.messages import GenerationRequest, SamplingParams
 
 BLOCKS, CONTEXT = 2048, 2048
@@ -121,7 +121,7 @@ class Loads:
 def make_execute(directory: Path, dtype_name: str, threads: int) -> tuple[Execute, EngineSpec]:
     """A function that computes and samples one step."""
     runner, _ = load_one_rank(directory, dtype_name, threads, BLOCKS)
-    from services.executor.engine.sampling import Sampler, wants_of
+    from services.executor.sampling.sampler import Sampler, wants_of
 
     runner.warm_up()
     sampler, vocabulary = Sampler(), runner.vocab_size

@@ -14,7 +14,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from benchmarks.one_rank import BLOCK
-from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.core.step_plan import StepPlan, to_bytes
 
 _TOKENS = 100
 """Ids are drawn below this: every vocabulary has as many."""

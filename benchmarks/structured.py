@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.speculation import Execute, make_execute
-from services.executor.engine.admission import BatchSettings
-from services.executor.engine.batching import ContinuousBatcher
-from services.executor.engine.protocol import EngineSpec
-from services.executor.grammar.compiler import GrammarCompiler
-from services.executor.grammar.vocabulary import Vocabulary
-from services.executor.grammar.work import GrammarWork
+from services.executor.core.engine import EngineSpec
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.structured_output.compiler import GrammarCompiler
+from services.executor.structured_output.state import Vocabulary
+from services.executor.structured_output.work import GrammarWork
 from shared.messages import GenerationRequest, Grammar, ModelCard, SamplingParams
 
 PROMPT = 64
@@ -146,7 +146,7 @@ class Bench:
 
 
 def vocabulary_of(directory: Path, spec: EngineSpec) -> tuple[ModelCard, bytes]:
-    from services.executor.model_card import read_card
+    from services.executor.model.card import read_card
 
     return read_card(directory, "benchmark", spec)
 

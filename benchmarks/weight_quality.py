@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.kv_quality import Tokens, cut
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.model.quantized import quantize
+from services.executor.model.weight_formats import quantize
 
 
 @dataclass(frozen=True)

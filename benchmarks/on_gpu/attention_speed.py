@@ -19,10 +19,10 @@ from benchmarks.on_gpu.interpreter import choose
 
 choose()
 
+from services.executor.core.setting_values import BlockDType  # noqa: E402
+from services.executor.gpu.kernels import attention_launch  # noqa: E402
+from services.executor.gpu.kernels.tiles import rows_for, splits_of, tiles_of  # noqa: E402
 from services.executor.kv_cache.codecs import FP8, INT8, Codec  # noqa: E402
-from services.executor.kv_cache.dtypes import BlockDType  # noqa: E402
-from services.executor.triton_kernels import launch  # noqa: E402
-from services.executor.triton_kernels.tiles import rows_for, splits_of, tiles_of  # noqa: E402
 
 CODECS: dict[BlockDType, Codec | None] = {"bf16": None, "int8": INT8, "fp8": FP8}
 KV_HEADS, GROUP, WIDTH, BLOCK = 8, 4, 128, 16
@@ -122,25 +122,25 @@ def _seconds(load: Load, device: torch.device) -> float:
 
     def attend() -> None:
         for layer in stores:
-            launch.attend(query, layer, batch, launch.Scores(WIDTH**-0.5), out)
+            attention_launch.attend(query, layer, batch, attention_launch.Scores(WIDTH**-0.5), out)
 
     return _median(attend, device) / layers
 
 
-def _layer(load: Load, device: torch.device) -> launch.Layer:
+def _layer(load: Load, device: torch.device) -> attention_launch.Layer:
     codec = CODECS[load.kind]
     hot = -(-load.hot_tokens // BLOCK) * load.sequences
     cold = -(-load.context // BLOCK) * load.sequences - hot
     size = (2, KV_HEADS, BLOCK, WIDTH)
     numbers = torch.empty((hot, *size), dtype=torch.bfloat16, device=device).normal_()
     if codec is None:
-        return launch.Layer(numbers, numbers[:0], None, None)
+        return attention_launch.Layer(numbers, numbers[:0], None, None)
     codes = torch.empty((cold, *size), dtype=torch.int8, device=device).random_(0, 120).view(codec.dtype)
     scales = torch.full((cold, 2, KV_HEADS), 0.01, device=device)
-    return launch.Layer(numbers, codes, scales, codec)
+    return attention_launch.Layer(numbers, codes, scales, codec)
 
 
-def _batch(load: Load, device: torch.device) -> launch.Batch:
+def _batch(load: Load, device: torch.device) -> attention_launch.Batch:
     """Each sequence's blocks cold ones first, scattered as an old server's are."""
     draw = np.random.default_rng(1)
     blocks = -(-load.context // BLOCK)
@@ -164,7 +164,7 @@ def _batch(load: Load, device: torch.device) -> launch.Batch:
         last = (
             np.take_along_axis(hot_ids, chunk[None] // BLOCK - (blocks - hot), axis=1) * BLOCK + chunk % BLOCK
         )
-    return launch.Batch(
+    return attention_launch.Batch(
         slots=numbers(last),
         tables=numbers(tables),
         table_starts=numbers(np.arange(load.sequences) * blocks),

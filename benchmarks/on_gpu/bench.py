@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.on_gpu.rows import Row, append_row
-from services.executor.gpu_errors import is_gpu_error
+from services.executor.core.gpu_errors import is_gpu_error
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from services.executor.model.collectives_symmetric import (
+from services.executor.collectives.symmetric_memory import (
     BUFFER_BYTES,
     SharedSums,
     TorchSums,
@@ -25,7 +25,7 @@ from services.executor.model.collectives_symmetric import (
     choose_way,
     with_symmetric_memory,
 )
-from services.executor.model.collectives_torch import TorchDistributed
+from services.executor.collectives.torch_distributed import TorchDistributed
 
 RINGS = (1, 2, 4, 8)
 SIZES = tuple(8192 << shift for shift in range(0, 13, 2))

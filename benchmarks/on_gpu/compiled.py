@@ -13,7 +13,7 @@ from functools import partial
 
 from benchmarks.on_gpu.compiled_kernels import attention, fused, products, sampling
 from benchmarks.on_gpu.compiled_kernels.hopper import INSTRUCTIONS, Compiled
-from services.executor.triton_kernels.tiles import SHARED
+from services.executor.gpu.kernels.tiles import SHARED
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from benchmarks.on_gpu.rows import Row
 from benchmarks.on_gpu.served import GREEDY, Served, generate, prefill_plan, served
 from benchmarks.on_gpu.shapes import BLOCK, MIDDLE, TINY
 from benchmarks.on_gpu.timing import release
-from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.core.step_plan import StepPlan, to_bytes
 from shared.messages import SamplingParams
 
 LOGITS = 1e-4

@@ -12,8 +12,10 @@ from benchmarks.on_gpu.random_models import served_model
 from benchmarks.on_gpu.served import decode_plan
 from benchmarks.on_gpu.shapes import BLOCK, LLAMA_8B, TINY, Shape
 from benchmarks.on_gpu.timing import release, took, wait
-from services.executor.engine.sampling import Sampler
-from services.executor.engine.sampling_state import SamplingState
+from services.executor.collectives.base import SingleRank
+from services.executor.core.progress import Progress
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.sharding import ShardLayout
 from services.executor.gpu.capture import CudaCapture, Rerun
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.sampling import DeviceSampler
@@ -21,9 +23,7 @@ from services.executor.gpu.steps import GpuSteps, StepLimits
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model import lowering
-from services.executor.model.collectives import SingleRank
-from services.executor.model.sharding import ShardLayout
-from services.executor.progress import Progress
+from services.executor.sampling.sampler import Sampler
 from shared.messages import SamplingParams
 
 Rows = Iterator[dict[str, Any]]

@@ -16,18 +16,12 @@ from benchmarks.on_gpu.interpreter import choose
 
 choose()
 
+from services.executor.core.setting_values import BlockDType  # noqa: E402
+from services.executor.gpu.kernels import attention_launch  # noqa: E402
+from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, splits_of, tiles_of
 from services.executor.kv_cache.codecs import FP8, INT8, Codec  # noqa: E402
-from services.executor.kv_cache.dtypes import BlockDType  # noqa: E402
 from services.executor.kv_cache.sizes import StoreShape  # noqa: E402
 from services.executor.kv_cache.store import KvStore  # noqa: E402
-from services.executor.triton_kernels import launch  # noqa: E402
-from services.executor.triton_kernels.tiles import (  # noqa: E402
-    LEAST_KEYS,
-    rows_for,
-    scratch_numbers,
-    splits_of,
-    tiles_of,
-)
 
 CODECS: dict[BlockDType, Codec | None] = {"bf16": None, "int8": INT8, "fp8": FP8}
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -133,30 +127,32 @@ class Problem:
         ]
 
     @property
-    def layer(self) -> launch.Layer:
+    def layer(self) -> attention_launch.Layer:
         store = self.store
-        return launch.Layer(store.hot(LAYER), store.codes(LAYER), store.scales(LAYER), store.codec(LAYER))
+        return attention_launch.Layer(
+            store.hot(LAYER), store.codes(LAYER), store.scales(LAYER), store.codec(LAYER)
+        )
 
     @property
-    def scores(self) -> launch.Scores:
+    def scores(self) -> attention_launch.Scores:
         case = self.case
         flat = [None if part is None else part.reshape(-1) for part in (self.sinks, self.slopes)]
-        return launch.Scores(case.width**-0.5, case.softcap, case.window, *flat)
+        return attention_launch.Scores(case.width**-0.5, case.softcap, case.window, *flat)
 
     def attended(self) -> Tensor:
         """What the kernels say: [T, kv heads, group, d]."""
         out = torch.full_like(self.query, float("nan"))
         for batch in self.batches():
-            launch.attend(self.query, self.layer, batch, self.scores, out)
+            attention_launch.attend(self.query, self.layer, batch, self.scores, out)
         return out
 
-    def batches(self) -> list[launch.Batch]:
+    def batches(self) -> list[attention_launch.Batch]:
         """The decodes and the chunks."""
         decodes = sum(length == 1 for length in self.case.query)
         bounds = ((0, decodes), (decodes, len(self.case.query)))
         return [self._batch(first, end) for first, end in bounds if end > first]
 
-    def _batch(self, first: int, end: int) -> launch.Batch:
+    def _batch(self, first: int, end: int) -> attention_launch.Batch:
         case = self.case
         lens = np.array(case.query[first:end])
         rows = rows_for(case.group, int(lens.max()))
@@ -164,7 +160,7 @@ class Problem:
         longest = max(case.context[first:end])
         splits = case.splits or splits_of(len(tiles.sequence) * case.kv_heads, longest, 4)
         numbers = scratch_numbers(splits, int(lens.sum()), case.kv_heads * case.group, case.width)
-        return launch.Batch(
+        return attention_launch.Batch(
             slots=self.slots,
             tables=self._int32(self.tables.tolist()),
             table_starts=self._int32(self.starts),

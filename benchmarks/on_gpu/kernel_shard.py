@@ -82,7 +82,7 @@ def main() -> None:
     import torch
 
     from benchmarks.on_gpu.kernel_cases import cases, check
-    from services.executor.gpu_errors import is_gpu_error
+    from services.executor.core.gpu_errors import is_gpu_error
 
     device = torch.device("cpu") if tiny else torch.device("cuda", 0)
     mine = list(cases(large=not tiny))[: TINY_CASES if tiny else None][part::parts]

@@ -21,10 +21,10 @@ import typer
 from benchmarks.on_gpu.random_checkpoint import SHAPES, bytes_of, write_checkpoint
 from benchmarks.on_gpu.timing import release
 from benchmarks.random_model import LlamaShape
+from services.executor.collectives.base import SingleRank
+from services.executor.core.sharding import ShardLayout
 from services.executor.kv_cache.codecs import FP8, Codec
-from services.executor.model.collectives import SingleRank
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.sharding import ShardLayout
+from services.executor.model.loading.loader import load_config, load_model
 
 BUFFER = 256 << 20
 """Bytes of the plain copy's buffer."""

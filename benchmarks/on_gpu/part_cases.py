@@ -20,13 +20,13 @@ from benchmarks.on_gpu.random_checkpoint import SHAPES, write_checkpoint
 from benchmarks.on_gpu.rows import Row
 from benchmarks.on_gpu.timing import release
 from benchmarks.random_model import LlamaShape
+from services.executor.collectives.base import SingleRank
+from services.executor.core.sharding import ShardLayout
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.collectives import SingleRank
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.quantized import Quantized, quantize
-from services.executor.model.sharding import ShardLayout
+from services.executor.model.loading.loader import load_config, load_model
+from services.executor.model.weight_formats import Quantized, quantize
 
 ROUNDED = 0.01
 """Largest root mean square of a product's errors, in parts of its own: bf16 rounds by up to 0.004, half of it in the
@@ -74,8 +74,8 @@ def products(bench: Bench) -> None:
 
 def _products(x: Tensor, weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Tensor, Tensor, float]]:
     """(name, product, the same in float64, what its error may be); both with `bias`."""
-    from services.executor.gpu.coded import FEW, coded_product
-    from services.executor.triton_kernels.product_launch import encode_rows, multiply_one
+    from services.executor.gpu.kernels.matmul_launch import encode_rows, multiply_one
+    from services.executor.gpu.quantized_matmul import FEW, coded_product
 
     if len(x) == 1:
         plain = x.double() @ weight.double().t() + bias.double()
@@ -94,7 +94,7 @@ def _products(x: Tensor, weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Te
 
 
 def blocks(bench: Bench) -> None:
-    from services.executor.gpu.kernels import GpuKernels
+    from services.executor.gpu.attention import GpuKernels
 
     for codec in (INT8, FP8):
         width = 16 if bench.tiny else 128

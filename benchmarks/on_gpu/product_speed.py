@@ -1,6 +1,6 @@
 """How fast products are, each way at each number of rows: `python -m benchmarks.on_gpu.product_speed`.
 
-It shows where `services/executor/gpu/coded.py` should change from one way to the other, and what a product of few rows
+It shows where `services/executor/gpu/quantized_matmul.py` should change from one way to the other, and what a product of few rows
 reaches of the rate at which weights can be read.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.executor.kv_cache.codecs import FP8, INT8
-from services.executor.model.quantized import quantize
+from services.executor.model.weight_formats import quantize
 
 SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """(outputs, inputs) of the layers of Llama 3 8B."""
@@ -61,8 +61,8 @@ def _ways(
     device: torch.device, outputs: int, inputs: int, rows: int
 ) -> dict[str, tuple[int, list[Callable[[Tensor], Tensor]]]]:
     """name -> (bytes of a weight, the product with each of several weights)"""
-    from services.executor.gpu import coded
-    from services.executor.triton_kernels.product_launch import MOST_ROWS, multiply_one
+    from services.executor.gpu import quantized_matmul
+    from services.executor.gpu.kernels.matmul_launch import MOST_ROWS, multiply_one
 
     copies = max(1, min(COLD // (2 * outputs * inputs), 8)) if device.type == "cuda" else 1
     plain = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device) for _ in range(copies)]
@@ -76,18 +76,21 @@ def _ways(
         weights = [quantize(weight, codec) for weight in plain]
         if rows <= MOST_ROWS:
             # None: not by the library, so in registers up to the most rows.
-            few = [coded.coded_product(weight, None, None) for weight in weights]
+            few = [quantized_matmul.coded_product(weight, None, None) for weight in weights]
             ways[f"{codec.name}, widened in registers"] = (1, [*few])
         else:
-            wide = [lambda x, weight=weight: coded.multiply_widened(x, weight, None) for weight in weights]
+            wide = [
+                lambda x, weight=weight: quantized_matmul.multiply_widened(x, weight, None)
+                for weight in weights
+            ]
             ways[f"{codec.name}, widened in memory"] = (1, wide)
     if device.type == "cuda":
-        from services.executor.triton_kernels.product_launch import encode_rows
+        from services.executor.gpu.kernels.matmul_launch import encode_rows
 
         scaled = [quantize(weight, FP8) for weight in plain]
         ways["fp8, activations too"] = (
             1,
-            [lambda x, w=w: coded.scaled_by_rows(*encode_rows(x, FP8), *w, None) for w in scaled],
+            [lambda x, w=w: quantized_matmul.scaled_by_rows(*encode_rows(x, FP8), *w, None) for w in scaled],
         )
     return ways
 

@@ -12,12 +12,12 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from services.executor.collectives.base import SingleRank
+from services.executor.core.sharding import ShardLayout
 from services.executor.model.attention import register_attention
-from services.executor.model.collectives import SingleRank
-from services.executor.model.layers import LinearShard, VocabParallelHead
-from services.executor.model.parallel import apply_plan
-from services.executor.model.rewiring import attention_to_build_with
-from services.executor.model.sharding import ShardLayout
+from services.executor.model.parallel.layers import LinearShard, VocabParallelHead
+from services.executor.model.parallel.rewiring import attention_to_build_with
+from services.executor.model.parallel.splitting import apply_plan
 
 SEED = 7
 DEVIATION = 0.02
@@ -39,7 +39,7 @@ def served_model(
 
 def _quantize(model: nn.Module, codec: Any) -> None:
     """One layer after the other, so that both kinds of weights are held of one alone."""
-    from services.executor.model.quantized import quantize
+    from services.executor.model.weight_formats import quantize
 
     for module in model.modules():
         if isinstance(module, LinearShard) and not isinstance(module, VocabParallelHead):

@@ -22,16 +22,17 @@ from msgspec import structs
 
 from benchmarks.on_gpu.random_models import served_model
 from benchmarks.on_gpu.shapes import BLOCK, Shape
-from services.executor.board import RingBoard
-from services.executor.engine import ring_engine
-from services.executor.engine.admission import BatchSettings
-from services.executor.engine.batching import ContinuousBatcher
-from services.executor.engine.plan import StepPlan, to_bytes
-from services.executor.engine.protocol import EngineSpec, SampledToken
-from services.executor.engine.sampling_state import SamplingState
+from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.settings import ExecutorSettings
+from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.model import backend, loader
-from services.executor.settings import ExecutorSettings
+from services.executor.model.loading import loader
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.worker import backend
+from services.executor.worker import engine as ring_engine
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams
 

@@ -26,10 +26,10 @@ from rich.table import Table
 
 from benchmarks.bookkeeping import BLOCK
 from benchmarks.edge import edge_parts
-from services.executor.engine.admission import BatchSettings
-from services.executor.engine.batching import ContinuousBatcher
-from services.executor.engine.protocol import EngineSpec, SampledToken
-from services.executor.gathering import Gathering
+from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.leader.frames import Gathering
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.lifecycle.generation import Generation

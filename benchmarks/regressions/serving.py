@@ -31,7 +31,7 @@ async def _served(model: Path, rounds: int, effort: int, scratch: Path) -> Round
     threads = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     from benchmarks.inprocess import InProcess
-    from services.executor.rank_process import SPIN_COUNT
+    from services.executor.supervisor.rank_process import SPIN_COUNT
 
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     ours = Ours(scratch / "stack", model=model, engine="torch")

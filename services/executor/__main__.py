@@ -2,14 +2,14 @@
 
 import sys
 
-from services.executor.early_fork_server import start_early
+from services.executor.supervisor.early_fork_server import start_early
 
 if __name__ == "__main__":
     start_early(sys.argv[1:])  # before the imports below, which run beside its own
 
-from services.executor.nodes.node import RingNode
-from services.executor.orchestrator import ExecutorService
-from services.executor.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor.multinode.node import RingNode
+from services.executor.supervisor.service import ExecutorService
 from shared.service import lifecycle
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from services.executor import gpu_errors
-from services.executor.board import RingBoard
-from services.executor.debug.rank_side import RankDesk
-from services.executor.fork_server import leave
+from services.executor.core import gpu_errors
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import Failed, Orchestrator, RankSpec
-from services.executor.settings import ExecutorSettings
+from services.executor.supervisor.fork_server import leave
+from services.executor.worker.diagnostics.desk import RankDesk
 from shared import tracing
 from shared.errors import InternalError, RingLost, RyzansteinError
 from shared.service.logs import configure_logging
@@ -71,8 +71,8 @@ def _failed(error: Exception, who: str) -> Failed:
 
 
 def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestrator: Orchestrator) -> None:
-    from services.executor.engine.factory import make_engine
-    from services.executor.leader import Leader
+    from services.executor.leader.leader import Leader
+    from services.executor.worker.factory import make_engine
 
     about: Attributes = {
         "ryzanstein.group": spec.group,
@@ -87,7 +87,7 @@ def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestr
 
 
 def _follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestrator: Orchestrator) -> None:
-    from services.executor.engine.factory import follow
+    from services.executor.worker.factory import follow
 
     rendezvous = orchestrator.read_rendezvous()
     orchestrator.listen()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.executor.engine.stub import stub_token
+from services.executor.worker.stub import stub_token
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.executor.engine.stub import FAULT_TOKEN
+from services.executor.worker.stub import FAULT_TOKEN
 from shared.messages import GroupEvent
 from shared.nats import subjects
 from tests.chaos.house import House, Plan

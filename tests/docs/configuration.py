@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from services.cli.settings import LocalSettings, StackSettings
-from services.executor.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings
 from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.settings import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings

@@ -10,11 +10,11 @@ import trustme
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.executor.board import RingBoard
-from services.executor.debug.recorder import FlightRecorder
-from services.executor.handover.board import HandoverBoard
-from services.executor.orchestrator import ExecutorService
-from services.executor.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.board import RingBoard
+from services.executor.ipc.flight_recorder import FlightRecorder
+from services.executor.kv_transfer.board import HandoverBoard
+from services.executor.supervisor.service import ExecutorService
 from services.gateway.batches.dependencies import BatchMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.server.certificates import CertificateExpiry

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from services.executor.model.collectives import Collectives
+from services.executor.collectives.base import Collectives
 from tests.pretend_gpu.tensors import launch
 
 

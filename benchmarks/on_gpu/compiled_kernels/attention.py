@@ -10,9 +10,9 @@ from torch import Tensor
 
 from benchmarks.on_gpu.compiled_kernels.hopper import Compiled
 from benchmarks.on_gpu.compiled_kernels.launched import compile_launched, launches
+from services.executor.gpu.kernels import attention_launch
+from services.executor.gpu.kernels.tiles import rows_for
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.triton_kernels import launch
-from services.executor.triton_kernels.tiles import rows_for
 
 MOST_STACK = 160
 """Bytes of each thread: some are kept around the loops where heads have 256 numbers; a loop that spills has more."""
@@ -67,7 +67,7 @@ def variants(every: bool) -> Iterator[Variant]:
         yield Variant(tokens, "int8", 256, 1, dtype=torch.float32)
 
 
-def calls(variant: Variant) -> list[launch.Call]:
+def calls(variant: Variant) -> list[attention_launch.Call]:
     """The launches of a variant, of tensors that have shapes and no numbers."""
     kv_heads, width = 8, variant.width
     heads = kv_heads * variant.group
@@ -80,8 +80,8 @@ def calls(variant: Variant) -> list[launch.Call]:
     cold = 1000 if codec else 0
     code = empty(cold, 2, kv_heads, 16, width, dtype=codec.dtype if codec else variant.dtype)
     scales = empty(cold, 2, kv_heads, dtype=torch.float32) if codec else None
-    layer = launch.Layer(empty(1000, 2, kv_heads, 16, width), code, scales, codec)
-    batch = launch.Batch(
+    layer = attention_launch.Layer(empty(1000, 2, kv_heads, 16, width), code, scales, codec)
+    batch = attention_launch.Batch(
         index,
         index,
         index,
@@ -95,7 +95,7 @@ def calls(variant: Variant) -> list[launch.Call]:
         64,
     )
     per_head = empty(heads, dtype=torch.float32)
-    scores = launch.Scores(
+    scores = attention_launch.Scores(
         width**-0.5,
         5.0 if "softcap" in variant.asks else None,
         1024 if "window" in variant.asks else None,
@@ -103,23 +103,23 @@ def calls(variant: Variant) -> list[launch.Call]:
         per_head if "slopes" in variant.asks else None,
     )
     query = empty(64, kv_heads, variant.group, width)
-    return launch.attend_calls(query, layer, batch, scores, query)
+    return attention_launch.attend_calls(query, layer, batch, scores, query)
 
 
-def block_calls() -> Iterator[tuple[str, launch.Call]]:
+def block_calls() -> Iterator[tuple[str, attention_launch.Call]]:
     """The launches that write blocks, and compress them."""
     hot = torch.empty((2, 1000, 2, 8, 16, 128), dtype=torch.bfloat16, device="meta")
     fused = torch.empty((64, 48, 128), dtype=torch.bfloat16, device="meta")
     slots = torch.empty(64, dtype=torch.int32, device="meta")
-    yield "write", launch.write_call(fused[:, 32:40], fused[:, 40:], slots, hot[0])
+    yield "write", attention_launch.write_call(fused[:, 32:40], fused[:, 40:], slots, hot[0])
     index = torch.empty((64, 2), dtype=torch.int64, device="meta")
     for name, codec in CODECS.items():
         code = torch.empty_like(hot, dtype=codec.dtype if codec else hot.dtype)
         scales = torch.empty(hot.shape[:4], dtype=torch.float32, device="meta") if codec else None
-        yield f"compress {name}", launch.compress_call(hot, index[:, 0], code, scales, codec, index)
+        yield f"compress {name}", attention_launch.compress_call(hot, index[:, 0], code, scales, codec, index)
 
 
-def compile_call(name: str, call: launch.Call) -> Compiled:
+def compile_call(name: str, call: attention_launch.Call) -> Compiled:
     """As Triton would at the first launch."""
     (launched,) = launches(call.run)
     return compile_launched(name, launched)

@@ -7,22 +7,24 @@ import torch
 
 from benchmarks.on_gpu.compiled_kernels.hopper import Compiled
 from benchmarks.on_gpu.compiled_kernels.launched import compile_work, meta
-from services.executor.triton_kernels import fused
+from services.executor.gpu.kernels import elementwise_launch
 
 TOKENS = 64
-PLAIN, GEMMA = fused.Norms(1e-6, offset=False), fused.Norms(1e-6, offset=True)
+PLAIN, GEMMA = elementwise_launch.Norms(1e-6, offset=False), elementwise_launch.Norms(1e-6, offset=True)
 FP32 = torch.float32
 
 
-def norm(width: int, how: fused.Norms) -> None:
-    fused.norm(meta(TOKENS, width), meta(width, dtype=FP32), how)
+def norm(width: int, how: elementwise_launch.Norms) -> None:
+    elementwise_launch.norm(meta(TOKENS, width), meta(width, dtype=FP32), how)
 
 
-def add_norm(width: int, how: fused.Norms, after: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+def add_norm(
+    width: int, how: elementwise_launch.Norms, after: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Launches one; `after`: with the norm behind attention, and a scale."""
     x, residual = meta(TOKENS, width, dtype=dtype), meta(TOKENS, width, dtype=dtype)
     weight = meta(width, dtype=FP32)
-    fused.add_norm(x, residual, weight, how, weight if after else None, 0.5 if after else 1.0)
+    elementwise_launch.add_norm(x, residual, weight, how, weight if after else None, 0.5 if after else 1.0)
 
 
 def place(
@@ -36,10 +38,10 @@ def place(
 ) -> None:
     angles = meta(TOKENS, half, dtype=FP32)
     norms = (meta(width, dtype=FP32), meta(width, dtype=FP32))
-    fused.place(
+    elementwise_launch.place(
         meta(TOKENS, (q_heads + 2 * kv_heads) * width, dtype=dtype),
         q_heads,
-        fused.Rotation(angles, angles) if half else None,
+        elementwise_launch.Rotation(angles, angles) if half else None,
         meta(TOKENS, dtype=slots),
         meta(1000, 2, kv_heads, 16, width, dtype=dtype),
         norms if normed else None,
@@ -48,7 +50,7 @@ def place(
 
 
 def gated(width: int, gelu: bool, dtype: torch.dtype = torch.bfloat16) -> None:
-    fused.gated(meta(TOKENS, 2 * width, dtype=dtype), gelu=gelu)
+    elementwise_launch.gated(meta(TOKENS, 2 * width, dtype=dtype), gelu=gelu)
 
 
 def kernels() -> Iterator[Compiled]:

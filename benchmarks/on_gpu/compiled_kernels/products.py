@@ -7,14 +7,14 @@ import torch
 
 from benchmarks.on_gpu.compiled_kernels.hopper import Compiled
 from benchmarks.on_gpu.compiled_kernels.launched import compile_work, meta
-from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.triton_kernels.product_launch import (
+from services.executor.gpu.kernels.matmul_launch import (
     arrivals_for,
     decode_rows,
     encode_rows,
     multiply_few,
     multiply_one,
 )
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
 
 PROCESSORS = 132
 SHAPES = (

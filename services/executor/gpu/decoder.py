@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.executor.engine.plan import Int32Array, StepPlan, as_int32
-from services.executor.engine.vectors import Floats
+from services.executor.collectives.base import Collectives, InRankOrder
+from services.executor.core.progress import Progress
+from services.executor.core.prompt_results import Floats
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
+from services.executor.gpu.attention import GpuKernels
 from services.executor.gpu.inputs import StepInputs, inputs_of
-from services.executor.gpu.kernels import GpuKernels
-from services.executor.gpu.products import MakeProduct, Product, invariant_product, make_product
+from services.executor.gpu.kernels import attention_launch, elementwise_launch
+from services.executor.gpu.linear import MakeProduct, Product, invariant_product, make_product
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.candidates import largest_of
-from services.executor.model.collectives import Collectives, InRankOrder
-from services.executor.model.decoder import sums_of
 from services.executor.model.lowering import (
     Lowered,
     LoweredLayer,
@@ -28,12 +29,11 @@ from services.executor.model.lowering import (
     joined_qkv,
     let_go,
     linears_of,
+    sums_of,
     vocabulary,
     weights_of,
 )
-from services.executor.model.sharding import ShardLayout
-from services.executor.progress import Progress
-from services.executor.triton_kernels import fused, launch
+from services.executor.sampling.candidates import largest_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class _Layer:
     gate_up: Product
     down: Product
     rotary: int
-    scores: launch.Scores
-    blocks: launch.Layer
+    scores: attention_launch.Scores
+    blocks: attention_launch.Layer
 
 
 class GpuDecoder:
@@ -77,7 +77,7 @@ class GpuDecoder:
         if batch_invariant:
             make, collectives = invariant_product, InRankOrder(collectives)
         self._scalars = lowered.scalars
-        self._norms = fused.Norms(lowered.scalars.eps, offset=lowered.family.norm_offset != 0.0)
+        self._norms = elementwise_launch.Norms(lowered.scalars.eps, offset=lowered.family.norm_offset != 0.0)
         self._gelu = lowered.activation == "gelu_tanh"
         self._store = store
         self._collectives = collectives
@@ -109,7 +109,7 @@ class GpuDecoder:
         """
         residual = self._embed(inputs.token_ids)
         rotations = self._rotations(inputs.positions)
-        states = fused.norm(residual, self._layers[0].norms["attention_norm"], self._norms)
+        states = elementwise_launch.norm(residual, self._layers[0].norms["attention_norm"], self._norms)
         following = [layer.norms["attention_norm"] for layer in self._layers[1:]]
         for layer, next_norm in zip(self._layers, [*following, self._final_norm], strict=True):
             attended = self._attend(layer, states, inputs, rotations)
@@ -117,7 +117,7 @@ class GpuDecoder:
             states = self._add_norm(
                 summed, residual, layer, "after_attention_norm", layer.norms["feed_forward_norm"]
             )
-            gated = fused.gated(layer.gate_up(states), gelu=self._gelu)
+            gated = elementwise_launch.gated(layer.gate_up(states), gelu=self._gelu)
             summed = self._collectives.all_reduce(layer.down(gated))
             states = self._add_norm(summed, residual, layer, "after_feed_forward_norm", next_norm)
             on_layer()
@@ -184,7 +184,7 @@ class GpuDecoder:
         scale = self._scalars.embedding_scale
         return rows if scale == 1.0 else rows.mul_(scale)
 
-    def _rotations(self, positions: Tensor) -> list[fused.Rotation]:
+    def _rotations(self, positions: Tensor) -> list[elementwise_launch.Rotation]:
         """One for each set of frequencies, shared by all layers."""
         places = positions.float().unsqueeze(1)
         rotations = []
@@ -193,14 +193,14 @@ class GpuDecoder:
             cosines, sines = angles.cos(), angles.sin()
             if scale != 1.0:
                 cosines, sines = cosines.mul_(scale), sines.mul_(scale)
-            rotations.append(fused.Rotation(cosines, sines))
+            rotations.append(elementwise_launch.Rotation(cosines, sines))
         return rotations
 
     def _attend(
-        self, layer: _Layer, states: Tensor, inputs: StepInputs, rotations: list[fused.Rotation]
+        self, layer: _Layer, states: Tensor, inputs: StepInputs, rotations: list[elementwise_launch.Rotation]
     ) -> Tensor:
         """[T, q heads of the output * head dim] of the normed `states` [T, hidden]."""
-        query = fused.place(
+        query = elementwise_launch.place(
             layer.qkv(states),
             self._q_heads,
             None if layer.rotary < 0 else rotations[layer.rotary],
@@ -215,11 +215,11 @@ class GpuDecoder:
         grouped = query.view(tokens, -1, self.group, width)
         out = torch.empty_like(grouped)
         for batch in inputs.batches:
-            launch.attend(grouped, layer.blocks, batch, layer.scores, out)
+            attention_launch.attend(grouped, layer.blocks, batch, layer.scores, out)
         return out.view(tokens, -1)[:, self._output_columns]
 
     def _add_norm(self, x: Tensor, residual: Tensor, layer: _Layer, after: str, weight: Tensor) -> Tensor:
-        return fused.add_norm(
+        return elementwise_launch.add_norm(
             x, residual, weight, self._norms, layer.norms.get(after), self._scalars.residual_scale
         )
 
@@ -235,7 +235,7 @@ class GpuDecoder:
             gate_up=make(*joined_gate_up(feed_forward)),
             down=make(*weights_of(feed_forward.down_proj)),
             rotary=layer.rotary,
-            scores=launch.Scores(
+            scores=attention_launch.Scores(
                 scalars.attention_scale, scalars.attention_cap or None, layer.window or None
             ),
             blocks=self._kernels.layers[index],

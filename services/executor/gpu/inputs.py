@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.engine.plan import StepPlan, as_int32
+from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.gpu.kernels.attention_launch import Batch, rows_for
+from services.executor.gpu.kernels.tiles import Tiles, splits_of, tiles_of
 from services.executor.gpu.staging import Ints, to_device
-from services.executor.triton_kernels.launch import Batch, rows_for
-from services.executor.triton_kernels.tiles import Tiles, splits_of, tiles_of
 
 
 class StepInputs(NamedTuple):

@@ -11,19 +11,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from services.executor.engine.plan import StepPlan, to_bytes
-from services.executor.engine.sampling import wants_of
-from services.executor.engine.sampling_state import SamplingState
+from services.executor.collectives.base import Collectives
+from services.executor.core.progress import Progress
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.gpu.capture import Capture, CudaCapture
 from services.executor.gpu.decoder import GpuDecoder
-from services.executor.gpu.graphed import GraphedDecoder
-from services.executor.gpu.graphs import Computed, Shape, StepGraphs
+from services.executor.gpu.graphs import Computed, GraphedDecoder, Shape, StepGraphs
 from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, tell
 from services.executor.gpu.staging import Limits, Staging
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.candidates import WANT, Wants, only_largest
-from services.executor.model.collectives import Collectives
-from services.executor.progress import Progress
+from services.executor.sampling.candidates import WANT, Wants, only_largest
+from services.executor.sampling.sampler import wants_of
 from shared.messages import SamplingParams
 
 

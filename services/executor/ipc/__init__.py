@@ -1,1 +1,1 @@
-"""What processes of one ring tell each other: tables in shared memory, messages over pipes and sockets."""
+"""What processes of one group tell each other: tables in shared memory, messages over pipes and sockets."""

@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
-from services.executor.gpu_errors import EXTERNAL
+from services.executor.core.gpu_errors import EXTERNAL
 from shared.messages.debugging import LeaderDump
 
 

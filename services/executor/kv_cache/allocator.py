@@ -32,12 +32,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from services.executor.kv_cache.block_copies import Copies, PendingCopies
-from services.executor.kv_cache.block_pool import BlockPool
-from services.executor.kv_cache.census import Census, check_regions, check_tables
+from services.executor.kv_cache.block_pool import (
+    BlockPool,
+    Census,
+    Copies,
+    PendingCopies,
+    check_regions,
+    check_tables,
+)
+from services.executor.kv_cache.offload_tiers import SpillTiers
 from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex, is_root
-from services.executor.kv_cache.sessions import SessionPins
-from services.executor.kv_cache.tiers import SpillTiers
+from services.executor.kv_cache.session_pins import SessionPins
 
 MOST_PINNED = 0.5
 """Share of a format's blocks that sessions may pin."""

@@ -4,10 +4,27 @@ empty     no content worth keeping                handed out first
 cached    full and findable, longest unused first
 pinned    cached, and kept for a session          handed out last: a pin delays eviction, and never
                                                   keeps a block from whoever needs one
+
+Copies of blocks that the ranks must make before they compute the next step.
+
+Decided by the leader between two plans, executed by every rank in this order:
+
+    1. saves         block ──▶ spill slot     what is evicted, before its id is written again
+    2. adoptions     landing slot ──▶ block   what another ring has given (`handover/arrivals.py`)
+    3. restores      spill slot ──▶ block     what the step is going to read
+    4. the forward pass, which in each layer writes hot blocks, compresses those that it fills, and attends
+
+Source of a save is only what earlier plans have written; so the order makes it safe to hand an id or a slot
+out again in the very plan that saves what it held.
+
+The blocks of an allocator, counted and checked. Pure.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, KeysView, Sequence
 from typing import NamedTuple
+
+from services.executor.kv_cache.prefix_index import PrefixIndex
 
 
 class PoolCounts(NamedTuple):
@@ -117,3 +134,86 @@ class BlockPool:
         )
         assert len(pinned) <= self._most_pinned, "too many blocks are pinned"
         return empty, cached, pinned
+
+
+Pairs = list[tuple[int, int]]
+
+
+class Copies(NamedTuple):
+    """(from, to) pairs, in the order of execution."""
+
+    saves: Pairs
+    restores: Pairs
+
+
+class PendingCopies:
+    """What the next plan will carry."""
+
+    def __init__(self) -> None:
+        self._saves: dict[int, int] = {}
+        self._restores: Pairs = []
+
+    @property
+    def saves(self) -> KeysView[int]:
+        """The slots that are going to be written, oldest first."""
+        return self._saves.keys()
+
+    @property
+    def restores(self) -> int:
+        return len(self._restores)
+
+    def save(self, block: int, slot: int) -> None:
+        """A slot that was to be written already has been given away since: the later save counts."""
+        self._saves.pop(slot, None)
+        self._saves[slot] = block
+
+    def cancel_save(self, slot: int) -> None:
+        del self._saves[slot]
+
+    def restore(self, slot: int, block: int) -> None:
+        self._restores.append((slot, block))
+
+    def take(self) -> Copies:
+        """All of them, once."""
+        saves = [(block, slot) for slot, block in self._saves.items()]
+        copies = Copies(saves, self._restores)
+        self._saves, self._restores = {}, []
+        return copies
+
+
+class Census(NamedTuple):
+    """How many blocks are in which state."""
+
+    hot: PoolCounts
+    cold: PoolCounts
+    private: int
+    shared: int
+    host: tuple[int, int]
+    """(spill slots, used) in host memory."""
+    disk: tuple[int, int]
+    pinned_for: dict[str, int]
+    """Blocks by session."""
+
+
+def check_regions(
+    references: Sequence[int],
+    index: PrefixIndex,
+    empty: Collection[int],
+    cached: Collection[int],
+    pinned: Collection[int],
+) -> None:
+    """Raises AssertionError where a block (with so many references each) is in no region, or shared while writable."""
+    for block, count in enumerate(references):
+        assert count >= 0, f"block {block} has {count} references"
+        unused = block in empty or block in cached or block in pinned
+        assert unused == (count == 0), f"block {block} is leaked or in use while free"
+        assert count < 2 or block in index, f"block {block} is shared while writable"
+    assert all(block in index for block in (*cached, *pinned)), "a cached block cannot be found"
+    assert not any(block in index for block in empty), "an empty block can be found"
+
+
+def check_tables(references: Sequence[int], tables: Iterable[Sequence[int]]) -> None:
+    """Raises AssertionError where the block `tables` of all sequences hold others than `references` count."""
+    held = Counter(block for table in tables for block in table)
+    counted = {block: count for block, count in enumerate(references) if count}
+    assert held == counted, f"tables hold {dict(held)}, the allocator counts {counted}"

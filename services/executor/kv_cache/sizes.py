@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from services.executor.kv_cache import gpu_budget
+from services.executor.kv_cache import gpu_memory
 from services.executor.kv_cache.codecs import Codec
 from shared.errors import ConfigurationError
 
@@ -151,13 +151,13 @@ def most_useful(shape: StoreShape, reserve: int) -> int:
 
 
 def default_budget(
-    device: torch.device, step_needs: int = 0, utilization: float = gpu_budget.DEFAULT_UTILIZATION
+    device: torch.device, step_needs: int = 0, utilization: float = gpu_memory.DEFAULT_UTILIZATION
 ) -> int:
     """Bytes that one rank's cache may take on `device` when no budget is set. Call it once weights are loaded.
     On a GPU: less `step_needs` bytes, and within `utilization` of its memory."""
     if device.type == "cuda":
-        free, total = gpu_budget.free_memory(device)
-        return gpu_budget.gpu_budget(free, total, step_needs, utilization)
+        free, total = gpu_memory.free_memory(device)
+        return gpu_memory.gpu_budget(free, total, step_needs, utilization)
     return int(free_host_memory() * DEFAULT_CPU_SHARE)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from services.executor.model.checkpoints import convert_gguf
+from services.executor.model.loading.checkpoints import convert_gguf
 from shared.errors import RyzansteinError
 
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.engine.plan import StepPlan, as_int32
+from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.scores import ScoreRule
 

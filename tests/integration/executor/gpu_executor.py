@@ -1,8 +1,8 @@
 """An executor whose ranks are `gpu_rank`s: `python -m tests.integration.executor.gpu_executor`."""
 
-from services.executor import rank_process
 from services.executor.__main__ import make
-from services.executor.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor import rank_process
 from shared.service import lifecycle
 
 if __name__ == "__main__":

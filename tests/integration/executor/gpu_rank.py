@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.executor import rank as rank_process
-from services.executor.board import RankBoard, RingBoard
-from services.executor.engine.plan import StepPlan
-from services.executor.engine.protocol import SampledToken
-from services.executor.engine.sampling_state import SamplingState
-from services.executor.engine.stub import StubEngine
+from services.executor.core.engine import SampledToken
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.step_plan import StepPlan
+from services.executor.ipc.board import RankBoard, RingBoard
 from services.executor.ipc.rank_pipe import RankSpec
+from services.executor.worker.stub import StubEngine
 
 FAULTS = Path(os.environ["RYZANSTEIN_TEST_GPU"])
 spec: RankSpec

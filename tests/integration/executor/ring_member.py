@@ -12,16 +12,16 @@ import msgspec
 import structlog
 import torch
 
-from services.executor.board import RingBoard
-from services.executor.engine import ring_engine
-from services.executor.engine.admission import BatchSettings
-from services.executor.engine.batching import ContinuousBatcher
-from services.executor.engine.plan import StepPlan
-from services.executor.engine.plan_builder import Row
-from services.executor.engine.protocol import Launched, RestoreFailed
+from services.executor.core.engine import Launched, RestoreFailed
+from services.executor.core.settings import ExecutorSettings
+from services.executor.core.step_plan import StepPlan
+from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.kv_cache.store import KvStore
-from services.executor.settings import ExecutorSettings
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.steps import Row
+from services.executor.worker import engine as ring_engine
 from shared.messages import GenerationRequest, TokenEntry
 
 

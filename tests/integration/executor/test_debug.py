@@ -39,7 +39,7 @@ from shared.nats.kv import Bucket
 from tests.integration.executor.test_executor import Reader, dispatch, executor, request
 from tests.processes import ServiceProcess
 from tests.unit.executor.model.tiny import make_model
-from tests.unit.executor.ring.test_parts import TOKENIZER
+from tests.unit.executor.supervisor.test_parts import TOKENIZER
 
 PATIENT = ("--hung-after", "60")
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from services.cli.supervision.nats_server import LocalNats
-from services.executor.engine.stub import stub_token
+from services.executor.worker.stub import stub_token
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable
 from shared.messages import (

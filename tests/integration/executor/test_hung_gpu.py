@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.executor.engine.stub import stub_token
+from services.executor.worker.stub import stub_token
 from shared.config import CommonSettings
 from shared.messages import (
     DispatchBatch,

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from benchmarks.peers.servers import free_port
-from services.executor.nodes import wire
-from services.executor.proofs import proof as proof_of
+from services.executor.ipc.proofs import proof as proof_of
+from services.executor.supervisor.multinode import wire
 from shared.config import CommonSettings
 from shared.messages import Heartbeat
 from shared.nats.bus import Bus

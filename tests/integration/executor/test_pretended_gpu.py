@@ -45,7 +45,7 @@ async def test_an_executor_on_a_gpu_says_what_one_on_the_cpu_says(
     paths = os.pathsep.join([str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     options = ("--kv-dtype", "bf16", "--max-sequences", "3", "--max-batch-tokens", "32")
     # A layer that Triton's interpreter computes takes seconds on a busy machine, and tells of no progress meanwhile.
-    # Steps that warm up have tests of their own (tests/unit/executor/gpu/test_rehearsal.py).
+    # Steps that warm up have tests of their own (tests/unit/executor/gpu/test_warmup_plans.py).
     patient = ("--hung-after", "60", "--warm-up", "off")
     async with rings(bus, nats_settings, tmp_path) as house:
         await house.begin("cpu", model, *options)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.executor.board import RingBoard
-from services.executor.model.loader import load_config
-from services.executor.model.sharding import ShardLayout
+from services.executor.core.sharding import ShardLayout
+from services.executor.ipc.board import RingBoard
+from services.executor.model.loading.loader import load_config
 from shared.messages import GenerationRequest, SamplingParams, TokenEntry
 from tests.integration.executor.ring_member import Known, Turn
 from tests.unit.executor.model.tiny import make_model

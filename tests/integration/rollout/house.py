@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from services.executor.engine.stub import stub_token
+from services.executor.worker.stub import stub_token
 from shared.config import CommonSettings
 from shared.messages import GroupBeat
 from shared.nats.bus import Bus

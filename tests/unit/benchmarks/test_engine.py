@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.engine import DECODES, PREFILLS, milliseconds
 from benchmarks.steps import BLOCK, decode_plan, prefill_plan
-from services.executor.engine.plan import StepPlan, as_int32
+from services.executor.core.step_plan import StepPlan, as_int32
 
 
 def check(plan: StepPlan) -> None:

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.bookkeeping import Case, run
 from benchmarks.prefix import CASES, Load
 from benchmarks.workloads import WORKLOADS
-from services.executor.engine.protocol import EngineSpec
+from services.executor.core.engine import EngineSpec
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "nowhere" not in name])

@@ -6,9 +6,9 @@ import torch
 
 from benchmarks.on_gpu.loading_speed import loading_speed
 from benchmarks.on_gpu.random_checkpoint import SHAPES, bytes_of, write_checkpoint
-from services.executor.model.collectives import SingleRank
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.sharding import ShardLayout
+from services.executor.collectives.base import SingleRank
+from services.executor.core.sharding import ShardLayout
+from services.executor.model.loading.loader import load_config, load_model
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,11 @@ from benchmarks.random_model import LlamaShape, write_llama
 from benchmarks.ring import Reduce, RingReport, measure_steps, show, timing
 from benchmarks.ring_ranks import Share
 from benchmarks.steps import Decode, Prefill, Steps, decode_plan
-from services.executor.engine.plan import as_int32
-from services.executor.model.collectives import SingleRank
-from services.executor.model.collectives_shm import can_share_memory
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.sharding import ShardLayout
+from services.executor.collectives.base import SingleRank
+from services.executor.collectives.shared_memory import can_share_memory
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import as_int32
+from services.executor.model.loading.loader import load_config, load_model
 from tests.unit.executor.model.tiny import make_model
 
 

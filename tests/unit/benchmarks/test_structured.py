@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.structured import CASES, GRAMMARS, Bench, endless
-from services.executor.engine.stub import StubEngine, StubSettings
-from services.executor.grammar.vocabulary import Vocabulary
-from services.executor.grammar.work import GrammarWork
-from tests.unit.executor.grammar.guided_ring import CARD
+from services.executor.structured_output.state import Vocabulary
+from services.executor.structured_output.work import GrammarWork
+from services.executor.worker.stub import StubEngine, StubSettings
+from tests.unit.executor.structured_output.guided_ring import CARD
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def test_the_scaler_asks_for_metrics_that_there_are() -> None:
     (query,) = [one["metadata"]["query"] for one in scaled["spec"]["triggers"] if one["type"] == "prometheus"]
     sources = "".join(
         (manifests.ROOT / path).read_text()
-        for path in ("services/scheduler/metrics.py", "services/executor/metrics.py")
+        for path in ("services/scheduler/metrics.py", "services/executor/supervisor/metrics.py")
     )
     metrics = re.findall(r"ryzanstein_(?:scheduler|executor)_(\w+)", query)
     assert len(metrics) == 3

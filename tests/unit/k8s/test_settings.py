@@ -3,7 +3,7 @@
 import pytest
 
 from services.cli.settings import LocalSettings
-from services.executor.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings
 from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.settings import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.executor.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings
 from services.gateway.api.openai.stored_chats import ChangedChat
 from services.gateway.api.openai.vllm import TokenizeRequest
 from services.gateway.api.openapi.constraints import constrain

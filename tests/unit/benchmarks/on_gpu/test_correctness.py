@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the GPU's decoder runs where Triton is")
 from benchmarks.on_gpu import correctness
 from benchmarks.on_gpu.bench import Bench
 from benchmarks.on_gpu.rows import read_rows
-from services.executor.triton_kernels import launch
+from services.executor.gpu.kernels import attention_launch
 
 CPU = torch.device("cpu")
 
@@ -22,12 +22,14 @@ def test_the_tokens_of_a_prompt_differ() -> None:
 def test_a_model_that_attends_to_too_few_keys_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one key: the last block's first one."""
     assert correctness._logit_error("llama", CPU) < correctness.LOGITS
-    real = launch.attend
+    real = attention_launch.attend
 
-    def short(query: torch.Tensor, layer: launch.Layer, batch: launch.Batch, *rest: object) -> None:
+    def short(
+        query: torch.Tensor, layer: attention_launch.Layer, batch: attention_launch.Batch, *rest: object
+    ) -> None:
         real(query, layer, batch._replace(context_lens=(batch.context_lens - 1).clamp(min=1)), *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(launch, "attend", short)
+    monkeypatch.setattr(attention_launch, "attend", short)
     assert correctness._logit_error("llama", CPU) > 10 * correctness.LOGITS
 
 

@@ -31,11 +31,11 @@ def test_a_product_that_is_off_by_three_hundredths_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of its scale, which no rounding is."""
-    from services.executor.gpu import coded
+    from services.executor.gpu import quantized_matmul
 
-    real = coded.coded_product
+    real = quantized_matmul.coded_product
     monkeypatch.setattr(
-        coded,
+        quantized_matmul,
         "coded_product",
         lambda weight, *rest: real(weight._replace(scales=weight.scales * 1.03), *rest),
     )

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.interpreter import make_cheap
-from tests.unit.executor.triton_kernels.rounding import round_as_gpus_do
+from tests.unit.executor.gpu.kernels.rounding import round_as_gpus_do
 
 make_cheap()
 

@@ -5,9 +5,9 @@ exact: no order of a sum changes them."""
 import torch
 from torch import Tensor
 
-from services.executor.engine.plan import StepPlan
+from services.executor.core.step_plan import StepPlan
 from services.executor.gpu.inputs import StepInputs
-from services.executor.triton_kernels.launch import Batch
+from services.executor.gpu.kernels.attention_launch import Batch
 
 HIDDEN = 8
 VOCABULARY = 24

@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from services.executor.collectives.base import Collectives
+from services.executor.core.sharding import ShardLayout
 from services.executor.gpu.capture import Rerun
 from services.executor.gpu.steps import StepLimits
 from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.backend import gpu_runner
-from services.executor.model.collectives import Collectives
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.runner import ModelRunner, widths_of
-from services.executor.model.sharding import ShardLayout
+from services.executor.model.loading.loader import load_config, load_model
+from services.executor.worker.backend import gpu_runner
+from services.executor.worker.runner import ModelRunner, widths_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, on_ring
 from tests.unit.executor.model.tiny import make_model
 

@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton is (Linux on x86-64)")
 
-from services.executor.engine.plan import to_bytes
+from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.core.progress import Progress
+from services.executor.core.step_plan import to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.model import backend
-from services.executor.model.backend import _why_no_triton, has_triton, reads_compressed
-from services.executor.model.candidates import WANT, RowLogits
-from services.executor.model.collectives import Collectives, SingleRank
 from services.executor.model.lowering import FAMILIES
-from services.executor.model.runner import ModelRunner
-from services.executor.progress import Progress
+from services.executor.sampling.candidates import WANT, RowLogits
+from services.executor.worker import backend
+from services.executor.worker.backend import _why_no_triton, has_triton, reads_compressed
+from services.executor.worker.runner import ModelRunner
 from tests.unit.executor.gpu.gpu_runners import (
     RING_STEPS,
     STEPS,

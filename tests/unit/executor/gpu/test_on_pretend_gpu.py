@@ -15,25 +15,24 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 
 from benchmarks.on_gpu.served import served
 from benchmarks.on_gpu.shapes import TINY
-from services.executor.engine.plan import StepPlan
-from services.executor.engine.protocol import Launched
-from services.executor.engine.sampling import Sampler, wants_of
-from services.executor.engine.sampling_state import SamplingState
-from services.executor.gpu import coded
-from services.executor.gpu.device_progress import DeviceProgress
-from services.executor.gpu.graphed import GraphedDecoder
-from services.executor.gpu.marks import CudaMarks
-from services.executor.gpu.rehearsal import chunks, plans
+from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.core.engine import Launched
+from services.executor.core.progress import DeviceProgress, Progress
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepPlan
+from services.executor.gpu import quantized_matmul
+from services.executor.gpu.device import CudaMarks
+from services.executor.gpu.graphs import GraphedDecoder
 from services.executor.gpu.steps import StepLimits
+from services.executor.gpu.warmup_plans import chunks, plans
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.collectives import Collectives, SingleRank
-from services.executor.model.layers import LinearShard
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.quantized import Quantized
-from services.executor.model.sharding import ShardLayout
-from services.executor.progress import Progress
+from services.executor.model.loading.loader import load_config, load_model
+from services.executor.model.parallel.layers import LinearShard
+from services.executor.model.weight_formats import Quantized
+from services.executor.sampling.sampler import Sampler, wants_of
 from tests.pretend_gpu.device import pretend_gpu
 from tests.pretend_gpu.ring import PretendNccl
 from tests.pretend_gpu.streams import Host
@@ -109,7 +108,7 @@ def test_an_engine_waits_for_tokens_alone(gpu: Host, monkeypatch: pytest.MonkeyP
 
     def counted(*given: Any) -> Tensor:
         seen.update(scaled=1)
-        return coded.scaled_by_rows(*given)
+        return quantized_matmul.scaled_by_rows(*given)
 
     def watched(plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
         gpu.waits.clear()
@@ -118,7 +117,7 @@ def test_an_engine_waits_for_tokens_alone(gpu: Host, monkeypatch: pytest.MonkeyP
         seen.update(compressing=bool(plan.compressions))
         return launched
 
-    monkeypatch.setattr(coded.coded_product, "__defaults__", (counted,))
+    monkeypatch.setattr(quantized_matmul.coded_product, "__defaults__", (counted,))
     options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 2, "context_length": 64}
     prompts = [[7 * at % 250 + 3 for at in range(length)] for length in (40, 28)]
     wanted = requests(prompts, (GREEDY, DRAWN), NEW)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from services.executor.gpu.placement import choose_device, parse_cores, stay_near
-from services.executor.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings
+from services.executor.gpu.device import choose_device, parse_cores, stay_near
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 

@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton is (Linux on x86-64)")
 
+from services.executor.collectives.base import Collectives
 from services.executor.gpu.decoder import GpuDecoder
-from services.executor.gpu.graphed import GraphedDecoder
+from services.executor.gpu.graphs import GraphedDecoder
 from services.executor.gpu.steps import StepLimits
-from services.executor.model.collectives import Collectives
 from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, runner_of, small_model
-from tests.unit.executor.model import test_prompt_scores as scores
 from tests.unit.executor.model.tiny import reference_logits
+from tests.unit.executor.sampling import test_prompt_logprobs as scores
 
 PROMPTS = {"s0": [5, 9, 7, 11, 3, 2], "s1": [8, 6], "s2": [4, 1, 30]}
 

@@ -8,16 +8,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton is (Linux on x86-64)")
 
+from services.executor.collectives.base import Collectives
+from services.executor.core.sharding import ShardLayout
 from services.executor.gpu.decoder import GpuDecoder
-from services.executor.gpu.products import use_products
+from services.executor.gpu.linear import use_products
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.backend import gpu_runner
-from services.executor.model.collectives import Collectives
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.runner import ModelRunner, widths_of
-from services.executor.model.sharding import ShardLayout
+from services.executor.model.loading.loader import load_config, load_model
+from services.executor.worker.backend import gpu_runner
+from services.executor.worker.runner import ModelRunner, widths_of
 from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, small_model, small_script
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.executor.board import RingBoard
-from services.executor.gpu import watched
-from services.executor.gpu.device_progress import NUMBERS, DeviceProgress
-from services.executor.gpu.marks import CudaMarks
+from services.executor.core.progress import NUMBERS, DeviceProgress
+from services.executor.gpu import device as watched
+from services.executor.gpu.device import CudaMarks
+from services.executor.ipc.board import RingBoard
 
 CPU = torch.device("cpu")
 UUID = "6a5c0ba4-7a5c-4c44-9a75-0d3b2e3b7a10"

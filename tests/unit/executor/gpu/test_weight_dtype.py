@@ -3,10 +3,10 @@ import re
 import pytest
 import torch
 
-from services.executor.gpu.weight_dtype import weight_codec
+from services.executor.core.settings import ExecutorSettings, WeightDType
+from services.executor.gpu.linear import weight_codec
 from services.executor.kv_cache.codecs import FP8, INT8
-from services.executor.registration import fingerprint_of
-from services.executor.settings import ExecutorSettings, WeightDType
+from services.executor.leader.registration import fingerprint_of
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard

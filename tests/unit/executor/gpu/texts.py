@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.on_gpu.served import Served
-from services.executor.engine.batching import ContinuousBatcher
-from services.executor.engine.plan import StepPlan
-from services.executor.engine.protocol import Launched
-from services.executor.engine.sampling_state import SamplingState
+from services.executor.core.engine import Launched
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.step_plan import StepPlan
+from services.executor.scheduler.batcher import ContinuousBatcher
 from shared.messages import GenerationRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

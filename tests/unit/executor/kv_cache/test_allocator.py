@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.executor.kv_cache.allocator import BlockAllocator, OutOfBlocks
+from services.executor.kv_cache.offload_tiers import SpillTiers
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
-from services.executor.kv_cache.tiers import SpillTiers
 
 ROOT = root_digest("model")
 BLOCK = 4

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.executor.engine.plan import StepPlan, to_bytes
+from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.collectives import Collectives, SingleRank
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.runner import ModelRunner, widths_of
-from services.executor.model.sharding import ShardLayout
+from services.executor.model.loading.loader import load_config, load_model
+from services.executor.worker.runner import ModelRunner, widths_of
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.executor.collectives.base import Collectives
 from services.executor.model.catalogue import PROVEN_ERROR, PROVEN_RANKS, SERVED, document
-from services.executor.model.collectives import Collectives
-from services.executor.model.layers import piece_of
+from services.executor.model.parallel.layers import piece_of
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 from tests.unit.executor.model.ring import decode_script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.executor.engine.plan import StepPlan
+from services.executor.collectives.base import Collectives
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepPlan
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.attention import paged_attention
-from services.executor.model.collectives import Collectives
-from services.executor.model.loader import load_config, load_model
-from services.executor.model.runner import ModelRunner, widths_of
-from services.executor.model.sharding import ShardLayout
+from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.step_context import StepContext
+from services.executor.worker.runner import ModelRunner, widths_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, on_ring
 from tests.unit.executor.model.tiny import make_model, reference_logits
 

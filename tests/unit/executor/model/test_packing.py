@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from services.executor.model.collectives import SingleRank
-from services.executor.model.layers import ColumnParallelLinear, RowParallelLinear
-from services.executor.model.packing import can_pack, packed_weight
-from services.executor.model.sharding import Span
+from services.executor.collectives.base import SingleRank
+from services.executor.core.sharding import Span
+from services.executor.model.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from services.executor.model.weight_formats import can_pack, packed_weight
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

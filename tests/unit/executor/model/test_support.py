@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from services.executor.model.catalogue import REFUSED, SERVED, refusal_of
-from services.executor.model.collectives import SingleRank
-from services.executor.model.loader import context_length, load_config, load_model
-from services.executor.model.plans import PLANS, Style, plan_for
-from services.executor.model.sharding import HeadCounts, ShardLayout
-from services.executor.model.support import check_supported
+from services.executor.collectives.base import SingleRank
+from services.executor.core.sharding import HeadCounts, ShardLayout
+from services.executor.model.catalogue import REFUSED, SERVED, check_supported, refusal_of
+from services.executor.model.loading.loader import context_length, load_config, load_model
+from services.executor.model.parallel.plans import PLANS, Style, plan_for
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, LONGROPE, settings_of
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
@@ -140,7 +139,9 @@ def test_plans_of_transformers_under_old_and_new_names() -> None:
 
 def test_norms_over_all_heads_need_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build("olmo2", {**settings_of("olmo2"), **NINE_HEADS}).save_pretrained(str(tmp_path))
-    monkeypatch.setattr("services.executor.model.parallel.plan_for", lambda config: PLANS["hunyuan_v1_dense"])
+    monkeypatch.setattr(
+        "services.executor.model.parallel.splitting.plan_for", lambda config: PLANS["hunyuan_v1_dense"]
+    )
     refused(tmp_path, "spans several heads", world_size=2)
 
 
@@ -148,7 +149,7 @@ def test_layers_and_experts_of_another_make_are_refused(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {**PLANS["hunyuan_v1_dense"], "mlp.act_fn": Style.COLUMN}
-    monkeypatch.setattr("services.executor.model.parallel.plan_for", lambda config: plan)
+    monkeypatch.setattr("services.executor.model.parallel.splitting.plan_for", lambda config: plan)
     refused(llama, "mlp.act_fn, which is a SiLUActivation and not a plain linear layer")
     plan = {**PLANS["hunyuan_v1_dense"], "mlp": Style.EXPERTS}
     refused(llama, "experts layers.0.mlp hold .*, a form that is not served")

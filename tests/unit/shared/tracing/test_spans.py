@@ -107,9 +107,9 @@ SERVICES = (
     "services.gateway.api.grpc.api",
     "services.scheduler.service",
     "services.health_monitor.service",
-    "services.executor.orchestrator",
+    "services.executor.supervisor.service",
     "services.executor.rank",
-    "services.executor.leader",
+    "services.executor.leader.leader",
 )
 
 

@@ -1,0 +1,167 @@
+"""What the leader asks of an engine, whichever engine it is.
+
+Life cycle: built with its settings → `load()` once → `execute()`, or `launch()` and `result()`, any number of
+times, always from the same thread → `close()` once. The real engine runs a tensor-parallel ring; the stub
+computes nothing at a set speed. The leader cannot tell them apart.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from services.executor.core.prompt_results import Floats, Scores
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.step_plan import StepPlan
+from shared.errors import InternalError, InvalidGrammar
+from shared.messages import ModelCard, TokenLogprobs
+
+ProgressCallback = Callable[[int, int], None]
+"""Called while loading with (bytes done, bytes in all)."""
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """What a loaded engine can hold: the numbers that the leader plans with."""
+
+    block_size: int
+    """Tokens per KV block."""
+    num_blocks: int
+    """KV blocks that can be written to (hot), the same on every rank."""
+    context_length: int
+    """Most tokens (prompt and output) that one sequence may have."""
+    vocab_size: int
+    num_cold: int = 0
+    """KV blocks for compressed, full blocks; their ids follow the hot ones'."""
+    num_host: int = 0
+    """Spill slots in host memory."""
+    num_disk: int = 0
+    """Spill slots on disk; their numbers follow those in host memory."""
+    copies_per_step: int = 32
+    """Blocks that a step restores at most."""
+    pooling: str = ""
+    """How a prompt becomes a vector (`model/pooling.py`); empty: it does not."""
+    embedding_size: int = 0
+    """Numbers in such a vector."""
+    kv_format: str = ""
+    """What a full block's bytes mean: rings of one format can give blocks to each other; empty: there are none."""
+    kv_block_bytes: int = 0
+    """Of one full block on this rank."""
+    kv_bytes: int = 0
+    """Most bytes that this rank's KV cache takes once all of it was written to."""
+    overlaps: bool = False
+    """Whether it computes what was launched while its thread goes on, so that it pays to launch a step before the
+    one before it is over."""
+    imports: list[str] = []
+    """Modules that the next start of a rank of this model will need beyond those that every rank has."""
+    numerics: str = ""
+    """What computes, as far as the bits of its results depend on it; part of the model's fingerprint."""
+    exact: bool = False
+    """Whether what a position comes to depends on the tokens up to it alone, to the bit, however its step is cut."""
+
+    @property
+    def total_blocks(self) -> int:
+        """KV blocks in all, hot and cold."""
+        return self.num_blocks + self.num_cold
+
+    @property
+    def kept_blocks(self) -> int:
+        """KV blocks for full ones: the cold ones, or all where nothing is compressed."""
+        return self.num_cold or self.num_blocks
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the whole KV cache holds of one sequence: where full blocks are compressed, one more is being
+        filled."""
+        return self.kept_blocks * self.block_size + (self.block_size - 1 if self.num_cold else 0)
+
+
+class SampledToken(msgspec.Struct, frozen=True):
+    """The token chosen for one row of a step, with its log probabilities where asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+class BadLogits(InternalError):
+    """Some rows of logits are not numbers. `rows` are their indices."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__(
+            f"The model's logits of rows {rows} are NaN or infinite; check the weights and the data type."
+        )
+        self.rows = rows
+
+
+class GrammarFailed(InvalidGrammar):
+    """Some rows' grammars can be followed no further. `rows` are their indices."""
+
+    def __init__(self, message: str, rows: list[int]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+class RestoreFailed(InternalError):
+    """Some spilled blocks cannot be read. No rank has computed the step; its copies are made, except for
+    the restores of `slots`."""
+
+    def __init__(self, slots: list[int]) -> None:
+        super().__init__(
+            f"The spilled KV blocks in slots {slots} cannot be read; what they held is computed again. If it "
+            "happens again, check the disk that --kv-disk-directory names."
+        )
+        self.slots = slots
+
+
+class Launched(Protocol):
+    """A step that the engine has been given."""
+
+    def result(self) -> list[SampledToken]:
+        """Waits for it; what `Engine.execute` gives, and raises. To be called once for every step, in the order in
+        which they were launched."""
+        ...
+
+
+class Engine(Protocol):
+    """Computes steps. Knows nothing of requests, queues or the network to the clients."""
+
+    def load(self, progress: ProgressCallback) -> EngineSpec:
+        """Brings the model into memory. Raises `shared.errors.ModelLoadError` with the remedy."""
+        ...
+
+    def card(self, model: str) -> tuple[ModelCard, bytes]:
+        """What gateways are told of the loaded model, which clients call `model`: its card, and its
+        tokenizer's files as an encoded `TokenizerBundle` (empty: none). Raises `ModelLoadError`."""
+        ...
+
+    def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        """Runs one step and samples one token per row of `plan.sample_rows`, in their order.
+
+        Raises `BadLogits` when some rows are not numbers, `GrammarFailed` when no token may follow in some,
+        `RestoreFailed` when a spilled block cannot be
+        read, and `shared.errors.RingLost` when a rank is gone; the engine is of no more use then.
+        """
+        ...
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        """Begins a step, behind one at most whose result was not asked for yet. Steps are executed in the order of
+        their launches.
+
+        A token id of -1 - k stands for the token that row k (of `sample_rows`) of the step launched before samples.
+        Where that step fails, this one is executed all the same, with any valid tokens: its copies count, its
+        result does not, and may be any of `execute`'s errors.
+        """
+        ...
+
+    def pooled(self) -> Floats:
+        """Of the last step whose result was asked for: for each of `plan.pools` the sum of its rows' final hidden
+        states, float32 [P, hidden]."""
+        ...
+
+    def scored(self) -> Scores:
+        """Of the last step whose result was asked for: what `plan.score_rows` give, with `plan.score_top` of the most
+        likely tokens each."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything. Safe to call twice, and after a failure."""
+        ...

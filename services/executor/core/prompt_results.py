@@ -1,0 +1,132 @@
+"""The vector of one prompt, summed up as the prompt is computed (`embedding.py` draws how). Free of torch.
+
+Log probabilities of one prompt's tokens, as the prompt is computed (`scoring.py` says which rows). Free of torch.
+
+row of p0 gives those of p1, that of p1 those of p2 ...      the last row's are the first output token's
+
+bytes     float32 log probability | int32 rank | top x (int32 token | float32 log probability)     of each of p1, p2 ...
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+_LEAST = 1e-12
+"""Below this length a vector has no direction, and is left as it is."""
+
+
+class Vector:
+    """The sum of what has been computed of one prompt."""
+
+    def __init__(self, pooling: str, tokens: int) -> None:
+        """`pooling` as `model/pooling.py` has it; `tokens`: of the prompt."""
+        first, last = {"mean": (0, tokens), "cls": (0, 1), "last": (tokens - 1, tokens)}[pooling]
+        self._next, self._end = first, last
+        """Rows that are still to be counted, by their positions."""
+        self._count = last - first
+        self.shares = pooling == "last"
+        """Whether the prompt may begin with what is cached of others: no row that counts is missing then."""
+        self._sum: NDArray[np.float64] | None = None
+
+    def rows(self, start: int, end: int) -> tuple[int, int] | None:
+        """Which of the positions [start, end) count and have not been counted; None: none."""
+        start, end = max(start, self._next), min(end, self._end)
+        return (start, end) if start < end else None
+
+    def add(self, part: Floats, end: int) -> None:
+        """The sum of the rows before position `end` that had not been counted."""
+        self._sum = part.astype(np.float64) if self._sum is None else self._sum + part
+        self._next = end
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows that count have been counted: what is left of the prompt need not be computed."""
+        return self._next == self._end
+
+    @property
+    def finite(self) -> bool:
+        return self._sum is not None and bool(np.isfinite(self._sum).all())
+
+    def bytes(self) -> bytes:
+        """The vector, of length 1: float32, little-endian."""
+        assert self._sum is not None, "a prompt has at least one row that counts"
+        mean = self._sum / self._count
+        return (mean / max(float(np.linalg.norm(mean)), _LEAST)).astype("<f4").tobytes()
+
+
+LEAST = -9999.0
+"""What is told of a token that cannot come at all: JSON has no minus infinity. OpenAI's and vLLM's number."""
+
+
+class Scores(NamedTuple):
+    """Of Q rows, each with the token that follows in its prompt."""
+
+    logprobs: NDArray[np.float32]
+    """[Q]: of that token; NaN where a row's logits are no numbers."""
+    ranks: NDArray[np.int32]
+    """[Q]: 1 for the most likely token; 1 + the number of tokens that are more likely."""
+    top_tokens: NDArray[np.int32]
+    """[Q, K]: the most likely ones, the most likely first, of equals the one with the smaller id."""
+    top_logprobs: NDArray[np.float32]
+    """[Q, K]"""
+
+    def part(self, start: int, end: int) -> "Scores":
+        """Of the rows [start, end)."""
+        where = slice(start, end)
+        return Scores(
+            self.logprobs[where], self.ranks[where], self.top_tokens[where], self.top_logprobs[where]
+        )
+
+
+def no_scores(top: int = 0) -> Scores:
+    """Of no rows."""
+    shape = (0, top)
+    nothing = np.zeros(0, np.float32), np.zeros(0, np.int32)
+    return Scores(*nothing, np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+
+
+class PromptScores:
+    """What has been computed of one prompt."""
+
+    def __init__(self, top: int, tokens: int) -> None:
+        """`top`: most likely tokens that are told of each row; `tokens`: of the prompt."""
+        self.top = top
+        self._next, self._end = 0, tokens - 1
+        """Rows that are still to be scored, by their positions."""
+        self._layout = np.dtype(
+            [
+                ("logprob", "<f4"),
+                ("rank", "<i4"),
+                ("top", [("token", "<i4"), ("logprob", "<f4")], (top,)),
+            ]
+        )
+        self._parts: list[bytes] = []
+        self.finite = True
+
+    def rows(self, start: int, end: int) -> tuple[int, int] | None:
+        """Which of the positions [start, end) are to be scored and have not been; None: none."""
+        start, end = max(start, self._next), min(end, self._end)
+        return (start, end) if start < end else None
+
+    def add(self, scores: Scores, end: int) -> None:
+        """Of the rows before position `end` that had not been scored."""
+        rows = np.zeros(len(scores.logprobs), self._layout)
+        rows["logprob"] = np.maximum(scores.logprobs, LEAST)
+        rows["rank"] = scores.ranks
+        rows["top"]["token"] = scores.top_tokens[:, : self.top]
+        rows["top"]["logprob"] = np.maximum(scores.top_logprobs[:, : self.top], LEAST)
+        self._parts.append(rows.tobytes())
+        self.finite = self.finite and not bool(np.isnan(scores.logprobs).any())
+        self._next = end
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows have been scored."""
+        return self._next >= self._end
+
+    def take(self) -> bytes:
+        """`TokenEntry.prompt_scores`, once."""
+        parts, self._parts = self._parts, []
+        return b"".join(parts)

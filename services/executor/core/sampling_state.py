@@ -1,0 +1,283 @@
+"""What the sampler knows of one sequence, and where its random numbers come from. Free of torch.
+
+The random number of a token depends on (seed, position) alone: whoever computes position 17 of a
+generation draws what anybody else would have drawn. It is the `position`-th output of SplitMix64
+(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) started at
+the mixed seed, so that neighbouring seeds give unrelated streams.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from copy import copy
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.executor.core.token_bans import bars_of
+from shared.messages import SamplingParams
+
+Int64Array = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+GREEDY_TEMPERATURE = 1e-5
+"""At or below this temperature the most likely token is taken: the quotient says nothing more."""
+
+
+def random_bits(seed: int, position: int) -> int:
+    """64 random bits, a pure function of the two unsigned 64-bit numbers."""
+    return _mix(_mix(seed + _GAMMA) + (position + 1) * _GAMMA)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1 - 2**-52], a pure function of `seed` and `position`.
+
+    52 bits and not 53, so that `uniform * total` is below `total` whatever the rounding.
+    """
+    return (random_bits(seed, position) >> 12) * 2.0**-52
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser (Stafford's variant 13 of MurmurHash3's)."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class TokenCounts:
+    """Distinct tokens and how often each is in the output, as arrays that grow in place."""
+
+    def __init__(self, prompt: Iterable[int], output: Iterable[int]) -> None:
+        """Prompt tokens are listed with count 0."""
+        self._slots: dict[int, int] = {}
+        self._ids: Int64Array = np.zeros(16, np.int64)
+        self._counts: Int64Array = np.zeros(16, np.int64)
+        for token in prompt:
+            self._slot(token)
+        for token in output:
+            self.add(token)
+
+    @property
+    def ids(self) -> Int64Array:
+        """int64 [distinct tokens], each once. A view: do not keep it over an `add`."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> Int64Array:
+        """int64 [distinct tokens]: occurrences in the output, aligned with `ids`."""
+        return self._counts[: len(self._slots)]
+
+    def add(self, token: int) -> None:
+        """`token` has been put out once more."""
+        slot = self._slot(token)  # before the array is looked at: it may be replaced by a longer one
+        self._counts[slot] += 1
+
+    def ahead(self, tokens: Seq[int]) -> "CountsAhead":
+        """The counts once `tokens` were put out too."""
+        counts = np.array(self.counts)
+        more: dict[int, int] = {}
+        for token in tokens:
+            slot = self._slots.get(token)
+            if slot is None:
+                more[token] = more.get(token, 0) + 1
+            else:
+                counts[slot] += 1
+        ids = np.concatenate((self.ids, np.fromiter(more.keys(), np.int64)))
+        return CountsAhead(ids, np.concatenate((counts, np.fromiter(more.values(), np.int64))))
+
+    def _slot(self, token: int) -> int:
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        self._ids[slot] = token
+        return slot
+
+
+class CountsAhead(NamedTuple):
+    """What `TokenCounts` would hold after some more tokens."""
+
+    ids: Int64Array
+    counts: Int64Array
+
+
+class Biases(NamedTuple):
+    """What is added to the logits of some tokens."""
+
+    tokens: Int64Array
+    amounts: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, given: Mapping[int, float]) -> "Biases | None":
+        """None where there are none."""
+        if not given:
+            return None
+        return cls(np.fromiter(given.keys(), np.int64), np.fromiter(given.values(), np.float32))
+
+
+class Grammar(Protocol):
+    """Which tokens may follow one sequence's (`GrammarState`)."""
+
+    complete: bool
+    """Whether the text matches and nothing can follow."""
+
+    def advance(self, *tokens: int) -> None:
+        """`tokens` have been put out."""
+        ...
+
+    def allowed(self) -> Mask:
+        """bool [vocabulary]: which tokens may follow. Raises `InvalidGrammar` when it leads nowhere."""
+        ...
+
+
+class SamplingState:
+    """How one sequence's next token is chosen. Costs nothing for parameters that are off."""
+
+    def __init__(
+        self, params: SamplingParams, prompt: Seq[int], generated: Seq[int], stops: Seq[int] = ()
+    ) -> None:
+        """`generated`: output tokens so far, those of earlier attempts included; `stops`: tokens that end it."""
+        self.params = params
+        self.bars = bars_of(params, stops, generated)
+        """What may not be drawn; None: there is never anything."""
+        self.biases = Biases.of(params.logit_bias)
+        self._raises = any(bias > 0 for bias in params.logit_bias.values())
+        self.position = len(generated)
+        """Index of the next output token, counted over all attempts."""
+        self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
+        self.counts: TokenCounts | CountsAhead | None = None
+        """Tokens that penalties apply to; None without penalties."""
+        self.grammar: Grammar | None = None
+        """Which tokens may follow at all; None: any."""
+        if params.repetition_penalty != 1.0:
+            self.counts = TokenCounts(prompt, generated)
+        elif params.presence_penalty or params.frequency_penalty:
+            self.counts = TokenCounts((), generated)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether penalties, biases or bars change the logits."""
+        if self.counts is not None or self.params.logit_bias:
+            return True
+        return self.bars is not None and (self.bars.allowed is not None or bool(len(self.bars.barred)))
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the token is not a function of logits, parameters and position alone, or more than it is asked
+        for: what samples on a device (`gpu/sampling.py`) leaves to the host."""
+        return not self.foreseeable or self.params.logprobs >= 0
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether the token after the next one can be chosen without knowing the next one beforehand, and without
+        edits of logits: nothing but seed and position decides beside the logits."""
+        return (
+            self.counts is None and self.bars is None and self.grammar is None and not self.params.logit_bias
+        )
+
+    @property
+    def candidates(self) -> int:
+        """How many of the largest logits decide the token and its log probabilities, for sure; 0: all.
+        Negative where the log-sum-exp of all is needed too.
+
+        A token whose logit an edit lowers gives up its place to the next one, so one more is needed for
+        each of them. What raises a logit may lift any token to the top, and so may a grammar. Without top-k see
+        `margin`.
+        """
+        if self.grammar is not None:
+            return 0
+        params = self.params
+        needed = 1 if self.greedy else params.top_k
+        if not self.needs_host:  # nothing is edited or told: most rows of most steps
+            return needed
+        lowered = self._lowered()
+        if not needed or lowered is None:
+            return 0
+        needed = max(needed + lowered, params.logprobs)
+        return -needed if params.logprobs >= 0 else needed
+
+    def margin(self, vocab_size: int) -> float:
+        """How far below the largest logit a token may be drawn from, top-k aside; 0: any token may.
+
+        With weights relative to the most likely token's: min-p drops those below min_p. All tokens below
+        w = (1 - p) / vocabulary weigh less than 1 - p together, and the sum of all is at least 1, so those
+        from w on hold a share p: the nucleus is among them. Half of either, for what rounding may do.
+        """
+        params = self.params
+        if self.greedy or self.edits_logits or params.logprobs >= 0 or self.grammar is not None:
+            return 0.0
+        least = max(params.min_p, (1 - params.top_p) / vocab_size)
+        return params.temperature * math.log(2 / least) if least > 0 else 0.0
+
+    def _lowered(self) -> int | None:
+        """Tokens whose logits edits may lower; None when some may be raised."""
+        params = self.params
+        penalties = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
+        if penalties < 0 or self._raises:
+            return None
+        if self.bars is not None and self.bars.allowed is not None:
+            return None
+        barred = 0 if self.bars is None else len(self.bars.barred)
+        return len(params.logit_bias) + (0 if self.counts is None else len(self.counts.ids)) + barred
+
+    def uniform(self) -> float:
+        """The random number of the next token, in [0, 1)."""
+        return uniform(self.params.seed, self.position)
+
+    def advance(self, token: int) -> None:
+        """`token` has been put out."""
+        self.position += 1
+        if isinstance(self.counts, TokenCounts):
+            self.counts.add(token)
+        if self.bars is not None:
+            self.bars.advance(token)
+        if self.grammar is not None:
+            self.grammar.advance(token)
+
+    def later(self) -> "SamplingState":
+        """The state once one more token was put out, whatever it is; of one that is `foreseeable`. To sample with
+        and not to `advance`."""
+        state = object.__new__(SamplingState)
+        state.__dict__.update(self.__dict__)
+        state.position += 1
+        return state
+
+    def ahead(self, tokens: Seq[int]) -> "SamplingState":
+        """The state once `tokens` were put out too, to sample with and not to `advance`. Without a grammar."""
+        state = copy(self)
+        state.position += len(tokens)
+        if isinstance(self.counts, TokenCounts):
+            state.counts = self.counts.ahead(tokens)
+        if self.bars is not None:
+            state.bars = self.bars.ahead(tokens)
+        return state
+
+
+def problem_with(params: SamplingParams, vocab_size: int) -> str | None:
+    """What is wrong with `params`, as half a sentence; None when they can be sampled with."""
+    ranges = (
+        ("temperature", params.temperature, 0.0, 1e6),
+        ("top_k", params.top_k, 0, 1 << 31),
+        ("top_p", params.top_p, 0.0, 1.0),
+        ("min_p", params.min_p, 0.0, 1.0),
+        ("seed", params.seed, 0, _MASK),
+        ("repetition_penalty", params.repetition_penalty, 1e-6, 1e6),
+        ("presence_penalty", params.presence_penalty, -1e6, 1e6),
+        ("frequency_penalty", params.frequency_penalty, -1e6, 1e6),
+        ("logprobs", params.logprobs, -1, vocab_size),
+    )
+    biases = params.logit_bias.items()
+    checks = chain(
+        ranges,
+        ((f"logit_bias[{token}]", bias, -1e6, 1e6) for token, bias in biases),
+        (("a token of logit_bias", token, 0, vocab_size - 1) for token, _ in biases),
+    )
+    for name, value, least, most in checks:
+        if not least <= value <= most:  # NaN fails this too
+            return f"{name} is {value} and must be between {least:g} and {most:g}"
+    return None

@@ -1,0 +1,259 @@
+"""Settings of an executor: one group, one model, one ring."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Literal
+
+from platformdirs import user_cache_path
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from services.executor.core.setting_values import KvDType, SlowSteps, most_drafts, parse_layers
+from shared.config import CommonSettings
+from shared.models import ReasoningParser, ToolParser
+
+DType = Literal["auto", "bf16", "fp32"]
+WeightDType = Literal["auto", "bf16", "fp8", "int8"]
+
+
+class ExecutorSettings(CommonSettings):
+    """One executor group: a tensor-parallel ring of `tp` ranks that serves one model."""
+
+    model: str = ""
+    """Directory, GGUF file or hub name of the model."""
+    served_model_name: str = ""
+    """Name that clients use; empty: made from `model`."""
+    group: str = ""
+    """Name of the group; empty: the instance's name."""
+    tp: int = Field(default=1, ge=1, le=64)
+    """Tensor-parallel size: ranks of the ring."""
+    dtype: DType = "auto"
+    """Data type of weights and computation; `auto`: bf16 where the hardware computes it fast, else fp32."""
+    weight_dtype: WeightDType = "auto"
+    """Data type of the linear layers' weights in memory: `auto` and `bf16` keep that of the computation, `fp8` and
+    `int8` quantize while loading and halve the bytes (GPUs only). Embedding, output head and norms are not
+    quantized."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ring computes; `auto`: CUDA GPUs where there are any, else CPUs."""
+    engine: Literal["torch", "stub"] = "torch"
+    """`stub` computes nothing at a set speed, for tests and benchmarks of the control plane; of a `model` it only
+    uses the tokenizer."""
+    model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
+    """Where converted models are kept."""
+    weight_cache_bytes: int = Field(default=16 << 30, ge=0)
+    """Most bytes on disk for weights as the native CPU kernels lay them out, so that a later start of the same model
+    reads them instead of packing them again. Least recently used models are deleted first. 0: none."""
+    weight_cache_directory: Path | None = None
+    """Where `weight_cache_bytes` are kept; not set: `.packed` in `model_cache`. Set it where that is read-only."""
+    context_length: int = Field(default=0, ge=0)
+    """Maximum sequence length, prompt plus output. 0: the model's max_position_embeddings."""
+    max_sequences: int = Field(default=64, ge=1)
+    """Most sequences in one step."""
+    max_batch_tokens: int = Field(default=512, ge=1)
+    """Token budget of one step: longer prompts are prefilled in chunks (chunked prefill)."""
+    max_waiting: int = Field(default=1024, ge=1)
+    """Most accepted sequences that wait for a place in the batch; more are refused for the time being. Sequences of
+    the batch lane take none of these places from others."""
+    speculation: str = "auto"
+    """n-gram (prompt-lookup) speculative decoding, in draft tokens per sequence and step: `auto` (up to 15, as many
+    as pay off), `off`, or the maximum. It changes the speed, not how tokens are drawn."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """CUDA graphs of decode steps on GPUs, captured at start-up for batches of up to `max_sequences`: `auto` (where
+    the model's decoder supports it) or `off`. They change the speed, never the tokens."""
+    cuda_graphs_memory: int = Field(default=1 << 30, ge=1)
+    """Most bytes of GPU memory that these graphs take; larger batches are captured first."""
+    batch_invariant: bool = False
+    """Batch-invariant computation on GPUs: every row of a step has the bits that it would have alone, so that a
+    text depends neither on the batch, nor on prefix hits, nor on the ring. Slower (docs/gpu.md). The native CPU
+    kernels are always batch-invariant."""
+    warm_up: Literal["auto", "off"] = "auto"
+    """On GPUs with Triton, steps of every kind run before the ring is ready, so that their kernels are compiled:
+    seconds for each the first time, less once Triton has cached them. `off`: the first requests wait for it."""
+    lookahead: Literal["auto", "on", "off"] = "auto"
+    """Whether a step may be launched before the tokens of the one before it are known (asynchronous scheduling), so
+    that planning and publishing cost no time between steps; `auto`: where a GPU computes. It changes the speed,
+    never the text."""
+    block_size: int = Field(default=16, ge=1)
+    """Tokens per KV block."""
+    kv_dtype: KvDType = "auto"
+    """Data type of full KV blocks: `bf16` (as computed), or compressed to `fp8` or `int8`; `auto`: int8 where
+    reading it is as fast (native CPU kernels, and GPUs with Triton in bf16), else bf16."""
+    kv_dtype_layers: str = ""
+    """Layers that differ from `kv_dtype`, such as "0=bf16,-1=bf16"; negative numbers count from the last layer."""
+    kv_memory: int = Field(default=0, ge=0)
+    """Bytes for the KV cache of each rank; 0: from the free memory."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that may be in use once the KV cache is allocated, where `kv_memory` is not set. The
+    estimated need of a step is left free in any case."""
+    kv_host_memory: int = Field(default=0, ge=0)
+    """Bytes of host memory per rank to which KV blocks of sessions are evicted; 0: none. For GPUs, which pin it at
+    start: on a CPU the same bytes are worth more as `kv_memory`."""
+    kv_disk_memory: int = Field(default=0, ge=0)
+    """Bytes on disk per rank to which KV blocks of sessions are evicted; 0: none."""
+    kv_disk_directory: Path | None = None
+    """Where `kv_disk_memory` goes, to files that end with their process; unset: the directory for temporary files,
+    which is no use where that is in memory."""
+    kv_session_ttl: float = Field(default=900.0, ge=0)
+    """Seconds after its last turn during which a session's KV blocks are evicted only after all others; 0: no
+    preference."""
+    replicas_on_host: int = Field(default=1, ge=1)
+    """Executor groups that share this host's memory; each takes its share of it for the KV cache."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of each rank; 0: the cores divided among the ranks."""
+    fork_server: Literal["auto", "off"] = "auto"
+    """A process that has imported all that a rank needs and forks ranks, so that a ring restarts within a second:
+    `auto` (on Linux), or `off`, which starts each rank as a new Python. It costs some 25 MB of unshared memory."""
+    pin_threads: bool = True
+    """Pins each of these threads to a core of its own, where the ring has as many threads as there are cores."""
+    collectives: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    """All-reduce among the ranks of a ring; `auto`: on GPUs NCCL, and symmetric memory for small tensors; shared
+    memory on CPUs. `nccl`: NCCL alone, with one rank too. `gloo` uses sockets: slower, for hosts where processes
+    may not share memory or where there is no C compiler."""
+    ring_host: str = "127.0.0.1"
+    """Address at which the ranks of the ring rendezvous, and at which other rings' ranks reach them for a KV
+    hand-over; `auto`: the address of this host's name, as in a container."""
+    hung_after: float = Field(default=3.0, ge=1.0)
+    """Seconds without progress, with work in flight, after which the ring is killed and restarted."""
+    start_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds that a ring may take to load."""
+    drain_grace: float = Field(default=10.0, ge=0)
+    """Seconds that running generations get to finish at shutdown; the rest continue on other rings."""
+    handover_timeout: float = Field(default=10.0, ge=0)
+    """Seconds, after its last generation has ended, in which a leaving ring transfers its sessions' KV blocks to
+    its peers; 0: it does not."""
+    handover_port: int = Field(default=0, ge=0, le=65535 - 64)
+    """Port on `ring_host` at which rank 0 receives KV blocks of other rings, rank r at that plus r; 0: the system
+    chooses."""
+    tool_parser: ToolParser = "auto"
+    """Format in which the model writes tool calls: `auto` (detected from its chat template), `none` (requests with
+    tools are refused), or a parser."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Format in which the model marks its reasoning: `auto` (detected from its chat template), `none` (it is part
+    of the answer), or a parser."""
+    slow_step: str = "auto"
+    """Steps that are logged as slow: `auto` (4 times what such a step usually takes, and at least 250 ms), `off`,
+    another factor such as `3x`, or a time such as `0.5s` or `200ms`."""
+    dump_directory: Path | None = None
+    """Where diagnostics of a hung ring are dumped before it is killed; unset: `ryzanstein-dumps` in the directory
+    for temporary files."""
+    dump_keep: int = Field(default=10, ge=0)
+    """Dumps that are kept there, the newest; 0: none is written."""
+    stub_step_ms: float = Field(default=0.0, ge=0)
+    """Stub engine: milliseconds per step."""
+    stub_us_per_token: float = Field(default=0.0, ge=0)
+    """Stub engine: microseconds per token of a step."""
+    stub_blocks: int = Field(default=65536, ge=1)
+    """Stub engine: KV blocks."""
+    stub_context_length: int = Field(default=8192, ge=2)
+    """Stub engine: context length."""
+    stub_fault: Literal["", "crash", "exit", "hang", "error"] = ""
+    """Stub engine, for tests: what happens to a step that computes token 1."""
+    nnodes: int = Field(default=1, ge=1, le=64)
+    """Hosts over which the ring is spread, `tp / nnodes` ranks on each."""
+    node_rank: int = Field(default=0, ge=0)
+    """This host's index among them: host 0 runs the leader and represents the ring; the others start their ranks
+    when it tells them to."""
+    master_addr: str = ""
+    """Address of host 0, as the other hosts reach it."""
+    master_port: int = Field(default=29500, ge=1, le=65535)
+    """Port on host 0 to which the other hosts connect."""
+    ring_secret: SecretStr = SecretStr("")
+    """Shared secret by which the hosts of one ring authenticate each other."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on each host."""
+        return self.tp // self.nnodes
+
+    @property
+    def meeting_host(self) -> str:
+        """Address on which rank 0 waits for the others."""
+        return self.master_addr if self.nnodes > 1 else self.ring_host
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of one sequence in a step, after `speculation`."""
+        return most_drafts(self.speculation)
+
+    @field_validator("ring_host")
+    @classmethod
+    def _find_host(cls, host: str) -> str:
+        if host != "auto":
+            return host
+        name = socket.gethostname()
+        try:
+            return socket.gethostbyname(name)
+        except OSError as error:
+            raise ValueError(
+                f"this host's name {name!r} stands for no address ({error.strerror or error}); give the address itself"
+            ) from None
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> "ExecutorSettings":
+        if self.nnodes == 1:
+            if self.node_rank:
+                raise ValueError(
+                    "node_rank says that there are other hosts; set nnodes, master_addr and ring_secret too"
+                )
+            return self
+        if self.tp % self.nnodes:
+            raise ValueError(
+                f"tp {self.tp} does not divide by nnodes {self.nnodes}: each host has equally many ranks"
+            )
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank {self.node_rank} is not below nnodes {self.nnodes}; count from 0")
+        if not self.master_addr:
+            raise ValueError("master_addr is not set: it is the address of host 0, as the others reach it")
+        if not self.ring_secret.get_secret_value():
+            raise ValueError(
+                "ring_secret is not set: hosts that are to be one ring must know the same secret"
+            )
+        return self
+
+    @field_validator("speculation")
+    @classmethod
+    def _check_speculation(cls, text: str) -> str:
+        most_drafts(text)
+        return text
+
+    @field_validator("slow_step")
+    @classmethod
+    def _check_slow_step(cls, text: str) -> str:
+        SlowSteps.of(text)
+        return text
+
+    @field_validator("kv_dtype_layers")
+    @classmethod
+    def _check_layers(cls, text: str) -> str:
+        parse_layers(text)
+        return text
+
+
+STUB_MODEL = "stub"
+
+
+def served_name(settings: ExecutorSettings) -> str:
+    """The name that was set, else the last part of the path, else the hub name as it stands."""
+    if settings.served_model_name:
+        return settings.served_model_name
+    if not settings.model:
+        return STUB_MODEL
+    path = Path(settings.model).expanduser()
+    if path.exists():
+        return path.resolve().name.removesuffix(".gguf")
+    return settings.model
+
+
+def thread_count(settings: ExecutorSettings) -> int:
+    """CPU threads of each rank: what was set, else the cores shared out among the ranks."""
+    return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.ranks_here)
+
+
+def cores_of(settings: ExecutorSettings, rank: int) -> list[int]:
+    """The core of each of a rank's threads; empty where they are not to be kept on one. With fewer threads than
+    cores the system places them better: it knows what else runs."""
+    cores, threads = sorted(os.sched_getaffinity(0)), thread_count(settings)
+    if not settings.pin_threads or threads * settings.ranks_here != len(cores):
+        return []
+    here = rank % settings.ranks_here
+    return cores[here * threads : (here + 1) * threads]

@@ -1,0 +1,1 @@
+"""The decoder for CPUs, over the native kernels."""

@@ -1,0 +1,199 @@
+"""A rank's forward pass through the native kernels."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.executor.core.progress import Progress
+from services.executor.core.prompt_results import Floats
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import Int32Array, StepPlan
+from services.executor.cpu.packed_model import ACTIVATIONS, PackedLayer, PackedModel
+from services.executor.kv_cache.store import KvStore
+from services.executor.native.library import PARTS, Layer, Model, SharedHead, Step
+from shared.errors import ConfigurationError, RingLost
+
+_INT = 4
+CODECS = {"": 0, "int8": 1, "fp8": 2}
+"""As `attention.h` numbers them."""
+_NO_MEMORY, _RING_LOST, _BAD_PLAN = 1, 2, 3
+
+
+class NativeDecoder:
+    """Holds a packed model's weights and runs step plans; a `model.decoder.Decoder`."""
+
+    label = "compute: native kernels, sums over the ranks included"
+
+    def __init__(
+        self,
+        library: Any,
+        packed: PackedModel,
+        store: KvStore,
+        layout: ShardLayout,
+        threads: int,
+        ring: "NativeRing | None",
+        cpus: Sequence[int] = (),
+    ) -> None:
+        """`cpus`: the cores to keep the threads on, one each; none: any."""
+        self._library = library
+        self._store = store
+        self.packed = packed
+        self._handle: int | None = None
+        self._shape = store.shape
+        self._layers = (Layer * len(packed.layers))()
+        for index, layer in enumerate(packed.layers):
+            self._describe_layer(index, layer)
+        self._model = self._describe_model(layout, ring)
+        self.vocab_rows = self._model.head.outputs
+        cores = (ctypes.c_int * threads)(*cpus) if cpus else None
+        self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads, cores)
+        if not self._handle:
+            raise ConfigurationError(
+                "There is no memory left for the working space of a step; free some memory."
+            )
+
+    def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
+        """Computes one step; `progress` counts the layers.
+
+        Returns this rank's share of the logits of `plan.sample_rows`, float32 [R, rows of the head]; and of `pools`,
+        int32 [P, 2], the sums of the normed hidden states of the rows [first, end), float32 [P, hidden].
+        Raises `RingLost` when another rank is gone, IndexError for a plan that names what does not exist.
+        """
+        logits = torch.empty((len(plan.sample_rows) // _INT, self.vocab_rows), dtype=torch.float32)
+        pooled = np.zeros((len(pools), self._model.hidden if len(pools) else 0), np.float32)
+        self._run(
+            plan,
+            progress,
+            logits=logits.data_ptr(),
+            pools=pools.ctypes.data,
+            pooled=pooled.ctypes.data,
+            num_pools=len(pools),
+        )
+        return logits, pooled
+
+    def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
+        """`forward`, and then `largest` of its logits, which are not written to memory for it."""
+        sampled = len(plan.sample_rows) // _INT
+        values, tokens = torch.empty(sampled), torch.empty(sampled, dtype=torch.int64)
+        self._run(plan, progress, values=values.data_ptr(), indices=tokens.data_ptr())
+        return values, tokens
+
+    def _run(self, plan: StepPlan, progress: Progress, **results: int) -> None:
+        step = Step(
+            tokens=len(plan.token_ids) // _INT,
+            sequences=len(plan.query_lens) // _INT,
+            sampled=len(plan.sample_rows) // _INT,
+            table_blocks=len(plan.block_tables) // _INT,
+            num_compressions=len(plan.compressions) // (2 * _INT),
+            progress=progress.address,
+            **results,
+            **{name: _address(getattr(plan, name)) for name in _ARRAYS},
+        )
+        result = self._library.rz_decoder_forward(self._handle, ctypes.byref(step))
+        if result == _RING_LOST:
+            raise RingLost("A rank of the ring is gone; the ring is restarted and the request goes on.")
+        if result == _BAD_PLAN:
+            raise IndexError("the step plan names KV blocks or rows that do not exist")
+        if result == _NO_MEMORY:
+            raise ConfigurationError(
+                "There is no memory left for the working space of a step; free some memory."
+            )
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(largest value [R], its token int64 [R]) of `logits` float32 [R, V], contiguous. Of those that tie the
+        one with the smallest id; NaN is larger than all."""
+        rows, width = logits.shape
+        values, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        self._library.rz_decoder_largest(
+            self._handle, logits.data_ptr(), rows, width, values.data_ptr(), tokens.data_ptr()
+        )
+        return values, tokens
+
+    def spent(self) -> dict[str, float]:
+        """Seconds that the steps so far have spent on each of `PARTS`."""
+        nanoseconds = (ctypes.c_int64 * len(PARTS))()
+        self._library.rz_decoder_spent(self._handle, nanoseconds)
+        return {part: spent / 1e9 for part, spent in zip(PARTS, nanoseconds, strict=True)}
+
+    def close(self) -> None:
+        """Ends the threads. Safe to call twice."""
+        if self._handle:
+            self._library.rz_decoder_free(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _describe_layer(self, index: int, layer: PackedLayer) -> None:
+        into = self._layers[index]
+        for name in ("qkv", "output", "gate_up", "down"):
+            setattr(into, name, getattr(layer, name).describe())
+        for name, weight in layer.norms.items():
+            setattr(into, name, weight.data_ptr())
+        into.rotary, into.window = layer.rotary, layer.window
+        hot = self._store.hot(index)
+        into.hot, into.num_hot = hot.data_ptr(), hot.shape[0]
+        codec, scales = self._store.codec(index), self._store.scales(index)
+        into.codec = CODECS["" if codec is None else codec.name]
+        into.codes = self._store.codes(index).data_ptr()
+        into.scales = None if scales is None else scales.data_ptr()
+
+    def _describe_model(self, layout: ShardLayout, ring: "NativeRing | None") -> Model:
+        shape, packed = self._shape, self.packed
+        model = Model(
+            layers=len(packed.layers),
+            hidden=packed.head.inputs,
+            intermediate=self._layers[0].down.inputs,
+            q_heads=layout.q_heads.size,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            activation=ACTIVATIONS[packed.activation],
+            rotary_dim=2 * packed.frequencies[0][0].shape[0],
+            num_hot=self._store.num_hot,
+            num_cold=self._store.num_cold,
+            embedding_split=packed.is_split,
+            vocab_first=packed.first_token,
+            rows_in_embedding=packed.embedding.outputs,
+            first_output=layout.output_heads.start - layout.q_heads.start,
+            ranks=layout.world_size,
+            shared_in_ring=layout.num_shared_heads,
+            shared_here=len(layout.shared_heads),
+            layer=self._layers,
+            final_norm=packed.final_norm.data_ptr(),
+            embedding=packed.embedding.packed.data_ptr(),
+            head=packed.head.describe(),
+            **asdict(packed.scalars),
+        )
+        for index, (frequencies, scale) in enumerate(packed.frequencies):
+            model.frequencies[index] = frequencies.data_ptr()
+            model.rotary_scale[index] = scale
+        for index, shared in enumerate(layout.shared_heads):
+            model.shared[index] = SharedHead(shared.kv_head, shared.slot, shared.is_first, shared.first_share)
+        if ring is not None:
+            model.ring, model.ring_timeout_ns = ring.handle, ring.timeout_ns
+        return model
+
+
+_ARRAYS = (
+    *("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables", "sample_rows"),
+    "compressions",
+)
+
+
+@dataclass(frozen=True)
+class NativeRing:
+    """What sums over the ranks: see `shared_memory.h`."""
+
+    handle: int
+    """Address of the `rz_ring`, with a lane for each thread of the decoder."""
+    timeout_ns: int
+
+
+def _address(payload: bytes) -> int | None:
+    return ctypes.cast(ctypes.c_char_p(payload), ctypes.c_void_p).value

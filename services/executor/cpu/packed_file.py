@@ -1,0 +1,301 @@
+"""A packed model in a file, so that a later start reads what it would have to build, and needs no modelling code.
+
+    the tensors' bytes, each from a multiple of 64 │ header: MessagePack │ 24 bytes: magic, header's length, its CRC-32
+
+The header has a CRC-32 for each piece of the bytes before it, so a damaged file is never computed with. The bytes
+are read into huge pages and not mapped: decoding, which streams through all of them, takes about a fifth longer from
+the page cache's small pages.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from services.executor.core.sharding import HeadCounts
+from services.executor.cpu.packed_linear import PackedLinear
+from services.executor.cpu.packed_model import PackedLayer, PackedModel
+from services.executor.model.loading.arena import fresh
+from services.executor.model.lowering import Activation, Scalars
+
+_MAGIC = b"RYZPACK1"
+_TRAILER = struct.Struct("<8sQQ")
+_ALIGNMENT = 64
+_PIECE = 8 << 20
+"""Bytes under one checksum: what a thread reads at once."""
+_DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+class Damaged(ValueError):
+    """The file is not what was written; says in what."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What a rank must know of a model beside its weights."""
+
+    layers: int
+    hidden_size: int
+    context_length: int
+    """Most tokens of one sequence."""
+    heads: HeadCounts
+    widths: list[int]
+    """Each rank's share of the vocabulary."""
+
+
+class _Tensor(msgspec.Struct, frozen=True, array_like=True):
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Linear(msgspec.Struct, frozen=True, array_like=True):
+    packed: int
+    """Number of a tensor, as all that follow."""
+    bias: int | None
+    outputs: int
+    inputs: int
+
+
+class _Layer(msgspec.Struct, frozen=True):
+    norms: dict[str, int]
+    qkv: _Linear
+    output: _Linear
+    gate_up: _Linear
+    down: _Linear
+    rotary: int
+    window: int
+
+
+class _Header(msgspec.Struct, frozen=True):
+    identity: str
+    facts: ModelFacts
+    size: int
+    """Bytes of all tensors."""
+    checksums: list[int]
+    """CRC-32 of each piece of them."""
+    tensors: list[_Tensor]
+    layers: list[_Layer]
+    final_norm: int
+    embedding: _Linear
+    head: _Linear
+    frequencies: list[tuple[int, float]]
+    scalars: Scalars
+    activation: Activation
+    first_token: int
+    is_split: bool
+
+
+def write(fd: int, identity: str, facts: ModelFacts, model: PackedModel) -> None:
+    """Writes `model` to `fd`, a file that is empty. Raises `OSError`."""
+    writer = _Writer()
+    layers = [
+        _Layer(
+            norms={name: writer.add(norm) for name, norm in layer.norms.items()},
+            qkv=writer.linear(layer.qkv),
+            output=writer.linear(layer.output),
+            gate_up=writer.linear(layer.gate_up),
+            down=writer.linear(layer.down),
+            rotary=layer.rotary,
+            window=layer.window,
+        )
+        for layer in model.layers
+    ]
+    head, embedding = writer.linear(model.head), writer.linear(model.embedding)
+    frequencies = [(writer.add(values), scale) for values, scale in model.frequencies]
+    final_norm = writer.add(model.final_norm)
+    header = _Header(
+        identity=identity,
+        facts=facts,
+        size=writer.size,
+        checksums=writer.write(fd),
+        tensors=writer.tensors,
+        layers=layers,
+        final_norm=final_norm,
+        embedding=embedding,
+        head=head,
+        frequencies=frequencies,
+        scalars=model.scalars,
+        activation=model.activation,
+        first_token=model.first_token,
+        is_split=model.is_split,
+    )
+    content = msgspec.msgpack.encode(header)
+    _write_all(fd, content + _TRAILER.pack(_MAGIC, len(content), zlib.crc32(content)))
+
+
+class PackedFile:
+    """A file whose header has been read."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes `fd` over. Raises `Damaged`, `OSError`."""
+        self._fd = fd
+        try:
+            self._header = _read_header(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def identity(self) -> str:
+        return self._header.identity
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._header.facts
+
+    def read(self, threads: int, progress: Progress) -> PackedModel:
+        """All of it, with `threads` threads. Raises `Damaged`, `OSError`."""
+        header = self._header
+        memory = fresh(header.size) if header.size else torch.empty(0, dtype=torch.uint8)
+        into = memoryview(memory.numpy())  # type: ignore[arg-type]
+        progress(0, header.size)
+        with ThreadPoolExecutor(threads, thread_name_prefix="read") as pool:
+            starts = range(0, header.size, _PIECE)
+            for start, checksum in zip(
+                starts, pool.map(lambda at: self._piece(into, at), starts), strict=True
+            ):
+                if checksum != header.checksums[start // _PIECE]:
+                    raise Damaged(f"its bytes from {start} on are not those that were written")
+                progress(min(start + _PIECE, header.size), header.size)
+        return _Reader(header, memory).model()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _piece(self, into: memoryview, start: int) -> int:
+        piece = into[start : start + _PIECE]
+        done = 0
+        while done < len(piece):
+            count = os.preadv(self._fd, [piece[done:]], start + done)
+            if not count:
+                raise Damaged("it has become shorter")
+            done += count
+        return zlib.crc32(piece)
+
+
+def _read_header(fd: int) -> _Header:
+    size = os.fstat(fd).st_size
+    trailer = os.pread(fd, _TRAILER.size, max(0, size - _TRAILER.size))
+    if len(trailer) < _TRAILER.size:
+        raise Damaged("it is too short")
+    magic, length, checksum = _TRAILER.unpack(trailer)
+    begin = size - _TRAILER.size - length
+    if magic != _MAGIC or begin < 0:
+        raise Damaged("it does not end as it was written")
+    content = os.pread(fd, length, begin)
+    if len(content) != length or zlib.crc32(content) != checksum:
+        raise Damaged("its header is not the one that was written")
+    try:
+        header = msgspec.msgpack.decode(content, type=_Header)
+    except msgspec.MsgspecError as error:
+        raise Damaged(f"its header is not understood ({error})") from None
+    if header.size != begin or len(header.checksums) != -(-begin // _PIECE):
+        raise Damaged("its length is not the one that was written")
+    return header
+
+
+class _Writer:
+    """Collects tensors, then writes them end to end."""
+
+    def __init__(self) -> None:
+        self.tensors: list[_Tensor] = []
+        self.size = 0
+        self._held: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def add(self, tensor: Tensor) -> int:
+        """Its number; the same for one that was added before."""
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            number = self._numbers[id(tensor)] = len(self.tensors)
+            name = next(name for name, dtype in _DTYPES.items() if dtype is tensor.dtype)
+            self.tensors.append(_Tensor(self.size, name, tuple(tensor.shape)))
+            self._held.append(tensor)
+            self.size += _padded(tensor.nbytes)
+        return number
+
+    def linear(self, linear: PackedLinear) -> _Linear:
+        bias = None if linear.bias is None else self.add(linear.bias)
+        return _Linear(self.add(linear.packed), bias, linear.outputs, linear.inputs)
+
+    def write(self, fd: int) -> list[int]:
+        """Returns the checksum of each piece."""
+        checksums: list[int] = []
+        room, running = _PIECE, 0
+        for part in self._bytes():
+            while len(part):
+                piece, part = part[:room], part[room:]
+                _write_all(fd, piece)
+                running = zlib.crc32(piece, running)
+                room -= len(piece)
+                if not room:
+                    checksums.append(running)
+                    room, running = _PIECE, 0
+        return checksums if room == _PIECE else [*checksums, running]
+
+    def _bytes(self) -> Iterator[memoryview]:
+        for tensor in self._held:
+            yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            yield memoryview(bytes(_padded(tensor.nbytes) - tensor.nbytes))
+
+
+class _Reader:
+    """Makes the model of a header and the memory that it describes."""
+
+    def __init__(self, header: _Header, memory: Tensor) -> None:
+        self._header = header
+        self._memory = memory
+
+    def model(self) -> PackedModel:
+        header = self._header
+        return PackedModel(
+            layers=[
+                PackedLayer(
+                    norms={name: self._tensor(number) for name, number in layer.norms.items()},
+                    qkv=self._linear(layer.qkv),
+                    output=self._linear(layer.output),
+                    gate_up=self._linear(layer.gate_up),
+                    down=self._linear(layer.down),
+                    rotary=layer.rotary,
+                    window=layer.window,
+                )
+                for layer in header.layers
+            ],
+            final_norm=self._tensor(header.final_norm),
+            embedding=self._linear(header.embedding),
+            head=self._linear(header.head),
+            frequencies=[(self._tensor(number), scale) for number, scale in header.frequencies],
+            scalars=header.scalars,
+            activation=header.activation,
+            first_token=header.first_token,
+            is_split=header.is_split,
+        )
+
+    def _linear(self, linear: _Linear) -> PackedLinear:
+        bias = None if linear.bias is None else self._tensor(linear.bias)
+        return PackedLinear(self._tensor(linear.packed), bias, linear.outputs, linear.inputs)
+
+    def _tensor(self, number: int) -> Tensor:
+        described = self._header.tensors[number]
+        dtype = _DTYPES[described.dtype]
+        size = torch.Size(described.shape).numel() * dtype.itemsize
+        return self._memory[described.offset : described.offset + size].view(dtype).view(described.shape)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _write_all(fd: int, content: Any) -> None:
+    view = memoryview(content)
+    while len(view):
+        view = view[os.write(fd, view) :]

@@ -1,1 +1,0 @@
-"""Continuous batching, step plans, sampling, and the engines that execute the plans."""

@@ -1,0 +1,134 @@
+"""Attention over a rank's KV store by the Triton kernels, in place of PyTorch's operators."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.gpu.inputs import inputs_of
+from services.executor.gpu.kernels import attention_launch
+from services.executor.gpu.staging import sent
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.scores import ScoreRule
+
+CPU_PROCESSORS = 4
+"""What the interpreter pretends to have."""
+
+
+def processors_of(device: torch.device) -> int:
+    """What works at once on `device`."""
+    if device.type != "cuda":
+        return CPU_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class StepBatches:
+    """What attention needs of a step, made once for all layers of the same heads."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        block_size: int,
+        device: torch.device,
+        processors: int,
+        compressions: Tensor | None,
+    ) -> None:
+        """`compressions` as `StepInputs` has them."""
+        self.compressions = compressions
+        self._plan, self._block_size, self._device, self._processors = plan, block_size, device, processors
+        self._batches: dict[tuple[int, int], Sequence[attention_launch.Batch]] = {}
+
+    def of(self, kv_heads: int, group: int) -> Sequence[attention_launch.Batch]:
+        """The decodes, and the prefill chunks, whose tiles are larger."""
+        heads = (kv_heads, group)
+        if heads not in self._batches:
+            inputs = inputs_of(self._plan, self._block_size, *heads, self._device, self._processors)
+            self._batches[heads] = inputs.batches
+        return self._batches[heads]
+
+
+class GpuKernels:
+    """`AttentionBackend` by the Triton kernels; and the compression of blocks."""
+
+    def __init__(self, store: KvStore) -> None:
+        """From now on `store` compresses by the kernels."""
+        self._store = store
+        self._device = store.device
+        self.processors = processors_of(store.device)
+        self._slopes: dict[int, Tensor | None] = {}
+        """By layer: finding them out waits for the device."""
+        self.layers = [
+            attention_launch.Layer(
+                store.hot(layer), store.codes(layer), store.scales(layer), store.codec(layer)
+            )
+            for layer in range(store.shape.num_layers)
+        ]
+        self._compressed = [
+            (torch.tensor(cold.layers, dtype=torch.int64, device=store.device), cold)
+            for cold in store.cold_layers()
+        ]
+        """The cold blocks, and which layers they are of."""
+        self._first = torch.zeros(1, dtype=torch.int64, device=store.device)
+        store.compressor = self.compress
+
+    def begin(self, plan: StepPlan) -> StepBatches:
+        pairs = self.pairs_of(plan)
+        return StepBatches(plan, self._store.block_size, self._device, self.processors, pairs)
+
+    def write(self, step: StepBatches, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T], and compresses what the step fills."""
+        attention_launch.write(_rows(key), _rows(value), slots, self.layers[layer].hot)
+        if step.compressions is not None:
+            self.compress_layer(self.layers[layer], step.compressions)
+
+    def attend(
+        self, step: StepBatches, layer: int, query: Tensor, rule: ScoreRule, window: int | None, out: Tensor
+    ) -> None:
+        """Fills `out` from `query`, both [T, kv heads, group, d]; the step's keys have been written."""
+        kv_heads, group = query.shape[1:3]
+        if layer not in self._slopes:
+            self._slopes[layer] = _slopes(rule, query.device)
+        sinks = None if rule.sinks is None else rule.sinks.reshape(-1).float()
+        scores = attention_launch.Scores(rule.scale, rule.softcap, window, sinks, self._slopes[layer])
+        for batch in step.of(kv_heads, group):
+            attention_launch.attend(query.contiguous(), self.layers[layer], batch, scores, out)
+
+    def pairs_of(self, plan: StepPlan) -> Tensor | None:
+        """What `plan` compresses, as `StepInputs.compressions`. Waits for nothing: most steps of many sequences fill
+        some block, and the step before is still being computed."""
+        if not plan.compressions:
+            return None
+        pairs = as_int32(plan.compressions).reshape(-1, 2)
+        self._store.check_pairs(pairs)
+        return self._sent(pairs)
+
+    def compress_layer(self, layer: attention_launch.Layer, pairs: Tensor) -> None:
+        """`pairs` of `pairs_of`, in one layer."""
+        attention_launch.compress_layer(layer, pairs, self._first)
+
+    def compress(self, pairs: NDArray[np.int32]) -> None:
+        """Pairs int32 [C, 2] (hot id, cold id), in all layers."""
+        on_device = self._sent(pairs)
+        hot = self._store.hot_layers()
+        for layers, cold in self._compressed:
+            attention_launch.compress(hot, layers, cold.codes, cold.scales, cold.codec, on_device)
+
+    def _sent(self, pairs: NDArray[np.int32]) -> Tensor:
+        return sent(pairs.astype(np.int64) - (0, self._store.num_hot), self._device)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """With every row contiguous: rows themselves may lie apart."""
+    inner = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]
+    return tensor if inner else tensor.contiguous()
+
+
+def _slopes(rule: ScoreRule, device: torch.device) -> Tensor | None:
+    """Linear biases by their slopes: what is added to all of a row's scores changes no weight."""
+    if rule.key_bias is None:
+        return None
+    ends = rule.key_bias(torch.tensor([0, 1], device=device)).float()
+    return (ends[..., 1] - ends[..., 0]).reshape(-1).contiguous()

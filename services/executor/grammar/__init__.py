@@ -1,1 +1,0 @@
-"""Structured output: which tokens may follow, so that a text matches its grammar (ADR 0013)."""

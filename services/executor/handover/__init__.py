@@ -1,1 +1,0 @@
-"""KV blocks of sessions from a ring that leaves to its peers (docs/adr/0018)."""

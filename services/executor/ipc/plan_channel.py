@@ -1,0 +1,167 @@
+"""How step plans travel from the leader to the other ranks: one length-prefixed message per step.
+
+Plain TCP on the ring's own address: an idle rank waits in a read for as long as it takes, and the
+end of the other side is seen at once. Tensors do not pass here; they go through the collectives.
+Plans hold users' tokens, so both ends show that they know the ring's secret before the first one:
+
+    leader                              rank
+      │── nonce ──────────────────────────▶│
+      │◀─ nonce, HMAC(secret, "rank") ─────│
+      │── HMAC(secret, "leader") ─────────▶│
+      │── length, plan, MAC ──────────────▶│   again and again (`proofs.MessageMac`)
+"""
+
+import secrets
+import select
+import socket
+import struct
+import time
+
+from services.executor.core.step_plan import StepPlan, decode_plan, encode_plan
+from services.executor.ipc.proofs import MAC_SIZE, MessageMac, is_proof, proof
+from shared.errors import RingLost
+
+_LENGTH = struct.Struct("<I")
+_GREETING_TIMEOUT = 5.0
+"""Seconds for the greeting. Ranks that come meanwhile wait in the listener's queue."""
+_NONCE = 16
+_PROOF = 32
+
+
+class PlanListener:
+    """The leader's side before the ring is complete."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.secret = secrets.token_hex(16)
+        self._socket = socket.create_server((host, 0))
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def accept(self, followers: int, timeout: float) -> "PlanSender":
+        """Waits until every other rank has come. Raises `RingLost`."""
+        self._socket.settimeout(timeout)
+        channels: list[tuple[socket.socket, MessageMac]] = []
+        try:
+            while len(channels) < followers:
+                connection, _ = self._socket.accept()
+                mac = self._greet(connection)
+                if mac is None:
+                    connection.close()
+                    continue
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.settimeout(None)
+                channels.append((connection, mac))
+        except TimeoutError:
+            raise RingLost(
+                f"Only {len(channels)} of {followers} other ranks came to the ring within {timeout:g} s."
+            ) from None
+        finally:
+            self._socket.close()
+        return PlanSender(channels)
+
+    def _greet(self, connection: socket.socket) -> MessageMac | None:
+        """For what it will be told; None: it does not know the secret."""
+        key, mine, by = (
+            self.secret.encode(),
+            secrets.token_bytes(_NONCE),
+            time.monotonic() + _GREETING_TIMEOUT,
+        )
+        try:
+            connection.sendall(mine)
+            answer = _read(connection, _NONCE + _PROOF, by)
+            if answer is None:
+                return None
+            nonces = mine + bytes(answer[:_NONCE])
+            if not is_proof(answer[_NONCE:], key, "rank", nonces):
+                return None
+            connection.sendall(proof(key, "leader", nonces))
+        except OSError:
+            return None
+        return MessageMac(key, "leader", nonces)
+
+
+class PlanSender:
+    """The leader's side: sends each plan to every other rank."""
+
+    def __init__(self, channels: list[tuple[socket.socket, MessageMac]]) -> None:
+        self._channels = channels
+
+    def send(self, plan: StepPlan) -> None:
+        """Raises `RingLost` when a rank is gone."""
+        if not self._channels:
+            return
+        payload = encode_plan(plan)
+        message = _LENGTH.pack(len(payload)) + payload
+        try:
+            for connection, mac in self._channels:
+                connection.sendall(message + mac.next(payload))
+        except OSError as error:
+            raise RingLost(f"A rank of the ring is gone ({error.strerror}).") from error
+
+    def close(self) -> None:
+        for connection, _ in self._channels:
+            connection.close()
+        self._channels = []
+
+
+class PlanReceiver:
+    """A follower's side."""
+
+    def __init__(self, host: str, port: int, secret: str, timeout: float) -> None:
+        """Raises `RingLost` where whoever listens there does not know the secret."""
+        self._socket = socket.create_connection((host, port), timeout=timeout)
+        self._mac = self._greet(secret.encode(), time.monotonic() + timeout)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(None)
+
+    def _greet(self, key: bytes, by: float) -> MessageMac:
+        theirs, mine = _read(self._socket, _NONCE, by), secrets.token_bytes(_NONCE)
+        if theirs is not None:
+            nonces = bytes(theirs) + mine
+            self._socket.sendall(mine + proof(key, "rank", nonces))
+            answer = _read(self._socket, _PROOF, by)
+            if answer is not None and is_proof(answer, key, "leader", nonces):
+                return MessageMac(key, "leader", nonces)
+        self._socket.close()
+        raise RingLost("What listens at the leader's address does not know the ring's secret.")
+
+    def receive(self) -> StepPlan | None:
+        """The next plan; None when the leader has closed the ring. Raises `RingLost` for a message that was
+        changed on its way."""
+        header = _read(self._socket, _LENGTH.size)
+        if header is None:
+            return None
+        payload = _read(self._socket, _LENGTH.unpack(header)[0])
+        shown = _read(self._socket, MAC_SIZE)
+        if payload is None or shown is None:
+            return None
+        if not self._mac.accepts(shown, payload):
+            raise RingLost("A step plan was changed on its way from the leader.")
+        return decode_plan(payload)
+
+    def has_news(self, timeout: float) -> bool:
+        """Whether a plan, or the end, comes within `timeout` seconds."""
+        return bool(select.select([self._socket], [], [], timeout)[0])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _read(connection: socket.socket, count: int, by: float | None = None) -> bytearray | None:
+    """`count` bytes; None where the connection ends before, or where they have not come `by` then."""
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    while view:
+        try:
+            if by is not None:
+                connection.settimeout(max(1e-3, by - time.monotonic()))
+            received = connection.recv_into(view)
+        except OSError:
+            return None
+        if received == 0:
+            return None
+        view = view[received:]
+    return buffer

@@ -1,0 +1,280 @@
+"""One rank's bytes of the blocks that were evicted: in host memory, then on disk.
+
+Which block is in which slot is the leader's to know (`tiers.py`); a slot here is just bytes. They are worth
+nothing without the leader's map, so they live as long as the rank: the file on disk has no name and goes
+with the process, however it ends.
+
+    save ──▶ waiting (in memory) ──▶ file        by a thread of its own: a step never waits for a write
+               └──────── load ────────┘          checked against the checksum of what was saved last
+
+What cannot be read, or is not what was saved, is lost: `load` returns None, and never wrong bytes.
+
+Executes on one rank the copies of blocks that a plan carries; `block_copies.py` says why in this order.
+"""
+
+import os
+import tempfile
+import threading
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+
+from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.kv_cache.store import KvStore
+from shared.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
+
+MOST_WAITING_BYTES = 64 << 20
+"""Saved blocks that wait to be written; what would be more is lost rather than waited for."""
+
+
+class Arriving(Protocol):
+    """The bytes of a block that are on their way into this process's memory."""
+
+    def wait(self) -> bytes: ...
+
+
+class Spill(Protocol):
+    """What a rank keeps evicted blocks in."""
+
+    @property
+    def loses(self) -> bool:
+        """Whether a block that was saved may not come back."""
+        ...
+
+    def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> None:
+        """Keeps blocks of `store` in slots, (block, slot) each, whatever was there before."""
+        ...
+
+    def load_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+        """Puts slots into blocks, (slot, block) each, and says of each whether it was there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SpillStore:
+    """Slots [0, num_host) in memory and [num_host, num_host + num_disk) on disk, `block_bytes` each at most."""
+
+    def __init__(self, num_host: int, num_disk: int, block_bytes: int, directory: Path | None = None) -> None:
+        """`directory`: where the file goes; None: where the system keeps temporary files. Raises
+        `ConfigurationError` when a file cannot be made there."""
+        self._num_host = num_host
+        self._host: dict[int, bytes] = {}
+        self._disk = DiskSlots(block_bytes, directory) if num_disk else None
+
+    @property
+    def loses(self) -> bool:
+        return True
+
+    def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> None:
+        for block, slot in pairs:
+            self.save(slot, store.save(block))
+
+    def load_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+        return [self._load_block(store, slot, block) for slot, block in pairs]
+
+    def _load_block(self, store: KvStore, slot: int, block: int) -> bool:
+        content = self.load(slot)
+        if content is not None:
+            store.load(block, content)
+        return content is not None
+
+    def save(self, slot: int, content: bytes) -> None:
+        """Keeps `content` in `slot`, whatever was there before."""
+        if slot < self._num_host:
+            self._host[slot] = content
+        elif self._disk is not None:
+            self._disk.save(slot - self._num_host, content)
+
+    def load(self, slot: int) -> bytes | None:
+        """What was saved to `slot` last; None where it is lost."""
+        if slot < self._num_host:
+            return self._host.get(slot)
+        return None if self._disk is None else self._disk.load(slot - self._num_host)
+
+    def close(self) -> None:
+        """Frees memory and disk. Safe to call twice."""
+        self._host = {}
+        if self._disk is not None:
+            self._disk.close()
+
+
+class DiskSlots:
+    """Slots of equal size in a file without a name. `save` and `load` are called from one thread."""
+
+    def __init__(
+        self, block_bytes: int, directory: Path | None, most_waiting: int = MOST_WAITING_BYTES
+    ) -> None:
+        """`most_waiting`: bytes that wait to be written at most."""
+        self._block_bytes = block_bytes
+        self._most_waiting = max(1, most_waiting // block_bytes)
+        try:
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+            self._file, name = tempfile.mkstemp(prefix="ryzanstein-kv-", dir=directory)
+            Path(name).unlink()
+        except OSError as error:
+            raise ConfigurationError(
+                f"No file for spilled KV blocks can be made in {directory or tempfile.gettempdir()} "
+                f"({error.strerror}); name a directory that can be written to with --kv-disk-directory."
+            ) from error
+        self._checksums: dict[int, int] = {}
+        self._waiting: dict[int, bytes | Arriving] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._complained = False
+        self._writer = threading.Thread(target=self._write_all, name="kv-spill", daemon=True)
+        self._writer.start()
+
+    def save(self, slot: int, content: bytes | Arriving) -> None:
+        """Returns at once; what finds too much waiting is lost."""
+        with self._changed:
+            self._checksums.pop(slot, None)
+            if slot in self._waiting or len(self._waiting) < self._most_waiting:
+                self._waiting[slot] = content
+                self._changed.notify_all()
+
+    def load(self, slot: int) -> bytes | None:
+        with self._changed:
+            waiting = self._waiting.get(slot)
+            checksum = self._checksums.get(slot)
+        # Only `save` makes a slot wait again, and it is called by this thread.
+        if waiting is not None:
+            return _arrived(waiting)
+        if checksum is None:
+            return None
+        try:
+            content = os.pread(self._file, self._block_bytes, slot * self._block_bytes)
+        except OSError as error:
+            self._complain(error)
+            return None
+        if zlib.crc32(content) != checksum:
+            self._complain(None)
+            return None
+        return content
+
+    def flush(self) -> None:
+        """Waits until all that was saved has been written, or has failed to be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._closed)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._writer.join()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    # --- the writer's thread ---------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                slot, content = next(iter(self._waiting.items()))
+            checksum = self._write(slot, _arrived(content))
+            with self._changed:
+                if self._waiting[slot] is content:  # else it has been saved anew meanwhile
+                    del self._waiting[slot]
+                    if checksum is not None:
+                        self._checksums[slot] = checksum
+                self._changed.notify_all()
+
+    def _write(self, slot: int, content: bytes) -> int | None:
+        """The checksum of what has been written; None when it has not."""
+        view, offset = memoryview(content), slot * self._block_bytes
+        try:
+            while view:
+                written = os.pwrite(self._file, view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            self._complain(error)
+            return None
+        return zlib.crc32(content)
+
+    def _complain(self, error: OSError | None) -> None:
+        """Once: a full disk would fill the log."""
+        if not self._complained:
+            self._complained = True
+            reason = "the bytes are not those that were written" if error is None else str(error)
+            log.warning("kv_spill_failed", reason=reason, effect="spilled KV blocks are computed again")
+
+
+def _arrived(content: bytes | Arriving) -> bytes:
+    return content if isinstance(content, bytes) else content.wait()
+
+
+class Sum(Protocol):
+    """What is needed of the ring's collectives."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+class Endpoint(Protocol):
+    """What is needed of the rank's side of hand-overs (`services/executor/handover`)."""
+
+    def obey(self, payload: bytes) -> None: ...
+
+    def take(self, slot: int) -> bytearray: ...
+
+
+class BlockCopier:
+    """Between a rank's store and its spilled bytes. All ranks of a ring run the same plans in order."""
+
+    def __init__(self, store: KvStore, spill: Spill | None, collectives: Sum) -> None:
+        self._store = store
+        self._spill = spill
+        self._collectives = collectives
+        self.endpoint: Endpoint | None = None
+        """None: this ring hands nothing over."""
+
+    def run(self, plan: StepPlan) -> list[int]:
+        """Saves, adopts, restores. Returns the slots that some rank cannot restore: the same answer on
+        every rank, for which they ask each other only where a plan restores what may be lost."""
+        if plan.saves:
+            self._spilled.save_blocks(self._store, _pairs(plan.saves).tolist())
+        self._hand_over(plan)
+        if not plan.restores:
+            return []
+        restores = _pairs(plan.restores)
+        found = self._spilled.load_blocks(self._store, restores.tolist())
+        if not self._spilled.loses:  # asking would wait for the device
+            assert all(found), "a plan restores what was never saved"
+            return []
+        lost = np.array([0.0 if there else 1.0 for there in found], dtype=np.float32)
+        if self._collectives.world_size > 1:
+            flags = torch.from_numpy(lost).to(self._store.device)
+            lost = self._collectives.all_reduce(flags).cpu().numpy()
+        return [int(slot) for slot in restores[lost > 0, 0]]
+
+    def _hand_over(self, plan: StepPlan) -> None:
+        if self.endpoint is None:
+            return
+        for slot, block in _pairs(plan.adoptions).tolist():
+            self._store.load(block, self.endpoint.take(slot))
+        if plan.handover:
+            self.endpoint.obey(plan.handover)
+
+    @property
+    def _spilled(self) -> Spill:
+        assert self._spill is not None, "a plan spills blocks, and the rank has nowhere to spill to"
+        return self._spill
+
+
+def _pairs(payload: bytes) -> NDArray[np.int32]:
+    return as_int32(payload).reshape(-1, 2)

@@ -1,0 +1,243 @@
+"""The leaving ring's side: offers its sessions' blocks to peers, has its ranks send them, moves the sessions' pins.
+
+    batch ─▶ offer ─▶ wanted? ─▶ ranks send ─▶ "sent" ─▶ what does the peer have? ─▶ pins ─▶ next batch
+
+It begins with the drain, while the last generations still run: what is idle goes first, and what they leave
+behind goes when they have ended. Whatever fails costs cache and nothing else.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from services.executor.kv_transfer.board import (
+    POLL,
+    Field,
+    HandoverBoard,
+    Send,
+    StopSending,
+    encode_command,
+    until,
+)
+from services.executor.kv_transfer.endpoint import ENDED
+from services.executor.kv_transfer.exchange import MOST_BLOCKS, Exchange, Gift
+from services.executor.kv_transfer.peers import Homes, PinMover, is_coming, peers_of
+from services.executor.kv_transfer.wire import IDLE_TIMEOUT
+from shared.errors import RyzansteinError
+from shared.messages import GroupRecord
+from shared.messages.handover import (
+    BlockOffer,
+    BlocksSent,
+    HandoverEnd,
+    HandoverMessage,
+    HandoverReply,
+    OfferedBlock,
+    OfferedSession,
+)
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+
+log = structlog.get_logger(__name__)
+
+OFFER_TIMEOUT = 8.0
+LAST_TIMEOUT = 2.0
+"""Seconds for an answer once the time is over."""
+PEER_PAUSE = 0.1
+BATCH_TIMEOUT = 30.0
+MOST_BYTES = 64 << 20
+"""Of one batch and rank: what the peer keeps in memory until its plans bring it into its cache."""
+MOST_OFFER_BYTES = 256 << 10
+"""Of tokens in one offer: NATS takes a megabyte in a message."""
+
+
+class Giver:
+    """Gives a ring's sessions away. `run` once; `stop` has it end soon."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        exchange: Exchange,
+        board: HandoverBoard,
+        pins: PinMover,
+        *,
+        group: str,
+        epoch: int,
+        model: str,
+        block_format: str,
+        block_bytes: int,
+        block_size: int,
+        wake: Callable[[], object],
+    ) -> None:
+        self._bus = bus
+        self._exchange = exchange
+        self._board = board
+        self._pins = pins
+        self._group = group
+        self._epoch = epoch
+        self._model = model
+        self._format = block_format
+        self._block_bytes = block_bytes
+        self._most = max(1, min(MOST_BLOCKS, MOST_BYTES // block_bytes, MOST_OFFER_BYTES // (4 * block_size)))
+        self._wake = wake
+        self._homes = Homes({})
+        self._batch = 0
+        """The one that is being sent."""
+        self._stopping = False
+        self._finished: Callable[[], bool] = lambda: False
+        self._timeout = 0.0
+        self._give_up = float("inf")
+        self._begun: set[str] = set()
+        """Peers that have taken an offer."""
+        self.sent = 0
+        """Blocks."""
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    async def run(self, finished: Callable[[], bool], timeout: float) -> None:
+        """Gives until nothing is left and `finished` says that nothing more will come; for at most `timeout`
+        seconds after that."""
+        began = time.monotonic()
+        self._finished, self._timeout = finished, timeout
+        self._exchange.departures.restart()
+        await self._find_peers()
+        while self._homes.peers and not self._is_late():
+            was_last = finished()
+            if was_last:
+                self._exchange.departures.crowded = False
+            await self._assign()
+            if not await self._round():
+                if was_last:
+                    break
+                await asyncio.sleep(POLL)
+        seconds = time.monotonic() - began
+        self._board.add(seconds=seconds, count=1)
+        log.info(
+            "handed_over",
+            blocks=self.sent,
+            bytes_per_rank=self.sent * self._block_bytes,
+            peers=sorted(self._begun),
+            seconds=round(seconds, 3),
+        )
+        for peer in self._begun:
+            await self._ask(peer, HandoverEnd(self._group, self._epoch))
+
+    async def _find_peers(self) -> None:
+        """Waits for a ring that is starting where there is no other: in a rolling update it may take a moment
+        until the next one's readiness is known."""
+        groups = await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)
+        while not self._is_late():
+            records = list((await groups.items()).values())
+            self._homes = Homes(peers_of(records, self._model, self._group))
+            if self._homes.peers or not is_coming(records, self._model, self._group):
+                return
+            if self._finished() and not self._exchange.departures.sessions():
+                return
+            await asyncio.sleep(PEER_PAUSE)
+
+    def _is_late(self) -> bool:
+        """The time begins when the last generation has ended, be a batch under way or not."""
+        if self._finished() and self._give_up == float("inf"):
+            self._give_up = time.monotonic() + self._timeout
+        return self._stopping or time.monotonic() >= self._give_up
+
+    async def _assign(self) -> None:
+        departures = self._exchange.departures
+        homeless = [session for session in departures.sessions() if not self._homes.of(session)]
+        for session, pinned in zip(homeless, await self._pins.groups(homeless), strict=True):
+            self._homes.assign(session, departures.size(session), pinned)
+
+    async def _round(self) -> bool:
+        """A batch for each peer; whether there was any."""
+        given = False
+        for peer in list(self._homes.peers):
+            if self._is_late() or self._exchange.departures.crowded:
+                break
+            batch = self._exchange.departures.next_batch(peer, self._homes.of, self._most)
+            if batch:
+                given = True
+                if not await self._give(peer, batch):
+                    self._homes.drop(peer)
+        return given
+
+    # --- one batch -------------------------------------------------------------------------------
+
+    async def _give(self, peer: str, batch: list[Gift]) -> bool:
+        """Whether the peer may be offered more."""
+        ended = True
+        try:
+            reply = await self._ask(peer, self._offer(batch))
+            if not reply.ok:
+                return False
+            self._begun.add(peer)
+            complete = True
+            if reply.wanted:
+                ended, complete = await self._send([batch[index].block for index in reply.wanted], reply)
+            reply = await self._ask(peer, BlocksSent(self._group, self._epoch))
+            if not reply.ok or len(reply.held) != len(batch):
+                return False
+            whole = self._whole_sessions(batch, reply.held)
+            await self._pins.move(whole, peer, reply.epoch)
+            if not complete and self._exchange.departures.crowded:
+                self._exchange.departures.again(peer, batch)
+                return True
+            return complete and all(reply.held)
+        finally:
+            if ended:  # else some rank may still read them: they stay as they are until the ring ends
+                self._exchange.departures.release(batch)
+
+    def _offer(self, batch: list[Gift]) -> BlockOffer:
+        now = time.monotonic()
+        names = dict.fromkeys(gift.session for gift in batch)
+        last_used = {gift.session: gift.last_used for gift in batch}
+        numbers = {name: number for number, name in enumerate(names)}
+        return BlockOffer(
+            self._group,
+            self._epoch,
+            self._format,
+            [OfferedSession(name, now - last_used[name]) for name in names],
+            [OfferedBlock(gift.key.parent, gift.key.tokens, numbers[gift.session]) for gift in batch],
+        )
+
+    @staticmethod
+    def _whole_sessions(batch: list[Gift], held: bytes) -> list[str]:
+        """Those of which the peer has everything that was offered."""
+        missing = {gift.session for gift, has in zip(batch, held, strict=True) if not has}
+        return [name for name in dict.fromkeys(gift.session for gift in batch) if name not in missing]
+
+    async def _send(self, blocks: list[int], reply: HandoverReply) -> tuple[bool, bool]:
+        """(whether every rank has stopped reading the blocks, whether every rank has sent all)."""
+        departures = self._exchange.departures
+        departures.batches += 1
+        self._batch = departures.batches
+        within = min(BATCH_TIMEOUT, max(0.0, self._give_up - time.monotonic()))
+        command = Send(self._batch, reply.key, reply.addresses, blocks, within)
+        self._exchange.command(encode_command(command))
+        self._wake()
+        await until(lambda: self._all_ended() or departures.crowded or self._is_late(), within)
+        if not self._all_ended():
+            self._exchange.command(encode_command(StopSending()))
+            self._wake()
+            await until(self._all_ended, IDLE_TIMEOUT + 1)
+        sent = self._board.least(Field.SENT, self._batch)
+        self.sent += sent
+        self._board.add(sent=sent, failed=len(blocks) - sent)
+        complete = set(self._board.numbers(Field.ENDED, self._batch)) == {ENDED}
+        return self._all_ended(), complete
+
+    def _all_ended(self) -> bool:
+        return None not in self._board.numbers(Field.ENDED, self._batch)
+
+    async def _ask(self, peer: str, message: HandoverMessage) -> HandoverReply:
+        """What the peer says; that it does not answer is a no."""
+        try:
+            timeout = min(OFFER_TIMEOUT, max(LAST_TIMEOUT, self._give_up - time.monotonic()))
+            reply = await self._bus.request(subjects.handover(peer), message, HandoverReply, timeout=timeout)
+        except RyzansteinError as error:
+            reply = HandoverReply(False, str(error))
+        if not reply.ok:
+            log.info("handover_declined", peer=peer, reason=reply.reason)
+        return reply

@@ -1,0 +1,1 @@
+"""Rank 0's event loop: requests from NATS, step after step, tokens published."""

@@ -1,0 +1,232 @@
+"""The leader's part of the debugging: keeps its plans, tells of its queues, logs slow steps.
+
+What a leader tells whoever looks into its ring: queues and KV blocks, never a prompt or a token.
+"""
+
+import asyncio
+import concurrent.futures
+import time
+from concurrent.futures import Executor
+from pathlib import Path
+
+import structlog
+
+from services.executor.core import spans
+from services.executor.core.engine import EngineSpec
+from services.executor.core.setting_values import SlowSteps
+from services.executor.core.step_plan import StepPlan
+from services.executor.ipc.flight_recorder import FlightRecorder, StepTimes
+from services.executor.ipc.rank_pipe import RankSpec
+from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.sequence import Sequence
+from services.executor.scheduler.stats import BatcherView
+from services.executor.scheduler.steps import Row
+from shared.messages.debugging import AllocatorDump, HolderDump, LeaderDump, PoolDump, QueuedDump
+
+log = structlog.get_logger(__name__)
+
+LOOP_ANSWER = 0.25
+"""Seconds that the event loop has to tell of itself; then another thread reads what it finds."""
+RANKS_END = 0.1
+"""Seconds after the leader's own end of a step by which the other ranks have noted theirs, if they ever do."""
+
+
+class LeaderDebug:
+    """Beside a leader's step loop."""
+
+    def __init__(
+        self, spec: RankSpec, batcher: ContinuousBatcher, engine: EngineSpec, slow_step: str
+    ) -> None:
+        """`slow_step`: as in the settings. To be made in the event loop's thread."""
+        flight = FlightRecorder.beside(Path(spec.board), spec.world_size)
+        self._plans = flight.plans
+        self._own = flight.rank(0)
+        self._ranks = [flight.read(rank) for rank in range(spec.world_size)]
+        self._batcher = batcher
+        self._block_size = engine.block_size
+        self._slow = SlowSteps.of(slow_step)
+        self._loop = asyncio.get_running_loop()
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def planned(self, plan: StepPlan) -> None:
+        """The step is about to be executed."""
+        ids = [sequence.request.generation_id for sequence in self._batcher.sequences_under_way()]
+        self._plans.add(plan, ids, self._block_size)
+
+    def took(
+        self, plan: StepPlan, rows: list[Row], seconds: float, computed: int, expected: float, masks: float
+    ) -> None:
+        """The step has taken `seconds` where such take `expected` (0: not known). `computed`: prompt tokens;
+        `masks`: seconds spent on beginning grammars' masks."""
+        self._plans.took(plan.step, seconds)
+        if not self._slow.is_slow(seconds, expected):
+            return
+        self._own.count_slow_step()
+        if self._slow.may_log(time.monotonic()):
+            usual = _ms(expected) if expected else None
+            fields: dict[str, object] = {
+                "step": plan.step,
+                "ms": _ms(seconds),
+                "expected_ms": usual,
+                "masks_ms": _ms(masks),
+            }
+            fields["not_logged"], self._slow.suppressed = self._slow.suppressed, 0
+            # The other ranks may not have noted their end yet.
+            self._loop.call_later(RANKS_END, self._log_slow, plan, rows, computed, fields)
+
+    def _log_slow(self, plan: StepPlan, rows: list[Row], computed: int, fields: dict[str, object]) -> None:
+        log.warning("slow_step", **fields, **self._parts(plan, rows, computed))
+
+    def _parts(self, plan: StepPlan, rows: list[Row], computed: int) -> dict[str, object]:
+        """What the step was made of."""
+        times = [rank.step(plan.step) for rank in self._ranks]
+        return {
+            "prefill_tokens": computed,
+            "decode_rows": plan.num_decodes,
+            "batch": len(plan.query_lens) // 4,
+            "sampled": len(plan.sample_rows) // 4,
+            "context_tokens": sum(memoryview(plan.context_lens).cast("i")),
+            "drafts": sum(1 for row in rows if row.ahead),
+            "grammar_rows": sum(1 for row in rows if row.sampling.grammar is not None and not row.ahead),
+            "saves": len(plan.saves) // 8,
+            "compressions": len(plan.compressions) // 8,
+            "restores": len(plan.restores) // 8,
+            "embeds": len(plan.pools) // 8,
+            **(_stages(times[0]) if times[0] else {}),
+            "ranks": [_of_rank(rank, one, times[0]) for rank, one in enumerate(times) if one is not None],
+        }
+
+    # --- looked into -----------------------------------------------------------------------------
+
+    def tell(self) -> LeaderDump | None:
+        """Called from another thread. None: nothing could be read."""
+        told: concurrent.futures.Future[LeaderDump] = concurrent.futures.Future()
+
+        def in_loop() -> None:
+            if told.set_running_or_notify_cancel():
+                try:
+                    told.set_result(self._describe(by_loop=True))
+                except Exception as error:
+                    told.set_exception(error)
+
+        self._loop.call_soon_threadsafe(in_loop)
+        try:
+            return told.result(LOOP_ANSWER)
+        except concurrent.futures.TimeoutError:
+            if not told.cancel():
+                return told.result()
+        try:
+            return self._describe(by_loop=False)
+        except RuntimeError:
+            return None  # it changed while it was read: the loop turns again
+
+    def _describe(self, by_loop: bool) -> LeaderDump:
+        return describe(self._batcher, time.monotonic(), by_loop)
+
+    def beat(self, engine: Executor) -> None:
+        """Tells a profiler that is at work, in the engine's thread, that there is no step when there is none."""
+        if spans.watched():
+            engine.submit(spans.idle)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 2)
+
+
+def _stages(times: StepTimes) -> dict[str, float]:
+    """The leader's stages. An engine that knows none has only the whole."""
+    if not times.computed:
+        return {}
+    sent = times.sent or times.began
+    return {
+        "send_ms": _ms((sent - times.began) / 1e9),
+        "compute_ms": _ms((times.computed - sent) / 1e9),
+        "sample_ms": _ms(max(0, times.ended - times.computed) / 1e9),
+    }
+
+
+def _of_rank(rank: int, times: StepTimes, leader: StepTimes | None) -> dict[str, object]:
+    """How a rank has spent the step: how late it began, how long it computed and waited for others."""
+    late = _ms((times.began - leader.began) / 1e9) if leader is not None else 0.0
+    if not times.ended:
+        return {
+            "rank": rank,
+            "began_after_ms": late,
+            "not_over_after_ms": _ms((time.monotonic_ns() - times.began) / 1e9),
+        }
+    whole = (times.ended - times.began) / 1e9
+    return {
+        "rank": rank,
+        "began_after_ms": late,
+        "ms": _ms(whole),
+        "compute_ms": _ms(max(0.0, whole - times.busy_ns / 1e9)),
+        "collectives_ms": _ms(times.busy_ns / 1e9),
+        "waited_ms": _ms(times.waited_ns / 1e9),
+    }
+
+
+MOST_QUEUED = 256
+"""Requests that are listed; `counts` has all."""
+MOST_HOLDERS = 10
+
+
+def describe(batcher: ContinuousBatcher, now: float, by_loop: bool) -> LeaderDump:
+    """`now`: of the clock by which the batcher takes requests on."""
+    view = batcher.look()
+    counts: dict[str, int] = {}
+    for sequence in view.sequences:
+        for key in (sequence.state.value, f"{sequence.state.value} {sequence.request.lane}"):
+            counts[key] = counts.get(key, 0) + 1
+    listed = [_queued(sequence, now) for sequence in view.sequences[:MOST_QUEUED]]
+    return LeaderDump(listed, counts, _allocator(view, _invariants(batcher)), by_loop)
+
+
+def _queued(sequence: Sequence, now: float) -> QueuedDump:
+    request = sequence.request
+    return QueuedDump(
+        generation_id=request.generation_id,
+        request_id=request.request_id,
+        state=sequence.state.value,
+        lane=request.lane,
+        attempt=request.attempt,
+        age=round(now - sequence.times.accepted, 3),
+        prompt_tokens=sequence.prompt_tokens,
+        output_tokens=sequence.output_tokens,
+        computed=sequence.num_computed,
+        blocks=sequence.blocks,
+        session=bool(request.session),
+        in_step=sequence.in_flight,
+        restoring=len(sequence.restoring),
+    )
+
+
+def _allocator(view: BatcherView, invariants: str) -> AllocatorDump:
+    blocks = view.blocks
+    holders = [HolderDump("sequence", s.request.generation_id, s.blocks) for s in view.sequences if s.blocks]
+    holders += [HolderDump("session", name, count) for name, count in blocks.pinned_for.items()]
+    holders.sort(key=lambda holder: -holder.blocks)
+    return AllocatorDump(
+        block_size=view.spec.block_size,
+        hot=PoolDump(*blocks.hot),
+        cold=PoolDump(*blocks.cold),
+        private=blocks.private,
+        shared=blocks.shared,
+        promised=view.promised,
+        reserve=view.reserve,
+        host_slots=blocks.host[0],
+        host_used=blocks.host[1],
+        disk_slots=blocks.disk[0],
+        disk_used=blocks.disk[1],
+        sessions=len(blocks.pinned_for),
+        holders=holders[:MOST_HOLDERS],
+        invariants=invariants,
+    )
+
+
+def _invariants(batcher: ContinuousBatcher) -> str:
+    try:
+        batcher.check()
+    except AssertionError as broken:
+        return f"broken: {broken}"
+    return "hold"

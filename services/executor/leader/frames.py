@@ -1,0 +1,184 @@
+"""Entries on their way into frames: what follows within a moment travels together.
+
+    step        1    2    3    4    5    6                steps of 0.4 ms
+    frame       1         2 3       4 5 ...               at most one per FRAME_INTERVAL
+    entry       [t1]      [t2 t3]   [t4 t5]
+
+Each frame costs the broker, the journal and every reader the same, however many tokens it has. A ring whose
+steps take longer than the interval publishes each step at once; a faster one publishes steps together.
+Time (seconds, monotonic) comes in as an argument.
+
+The frames that a leader has published lately, to be published again after the connection was lost.
+
+A core publish that was on its way when the broker died is lost without an error, and a lost last
+frame leaves no gap that a reader could see. Positions make a repeat harmless. While the broker is away
+the newest are kept, in bounded number and size; readers see the gap before those, and their gateways have
+what is missing computed again.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from services.executor.scheduler.batcher import Entries
+from shared import limits
+from shared.messages import GenerationRequest, TokenEntry, TokenFrame
+
+FRAME_INTERVAL = 0.002
+"""Seconds between two frames, at least: the longest that a token may wait here."""
+FRAME_BYTES = 256 << 10
+"""Vectors and log probabilities of prompts that one frame holds: a message of NATS has 1 MiB by default."""
+
+
+class Gathering:
+    """Entries by consumer, in order. A generation's consecutive entries become one."""
+
+    def __init__(self) -> None:
+        self._entries: Entries = {}
+        self._last: dict[str, int] = {}
+        """Where a generation's last entry stands in its consumer's list."""
+        self._taken_at = float("-inf")
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def add(self, entries: Entries) -> None:
+        """Takes entries over; their lists are this object's from now on."""
+        for consumer, news in entries.items():
+            known = self._entries.setdefault(consumer, [])
+            for entry in news:
+                at = self._last.get(entry.generation_id, -1)
+                if at >= 0 and (joined := _joined(known[at], entry)) is not None:
+                    known[at] = joined
+                else:
+                    self._last[entry.generation_id] = len(known)
+                    known.append(entry)
+
+    def wait(self, now: float) -> float:
+        """Seconds until what is here should go; 0: now."""
+        return max(0.0, self._taken_at + FRAME_INTERVAL - now)
+
+    def take(self, now: float) -> Entries:
+        """Everything, once; those first that begin an answer, since a reader takes one after the other and a
+        first token is waited for most."""
+        entries, self._entries = self._entries, {}
+        for news in entries.values():
+            news.sort(key=_goes_on)
+        self._last.clear()
+        self._taken_at = now
+        return entries
+
+
+def _goes_on(entry: TokenEntry) -> bool:
+    return entry.position > 0
+
+
+def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
+    """Both as one entry; None where `then` does not simply go on."""
+    if (
+        first.finish
+        or first.attempt != then.attempt
+        or first.position + len(first.tokens) != then.position
+        or (first.logprobs is None) != (then.logprobs is None)
+        or (then.cached_tokens and not first.cached_tokens)
+        or then.prompt_scores
+    ):
+        return None
+    first.tokens.extend(then.tokens)
+    if first.logprobs is not None and then.logprobs is not None:
+        first.logprobs.extend(then.logprobs)
+    if not then.finish:
+        return first
+    return TokenEntry(
+        first.generation_id,
+        first.attempt,
+        first.position,
+        first.tokens,
+        then.finish,
+        first.logprobs,
+        first.cached_tokens,
+        then.error_code,
+        then.error,
+        then.retryable,
+        then.vector,
+        first.prompt_scores,
+        first.suspected,
+        first.fingerprint,
+    )
+
+
+def in_frames(entries: list[TokenEntry]) -> Iterator[list[TokenEntry]]:
+    """`entries` in order, in as many frames as keep what they hold beside tokens within `FRAME_BYTES` each; one entry
+    may hold more alone."""
+    frame: list[TokenEntry] = []
+    held = 0
+    for entry in entries:
+        size = size_of(entry)
+        if frame and held + size > FRAME_BYTES:
+            yield frame
+            frame, held = [], 0
+        frame.append(entry)
+        held += size
+    yield frame
+
+
+def size_of(entry: TokenEntry) -> int:
+    """Bytes that it holds beside tokens."""
+    return len(entry.vector) + len(entry.prompt_scores)
+
+
+def output_tokens(entries: Entries) -> int:
+    """New tokens in the entries of a step."""
+    return sum(len(entry.tokens) for of_consumer in entries.values() for entry in of_consumer)
+
+
+def acknowledgements(requests: list[GenerationRequest], accepted: set[str], fingerprint: str = "") -> Entries:
+    """Empty entries that tell each consumer which group has its generation, before there is a token: should the ring
+    be lost now, it knows at once that the request must be handed in again. `fingerprint`: of the ring."""
+    entries: Entries = {}
+    for request in requests:
+        if request.generation_id in accepted:
+            position = len(request.generated)
+            entry = TokenEntry(
+                request.generation_id,
+                request.attempt,
+                position,
+                [],
+                suspected=request.suspected,
+                fingerprint=fingerprint,
+            )
+            entries.setdefault(request.consumer, []).append(entry)
+    return entries
+
+
+KEPT_SECONDS = 15.0
+KEPT_FRAMES = limits.RECENT_FRAMES.value
+KEPT_BYTES = limits.RECENT_FRAME_BYTES.value
+"""Of what frames hold beside tokens."""
+
+
+class RecentFrames:
+    """Pure: time (seconds, monotonic) comes in as an argument."""
+
+    def __init__(self) -> None:
+        self._frames: deque[tuple[float, str, TokenFrame]] = deque()
+        self._bytes = 0
+
+    def add(self, consumer: str, frame: TokenFrame, now: float, connected: bool) -> None:
+        """Keeps `frame`. While the connection is away nothing grows old."""
+        self._frames.append((now, consumer, frame))
+        self._bytes += _size_of(frame)
+        while self._is_full or (connected and self._frames[0][0] < now - KEPT_SECONDS):
+            _, _, oldest = self._frames.popleft()
+            self._bytes -= _size_of(oldest)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._frames) > KEPT_FRAMES or (self._bytes > KEPT_BYTES and len(self._frames) > 1)
+
+    def __iter__(self) -> Iterator[tuple[str, TokenFrame]]:
+        """(consumer, frame), the oldest first."""
+        return iter([(consumer, frame) for _, consumer, frame in self._frames])
+
+
+def _size_of(frame: TokenFrame) -> int:
+    return sum(map(size_of, frame.entries))

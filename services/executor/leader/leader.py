@@ -1,0 +1,381 @@
+"""The leader of a ring: takes requests from NATS, runs step after step, publishes the tokens.
+
+    dispatch ──▶ batcher.add           event loop: answers NATS while a step is computed
+                 batcher.schedule ──▶ engine   (its thread; `stepping.py`)
+    tokens  ◀── batcher.update    ◀──┘          published while the next step is computed
+
+All decisions are the batcher's; this shell only moves messages and time.
+"""
+
+import asyncio
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+
+from services.executor.core.engine import Engine, EngineSpec
+from services.executor.core.settings import ExecutorSettings, served_name
+from services.executor.ipc.board import RingBoard, RingState
+from services.executor.ipc.rank_pipe import Drained, RankSpec, Ready
+from services.executor.kv_transfer.service import Handover
+from services.executor.leader.diagnostics import LeaderDebug
+from services.executor.leader.frames import Gathering, RecentFrames, acknowledgements, in_frames
+from services.executor.leader.registration import check_name, fingerprint_of, with_parsers
+from services.executor.leader.request_log import Attempts
+from services.executor.leader.step_loop import Stepping, looks_ahead
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.structured_output.state import GrammarState
+from services.executor.structured_output.work import GrammarWork
+from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
+from shared.messages import (
+    Cancel,
+    Claimed,
+    ControlCommand,
+    ControlReply,
+    DispatchBatch,
+    DispatchReply,
+    Drain,
+    GenerationRequest,
+    GroupLoad,
+    ModelCard,
+    Refusal,
+    TokenFrame,
+)
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.nats.objects import ObjectStore
+from shared.process import freeze_gc_after_startup
+
+if TYPE_CHECKING:
+    from services.executor.ipc.rank_pipe import Orchestrator
+
+log = structlog.get_logger(__name__)
+
+
+LOOP_BEAT_INTERVAL = 0.5
+
+
+class Leader:
+    """Rank 0's event loop."""
+
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        spec: RankSpec,
+        board: RingBoard,
+        engine: Engine,
+        orchestrator: "Orchestrator",
+    ) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._board = board
+        self._engine = engine
+        self._orchestrator = orchestrator
+        self._model = served_name(settings)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._wake = asyncio.Event()
+        self._draining = False
+        self._leaving = False
+        self._replaced = False
+        self._handed_back = False
+        self._drain_by = 0.0
+        self._load_version = 0
+        self._recent = RecentFrames()
+        self._gathering = Gathering()
+        self._fingerprint = ""
+        self._attempts = Attempts(spec.group, spec.epoch, board.times)
+        self._grammars = GrammarWork()
+        self._timer: asyncio.TimerHandle | None = None
+        self._telling: asyncio.Task[None] | None = None
+        self._republishing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Loads, serves until drained. Raises what makes the ring unusable."""
+        loop = asyncio.get_running_loop()
+        self._orchestrator.on_drain(lambda: loop.call_soon_threadsafe(self._leave))
+        engine_spec = await loop.run_in_executor(self._thread, self._engine.load, lambda done, total: None)
+        self._batcher = ContinuousBatcher(
+            engine_spec,
+            BatchSettings(
+                max_batch_tokens=self._settings.max_batch_tokens,
+                max_sequences=self._settings.max_sequences,
+                max_waiting=self._settings.max_waiting,
+                session_ttl=self._settings.kv_session_ttl,
+                max_drafts=self._settings.max_drafts,
+            ),
+            self._model,
+            figures=self._board.figures,
+        )
+        self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
+        self._orchestrator.on_state(self._debug.tell)
+        self._steps = Stepping(
+            self._engine,
+            self._thread,
+            self._batcher,
+            self._grammars,
+            self._attempts,
+            self._board,
+            self._debug,
+            lookahead=looks_ahead(self._settings.lookahead, overlaps=engine_spec.overlaps),
+            meanwhile=self._tell_when_due,
+        )
+        self._handover = Handover(
+            self._settings,
+            self._spec,
+            engine_spec,
+            self._batcher.exchange,
+            lambda: self._batcher.receivable,
+            self._model,
+            self._wake.set,
+        )
+        self._report_load()
+        self._bus = await Bus.connect(
+            self._settings, subjects.connection("executor", self._spec.instance, subjects.LEADER)
+        )
+        self._bus.on_reconnect(self._on_reconnect)
+        self._bus.on_election(self._on_election)
+        beating = asyncio.create_task(self._beat())
+        try:
+            await self._announce(engine_spec)
+            await self._step_loop()
+            await self._bus.flush()
+            self._orchestrator.send(Drained())
+        finally:
+            beating.cancel()
+            await self._bus.close()
+            self._grammars.close()
+            self._engine.close()
+
+    async def _announce(self, engine_spec: EngineSpec) -> None:
+        """Tells the gateways of the model, listens for requests, and says that the group is ready."""
+        card, bundle = await asyncio.to_thread(self._engine.card, self._model)
+        fingerprint = fingerprint_of(self._settings, card, engine_spec.numerics)
+        card = msgspec.structs.replace(card, fingerprint=fingerprint, exact=engine_spec.exact)
+        self._fingerprint = fingerprint
+        if not card.exact:
+            log.info(
+                "texts_not_exact",
+                reason="sums may be rounded in another order beside other requests, after a prefix hit or a failover",
+                numerics=engine_spec.numerics,
+            )
+        card, group = with_parsers(card, self._settings), self._spec.group
+        await check_name(self._bus, card, group)
+        if bundle:
+            store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)
+            if await store.get(card.tokenizer) is None:
+                await store.put(card.tokenizer, bundle)
+        await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).put(self._model, card)
+        # Gateways take the tokenizer in meanwhile.
+        await asyncio.to_thread(self._grammars.load, card, bundle)
+        await self._bus.subscribe(subjects.dispatch(group), DispatchBatch, self._on_dispatch)
+        await self._bus.subscribe(subjects.control(group), ControlCommand, self._on_control)  # type: ignore[arg-type]
+        await self._handover.open(self._bus, card.fingerprint)
+        await self._bus.flush()
+        freeze_gc_after_startup()
+        self._board.set_state(RingState.READY)
+        self._orchestrator.send(Ready(self._model, engine_spec.kv_bytes, engine_spec.imports))
+        log.info(
+            "leader_ready",
+            group=group,
+            model=self._model,
+            blocks=engine_spec.total_blocks,
+            lookahead=self._steps.lookahead,
+        )
+
+    # --- from NATS -------------------------------------------------------------------------------
+
+    async def _on_dispatch(self, batch: DispatchBatch) -> DispatchReply | None:
+        if batch.epoch > self._spec.epoch:
+            self._replaced = True
+            self._wake.set()
+            return None  # the ring that has taken our place answers
+        accepted: list[str] = []
+        refused: list[Refusal] = []
+        for request in batch.requests:
+            repeated = self._batcher.knows(request)
+            refusal = self._add(request)
+            self._attempts.taken(request, refusal, repeated=repeated)
+            if refusal is None:
+                accepted.append(request.generation_id)
+                if request.grammar is not None:
+                    self._grammars.compile(request, self._on_compiled)
+            else:
+                refused.append(refusal)
+        self._gathering.add(acknowledgements(batch.requests, set(accepted), self._fingerprint))
+        await self._tell()
+        self._wake.set()
+        return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, self._report_load())
+
+    def _on_compiled(self, request: GenerationRequest, grammar: GrammarState | RyzansteinError) -> None:
+        self._batcher.release(request, grammar)
+        self._wake.set()
+
+    async def _on_control(self, command: ControlCommand) -> ControlReply:
+        if isinstance(command, Cancel):
+            self._batcher.cancel(command.generation_ids, command.attempt, command.claim)
+            self._wake.set()
+        elif isinstance(command, Claimed):
+            self._batcher.claim(command.generation_ids, command.claim)
+        elif isinstance(command, Drain):
+            self._drain(command.grace)
+        elif not self._undrain():
+            group = self._spec.group
+            return ControlReply(False, f"The executor of the group {group} is stopping; start it again.")
+        return ControlReply(ok=True)
+
+    def _report_load(self) -> GroupLoad:
+        """Puts the load on the board; returns it for a reply."""
+        self._load_version += 1
+        load = msgspec.structs.replace(
+            self._batcher.load(),
+            version=self._load_version,
+            slots=self._settings.max_sequences,
+            step_seconds=self._steps.pace.step_seconds,
+            prompt_tokens_per_second=self._steps.pace.prompt_tokens_per_second,
+        )
+        self._board.set_load(load)
+        self._board.set_cache_totals(self._batcher.cached_tokens, self._batcher.preemptions)
+        self._board.set_draft_totals(self._batcher.drafter.drafted, self._batcher.drafter.accepted)
+        return load
+
+    def _add(self, request: GenerationRequest) -> Refusal | None:
+        if not self._draining:
+            return self._batcher.add(request, time.monotonic())
+        reason = f"The group {self._spec.group} is draining; another takes the request."
+        return Refusal(request.generation_id, NoGroupAvailable.code, reason)
+
+    def _leave(self) -> None:
+        """The orchestrator ends, and takes the ring with it."""
+        self._leaving = True
+        self._drain()
+
+    def _drain(self, grace: float = -1.0) -> None:
+        """Nothing more is accepted; what runs may finish within `grace` seconds (below 0: as set). Said
+        again, the earlier end holds."""
+        by = time.monotonic() + (self._settings.drain_grace if grace < 0 else grace)
+        self._drain_by = min(by, self._drain_by) if self._draining else by
+        self._draining = True
+        self._board.set_state(RingState.DRAINING)
+        self._handover.begin(lambda: self._handed_back)
+        log.info("draining", group=self._spec.group)
+        self._wake.set()
+
+    def _undrain(self) -> bool:
+        """Takes a drain back that is under way; False when the executor is about to end."""
+        if self._leaving:
+            return False
+        if self._draining:
+            self._draining = False
+            self._handover.stop()
+            self._board.set_state(RingState.READY)
+            log.info("not_draining", group=self._spec.group)
+        return True
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    async def _step_loop(self) -> None:
+        """One step after the other while there is work; returns when the group is drained.
+
+        Raises `ConfigurationError` when a later ring has this group's name.
+        """
+        while True:
+            if self._replaced:
+                raise ConfigurationError(
+                    f"Another executor serves the group {self._spec.group} by now; this one leaves. If both are "
+                    "to serve, give each a group of its own with --group."
+                )
+            if self._draining and (not self._batcher.has_work or time.monotonic() >= self._drain_by):
+                if not self._handed_back:
+                    self._leaving = True
+                    await self._hand_back()
+                if self._handover.over:
+                    return
+            if not self._steps.plan():
+                await self._pause()
+            while self._steps.under_way:
+                entries = await self._steps.finish(ahead=not (self._draining or self._replaced))
+                self._report_load()
+                self._gathering.add(entries)
+
+    async def _pause(self) -> None:
+        """Nothing can be computed: says what is owed, and waits for work where there is none."""
+        self._gathering.add(self._batcher.take_entries())
+        await self._tell()
+        if not self._batcher.has_work:
+            self._steps.pace.rest()
+        self._report_load()
+        if self._batcher.has_work:
+            await asyncio.sleep(0.001)  # a hand-over holds the blocks that are waited for
+        elif not self._draining or self._handed_back:
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def _tell_when_due(self) -> None:
+        """Publishes what is gathered: at once when the last frame is some time ago, else as soon as it is."""
+        loop = asyncio.get_running_loop()
+        wait = self._gathering.wait(loop.time())
+        if not wait:
+            await self._tell()
+        elif self._timer is None and self._gathering:
+            self._timer = loop.call_later(wait, self._tell_soon)
+
+    def _tell_soon(self) -> None:
+        self._timer = None
+        self._telling = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        """One frame per consumer of what is gathered: live and, by the same publish, into the journal."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._gathering:
+            return
+        for consumer, of_consumer in self._gathering.take(asyncio.get_running_loop().time()).items():
+            for part in in_frames(of_consumer):
+                frame = TokenFrame(self._spec.group, self._spec.epoch, self._batcher.step, part)
+                self._recent.add(consumer, frame, time.monotonic(), self._bus.connected)
+                await self._publish_frame(consumer, frame)
+            for entry in of_consumer:
+                if entry.finish:
+                    self._attempts.ended(entry)
+
+    async def _publish_frame(self, consumer: str, frame: TokenFrame) -> None:
+        try:
+            await self._bus.publish(subjects.tokens(consumer), frame)
+        except RyzansteinError as error:  # published again once the connection is back
+            log.warning("frame_not_published", consumer=consumer, error=str(error))
+
+    def _on_reconnect(self) -> None:
+        self._republishing = asyncio.create_task(self._republish())
+
+    def _on_election(self, stream: str) -> None:
+        """While the journal had no leader, nobody recorded what was published."""
+        if stream == subjects.JOURNAL_STREAM:
+            self._on_reconnect()
+
+    async def _republish(self) -> None:
+        """Publishes again what may have been lost on its way; readers drop what they know."""
+        for consumer, frame in self._recent:
+            await self._publish_frame(consumer, frame)
+
+    async def _hand_back(self) -> None:
+        """Ends what has not finished with an error that another ring's attempt makes good."""
+        error = NoGroupAvailable(f"The group {self._spec.group} has left; another one goes on.")
+        self._gathering.add(self._batcher.fail_all(error))
+        self._handed_back = True
+        await self._tell()
+
+    async def _beat(self) -> None:
+        """Shows that the event loop turns, which a stopped process cannot; looks at the clock."""
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                self._board.loop_beat()
+                self._debug.beat(self._thread)
+                if self._batcher.expire(time.time()):
+                    self._wake.set()
+                await asyncio.sleep(LOOP_BEAT_INTERVAL)

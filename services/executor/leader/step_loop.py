@@ -1,0 +1,192 @@
+"""Has the engine compute the batcher's steps, one after the other or one ahead, and takes note of what they took.
+
+                     without lookahead                     with lookahead
+event loop      plan n ──▶ ········ ──▶ take n, plan n+1   plan n+1 ──▶ take n, plan n+2 ──▶ take n+1 ...
+engine thread         execute n                            [ n ][ n+1 ][ n+2 ]    no time between them
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import structlog
+
+from services.executor.core.engine import (
+    BadLogits,
+    Engine,
+    GrammarFailed,
+    Launched,
+    RestoreFailed,
+    SampledToken,
+)
+from services.executor.core.step_plan import StepPlan
+from services.executor.ipc.board import RingBoard
+from services.executor.leader.diagnostics import LeaderDebug
+from services.executor.leader.frames import output_tokens
+from services.executor.leader.request_log import Attempts, ids_of
+from services.executor.leader.throughput import Pace
+from services.executor.leader.tracing import AttemptTraces
+from services.executor.scheduler.batcher import ContinuousBatcher, Entries
+from services.executor.scheduler.steps import Row, prompt_tokens
+from services.executor.structured_output.work import GrammarWork
+
+log = structlog.get_logger(__name__)
+
+OF_ROWS = (BadLogits, GrammarFailed, RestoreFailed)
+"""Errors that some sequences end with, or are computed again after; others end the ring."""
+
+
+class _Flight:
+    """A step under way."""
+
+    def __init__(self, plan: StepPlan, rows: list[Row], traces: AttemptTraces | None) -> None:
+        self.plan, self.rows, self.traces = plan, rows, traces
+        self.began = time.perf_counter_ns()
+        self.masks = 0.0
+        """Seconds spent on beginning masks."""
+        self.launched: Future[Launched] | None = None
+        """None: nothing has been launched, it is to be executed as one."""
+
+
+class Stepping:
+    """The steps of one ring. Called from the leader's event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        thread: ThreadPoolExecutor,
+        batcher: ContinuousBatcher,
+        grammars: GrammarWork,
+        attempts: Attempts,
+        board: RingBoard,
+        debug: LeaderDebug,
+        *,
+        lookahead: bool,
+        meanwhile: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`thread`: the engine's. `meanwhile`: what the event loop does while a step is computed."""
+        self._engine = engine
+        self._thread = thread
+        self._batcher = batcher
+        self._grammars = grammars
+        self._attempts = attempts
+        self._board = board
+        self._debug = debug
+        self.lookahead = lookahead
+        """Whether steps may be launched ahead."""
+        self._meanwhile = meanwhile
+        self._flights: deque[_Flight] = deque()
+        self._over = 0
+        """When the last step was over; nanoseconds."""
+        self.pace = Pace()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step has been planned and its result was not taken."""
+        return bool(self._flights)
+
+    def plan(self) -> bool:
+        """Plans the next step, with none under way; False when there is nothing to compute."""
+        scheduled = self._batcher.schedule(time.monotonic())
+        if scheduled is None:
+            return False
+        flight = self._begin(*scheduled)
+        if self.lookahead:
+            self._launch(flight)
+        return True
+
+    async def finish(self, *, ahead: bool) -> Entries:
+        """Has the oldest step under way computed to its end, with the next one launched behind it where there is
+        one that may be and `ahead` allows it. Returns what is owed then."""
+        flight = self._flights[0]
+        if self.lookahead and ahead and (scheduled := self._batcher.schedule_ahead(time.monotonic())):
+            self._launch(self._begin(*scheduled))
+        entries = await self._compute(flight)
+        now = time.perf_counter_ns()
+        taken, self._over = now - max(flight.began, self._over), now
+        self._note(flight, taken, entries)
+        return entries
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _begin(self, plan: StepPlan, rows: list[Row]) -> _Flight:
+        self._debug.planned(plan)
+        traces = self._attempts.traces or None
+        if traces is not None:
+            plan = traces.begin_step(plan, self._batcher.under_way)
+        flight = _Flight(plan, rows, traces)
+        self._grammars.begin_masks([row.sampling for row in rows])
+        flight.masks = (time.perf_counter_ns() - flight.began) / 1e9
+        self._flights.append(flight)
+        return flight
+
+    def _launch(self, flight: _Flight) -> None:
+        samples = [row.sampling for row in flight.rows]
+        flight.launched = self._thread.submit(self._engine.launch, flight.plan, samples)
+
+    async def _compute(self, flight: _Flight) -> Entries:
+        """One step in the engine's thread, while the tokens of the last one go out. Rows that are no numbers end
+        their own sequences only; what cannot be restored is computed again."""
+        computing = self._run(flight)
+        await self._meanwhile()
+        try:
+            sampled = await computing
+        except BadLogits as error:
+            log.error("bad_logits", error=str(error), generations=ids_of(flight.rows, error.rows))
+            await self._forget_flights()
+            return self._batcher.fail_step(error, error.rows)
+        except GrammarFailed as error:
+            log.warning("grammar_failed", code=error.code, generations=ids_of(flight.rows, error.rows))
+            await self._forget_flights()
+            return self._batcher.fail_step(error, error.rows)
+        except RestoreFailed as error:
+            log.warning("restore_failed", error=str(error), generations=ids_of(flight.rows))
+            await self._forget_flights()
+            return self._batcher.fail_restores(error.slots)
+        self._flights.popleft()
+        pooled = self._engine.pooled() if flight.plan.pools else None
+        seconds = (time.perf_counter_ns() - max(flight.began, self._over)) / 1e9
+        scores = self._engine.scored() if flight.plan.score_rows else None
+        return self._batcher.update(sampled, seconds, pooled, scores)
+
+    def _run(self, flight: _Flight) -> "asyncio.Future[list[SampledToken]]":
+        loop = asyncio.get_running_loop()
+        if flight.launched is None:
+            samples = [row.sampling for row in flight.rows]
+            return loop.run_in_executor(self._thread, self._engine.execute, flight.plan, samples)
+        return loop.run_in_executor(self._thread, _result, flight.launched)
+
+    async def _forget_flights(self) -> None:
+        """The oldest step has failed: the one behind it is executed, and nobody wants to know what it gives."""
+        self._flights.popleft()
+        while self._flights:
+            later = self._flights.popleft()
+            with contextlib.suppress(*OF_ROWS):
+                await self._run(later)
+            if later.traces is not None:
+                later.traces.end_step(0.0)
+
+    def _note(self, flight: _Flight, taken: int, entries: Entries) -> None:
+        """`taken` in nanoseconds."""
+        plan, rows = flight.plan, flight.rows
+        if flight.traces is not None:
+            flight.traces.end_step(taken / 1e9)
+        if plan.token_ids:  # else it has only copied blocks: no measure of anything
+            computed = prompt_tokens(plan, rows)
+            expected = self.pace.expected(computed)
+            self._debug.took(plan, rows, taken / 1e9, computed, expected, flight.masks)
+            self.pace.observe(taken / 1e9, computed)
+            self._board.add_step(taken, computed, output_tokens(entries), len(plan.query_lens) // 4)
+
+
+def _result(launched: "Future[Launched]") -> list[SampledToken]:
+    """In the engine's thread, which has launched it before."""
+    return launched.result().result()
+
+
+def looks_ahead(setting: str, *, overlaps: bool) -> bool:
+    """The setting `lookahead` for an engine that `overlaps` its steps with planning, or does not."""
+    return setting == "on" or (setting == "auto" and overlaps)

@@ -1,0 +1,266 @@
+"""Brings one rank's share of a model into memory.
+
+    config.json ─▶ model on the meta device, buffers real ─▶ parallel plan ─▶ slices of the files ─▶ packing
+                                     └─▶ sources: which tensors of the files make up each parameter ─┘
+
+Parameters take no memory until their slice is read. Buffers are made for real from the start: they are
+not in the checkpoint, and a buffer that goes through the meta device (rotary frequencies) comes back as
+garbage without a word.
+"""
+
+import inspect
+import re
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.sharding import ShardLayout
+from services.executor.kv_cache.codecs import Codec
+from services.executor.model.attention import register_attention
+from services.executor.model.catalogue import check_supported, longest_context
+from services.executor.model.loading.reading import Progress, Read, read_all
+from services.executor.model.loading.sources import Sources, find_sources
+from services.executor.model.loading.weight_files import WeightFiles
+from services.executor.model.parallel.layers import (
+    LinearShard,
+    TensorSlice,
+    VocabParallelHead,
+    held_elsewhere,
+    piece_of,
+)
+from services.executor.model.parallel.rewiring import attention_to_build_with
+from services.executor.model.parallel.splitting import apply_plan
+from services.executor.model.weight_formats import Quantized, Weight, can_pack, packed_weight
+from shared.errors import ModelLoadError
+
+_LOADING = threading.Lock()
+"""Building on the meta device patches torch for the whole process, so threads load one after the other."""
+
+_NOT_NEEDED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
+"""Buffers that older versions of transformers saved and newer ones compute."""
+
+
+def load_config(directory: Path) -> Any:
+    """The transformers configuration of the model in `directory`. Raises `ModelLoadError`."""
+    if not directory.is_dir():
+        raise ModelLoadError(f"The model directory {directory} does not exist; check the path.")
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(
+            f"The directory {directory} has no config.json, so it is not a model; "
+            "give a directory that transformers' save_pretrained made, a .gguf file or a hub name."
+        )
+    try:
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelLoadError(
+            f"The config.json in {directory} is not one that can be served ({_first_line(error)}); "
+            "check the file, or choose a model of an architecture that transformers knows."
+        ) from error
+    if config.get_text_config() is not config:
+        raise ModelLoadError(
+            f"The model in {directory} takes more than text ({config.model_type!r}), which is not served; "
+            "choose a text model."
+        )
+    return config
+
+
+def context_length(config: Any) -> int:
+    """Most tokens of one sequence. Raises `ModelLoadError` where the configuration does not say."""
+    return longest_context(config)
+
+
+def load_model(
+    directory: Path,
+    dtype: torch.dtype,
+    layout: ShardLayout,
+    collectives: Collectives,
+    device: torch.device,
+    progress: Progress,
+    codec: Codec | None = None,
+) -> nn.Module:
+    """This rank's share of the model in `directory`, ready for `ModelRunner`.
+
+    With a `codec` the weights of its linear layers, but not the head's, are quantised as they are read.
+    Raises `ModelLoadError`: one sentence with the remedy.
+    """
+    config = load_config(directory)
+    check_supported(config)
+    with _LOADING, WeightFiles(directory) as files:
+        model, ties = _build(config, dtype)
+        sources = find_sources(model, files.shapes)
+        apply_plan(model, config, layout, collectives)
+        parameters = _parameters(model, ties)
+        plan = _plan_reads(parameters, sources, codec)
+        _check_leftovers(model, parameters, sources, directory)
+        tensors = read_all([read for _, read in plan], files, device, progress)
+        for parameter, _ in plan:
+            # Taken off the list, so that packing a weight can free it.
+            _place(parameter, tensors.pop(0))
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    served: nn.Module = model.eval()
+    return served
+
+
+def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
+    """(model with meta parameters and real buffers, tied parameter name -> the name it is tied to)."""
+    register_attention()
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attention_to_build_with(config),
+                trust_remote_code=False,
+            )
+        model.tie_weights()
+    except Exception as error:
+        raise ModelLoadError(
+            f"The architecture {config.model_type!r} cannot be served as a language model "
+            f"({_first_line(error)}); choose another model."
+        ) from error
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ModelLoadError(
+            f"The architecture {config.model_type!r} cannot compute logits for chosen tokens only "
+            "and is not served; choose another model."
+        )
+    first: dict[int, str] = {}
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            ties[name] = first[id(parameter)]
+    return model, ties
+
+
+@dataclass
+class _Parameter:
+    """One parameter or buffer of this rank's model, to be read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    piece: TensorSlice | None
+    """What of the checkpoint's tensor this rank holds; None: all."""
+    buffer: bool
+    targets: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """(module, attribute): more than one where parameters are tied."""
+    names: list[str] = field(default_factory=list)
+    """What the model calls it."""
+
+    @property
+    def quantizable(self) -> bool:
+        """Whether it is the weight of a linear layer, and of nothing else."""
+        [(module, leaf), *others] = self.targets
+        of_linear = isinstance(module, LinearShard) and not isinstance(module, VocabParallelHead)
+        return of_linear and leaf == "weight" and not others
+
+
+def _parameters(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
+    """All that the checkpoint may hold: parameters and persistent buffers, tied ones once."""
+    wanted: dict[int, _Parameter] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        piece = piece_of(owner, leaf)
+        buffer = not isinstance(tensor, nn.Parameter)
+        parameter = wanted.setdefault(
+            id(tensor), _Parameter(tuple(tensor.shape), tensor.dtype, piece, buffer)
+        )
+        parameter.targets.append((owner, leaf))
+        parameter.names += [name, *([ties[name]] if name in ties else [])]
+        parameter.names += [tied for tied, to in ties.items() if to == name]
+    return list(wanted.values())
+
+
+def _plan_reads(
+    parameters: list[_Parameter], sources: Sources, codec: Codec | None
+) -> list[tuple[_Parameter, Read]]:
+    """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with."""
+    if codec is not None and not any(parameter.quantizable for parameter in parameters):
+        raise ModelLoadError(
+            f"The model has no linear layers that can be quantised to {codec.name}; leave --weight-dtype at auto."
+        )
+    plan = []
+    for parameter in parameters:
+        found = next((name for name in parameter.names if name in sources.parameters), None)
+        if found is None and parameter.buffer:
+            continue
+        if found is None:
+            raise ModelLoadError(
+                f"The weights have no tensor {parameter.names[0]}, which config.json calls for; "
+                "the directory mixes two models or is incomplete, fetch the model again."
+            )
+        content, piece = sources.parameters[found], parameter.piece
+        _check_shape(found, parameter, content.shape)
+        if piece is not None:
+            content = content.selected(piece.dim, piece.spans)
+        plan.append((parameter, Read(content, parameter.dtype, codec if parameter.quantizable else None)))
+    return plan
+
+
+def _check_shape(name: str, parameter: _Parameter, stored: tuple[int, ...]) -> None:
+    expected = list(parameter.shape)
+    if parameter.piece is not None:
+        expected[parameter.piece.dim] = parameter.piece.full
+    if list(stored) != expected:
+        raise ModelLoadError(
+            f"The tensor {name} has the shape {list(stored)} where config.json calls for {expected}; "
+            "the directory mixes two models, fetch the model again."
+        )
+
+
+def _check_leftovers(
+    model: nn.Module, parameters: list[_Parameter], sources: Sources, directory: Path
+) -> None:
+    """Raises when the checkpoint holds weights that the model has no place for: it would compute nonsense."""
+    known = {name for parameter in parameters for name in parameter.names}
+    for name, module in model.named_modules():
+        known |= {f"{name}.{leaf}" for leaf in held_elsewhere(module)}
+    ignored = [
+        re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ]
+    for name in sorted(sources.unused | (sources.parameters.keys() - known)):
+        if _NOT_NEEDED.search(name) or any(pattern.search(name) for pattern in ignored):
+            continue
+        raise ModelLoadError(
+            f"The weights in {directory} hold a tensor {name} that the architecture does not use; "
+            "config.json belongs to another model, fetch the model again."
+        )
+
+
+def _place(parameter: _Parameter, held: Weight) -> None:
+    if isinstance(held, Quantized):
+        for module, _ in parameter.targets:
+            assert isinstance(module, LinearShard), "only linear layers are quantised"
+            module.keep_quantized(held)
+        return
+    value = held if parameter.buffer else nn.Parameter(held, requires_grad=False)
+    for module, attribute in parameter.targets:
+        setattr(module, attribute, value)
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Packs every linear share in place, for models that PyTorch runs, where that gains something.
+
+    The plain weight is let go, unless the embedding shares it: a tied head is held twice.
+    """
+    linears = (module for module in model.modules() if isinstance(module, LinearShard))
+    if not any(can_pack(linear.weight.device, linear.weight.dtype) for linear in linears):
+        return
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for module in model.modules():
+        if isinstance(module, LinearShard):
+            module.pack(packed_weight(module.weight), keep_plain=uses[id(module.weight)] > 1)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

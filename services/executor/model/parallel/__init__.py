@@ -1,0 +1,1 @@
+"""Tensor parallelism: how a transformers model is split over ranks."""

@@ -1,0 +1,317 @@
+"""Linear and embedding layers that hold one rank's share of their weights.
+
+Each layer says which slice of the checkpoint's tensor it wants, so that the loader reads nothing else.
+
+    column parallel    weight rows split      x whole -> y split
+    row parallel       weight columns split   x split -> y partial, summed over the ranks
+    vocabulary         rows split             ids -> partial rows, summed; hidden -> local logits
+
+Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
+
+Norms of queries and keys that span several heads, of which a rank holds its own.
+
+wide norm     over all heads' values at once: the ranks add up the squares of theirs
+head norms    within each head, with weights of its own: a rank keeps those of its heads
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.sharding import Span, split_dimension
+from services.executor.model.weight_formats import Quantized, Weight, packed_product
+from shared.errors import ModelLoadError
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """`spans` of dimension `dim`, end to end, of a checkpoint tensor whose size there is `full`.
+
+    A plain share is one span; a share of fused projections (q, k and v in one tensor) is one of each.
+    """
+
+    dim: int
+    spans: tuple[Span, ...]
+    full: int
+
+    @property
+    def size(self) -> int:
+        return sum(span.size for span in self.spans)
+
+
+_SLICES = "slices"
+_ELSEWHERE = "elsewhere"
+
+
+def hold(module: nn.Module, name: str, like: Tensor, piece: TensorSlice) -> None:
+    """Makes parameter `name` of `module` this rank's `piece` of `like`, without memory yet.
+
+    `module` may be transformers' own: what it holds is noted in it, for `piece_of`.
+    """
+    shape = list(like.shape)
+    shape[piece.dim] = piece.size
+    empty = torch.empty(shape, dtype=like.dtype, device="meta")
+    setattr(module, name, nn.Parameter(empty, requires_grad=False))
+    slices: dict[str, TensorSlice] = module.__dict__.setdefault(_SLICES, {})
+    slices[name] = piece
+
+
+def leave_out(module: nn.Module, name: str) -> None:
+    """Notes that the checkpoint's `name` under `module`'s own is held by other ranks only."""
+    module.__dict__[_ELSEWHERE] = held_elsewhere(module) | {name}
+
+
+def piece_of(module: nn.Module, name: str) -> TensorSlice | None:
+    """What of the checkpoint's tensor of that name `module` holds as parameter `name`; None: all of it."""
+    slices: dict[str, TensorSlice] = module.__dict__.get(_SLICES, {})
+    return slices.get(name)
+
+
+def held_elsewhere(module: nn.Module) -> frozenset[str]:
+    """What the checkpoint holds under `module`'s name that other ranks hold for all."""
+    names: frozenset[str] = module.__dict__.get(_ELSEWHERE, frozenset())
+    return names
+
+
+class ShardedLayer(nn.Module):
+    """A layer of our own that holds part of what the checkpoint stores under its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slices: dict[str, TensorSlice] = {}
+        """For each parameter of this layer, what of the checkpoint's tensor of that name it holds."""
+        self.elsewhere: frozenset[str] = frozenset()
+        """Parameters of the checkpoint that another rank holds for all."""
+
+
+class LinearShard(ShardedLayer):
+    """A rank's share of a linear layer, and the product with it."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packed: Tensor | None = None
+        self._quantized: Quantized | None = None
+        self._product: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def stored(self) -> Weight:
+        """The weight [out, in] as it was loaded: plain or quantised."""
+        return self.weight if self._quantized is None else self._quantized
+
+    def keep_quantized(self, weight: Quantized | None) -> None:
+        """Holds `weight` in place of the plain one, which is empty from now on; None: lets go of it."""
+        self._quantized = weight
+        self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
+
+    def multiply_by(self, product: Callable[[Tensor], Tensor]) -> None:
+        """From now on multiplies by `product`, [T, in] -> [T, out], which holds weight and bias."""
+        self._product = product
+
+    def pack(self, packed: Tensor, keep_plain: bool) -> None:
+        """From now on multiplies with `packed` (see `packing.py`); the plain weight goes unless it is kept."""
+        self._packed = packed
+        if not keep_plain:
+            self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """`x` [..., in] times the share, plus its bias: [..., out]."""
+        if self._product is not None:
+            return self._product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        if self._packed is None:
+            return functional.linear(x, self.weight, self.bias)
+        return packed_product(x, self._packed, self.bias)
+
+
+class ColumnParallelLinear(LinearShard):
+    """`spans` of a linear layer's outputs, end to end. [..., in] -> [..., spans]."""
+
+    def __init__(self, linear: nn.Linear, *spans: Span):
+        super().__init__()
+        piece = TensorSlice(0, spans, linear.out_features)
+        hold(self, "weight", linear.weight, piece)
+        self.register_parameter("bias", None)
+        if linear.bias is not None:
+            hold(self, "bias", linear.bias, piece)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x)
+
+
+class RowParallelLinear(LinearShard):
+    """`span` of a linear layer's inputs, summed over the ranks. [..., span] -> [..., out].
+
+    What it is given may be wider: it begins `skip` values before the span. Rank 0 alone holds the bias: added
+    on every rank, it would count once per rank.
+    """
+
+    def __init__(self, linear: nn.Linear, span: Span, collectives: Collectives, skip: int = 0):
+        super().__init__()
+        self._collectives = collectives
+        self._taken = slice(skip, skip + span.size)
+        hold(self, "weight", linear.weight, TensorSlice(1, (span,), linear.in_features))
+        self.register_parameter("bias", None)
+        bias: Tensor | None = getattr(linear, "bias", None)
+        if bias is not None and collectives.rank == 0:
+            hold(self, "bias", bias, TensorSlice(0, (Span(0, linear.out_features),), linear.out_features))
+        elif bias is not None:
+            leave_out(self, "bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._collectives.all_reduce(self.multiply(x[..., self._taken]))
+
+
+class ColumnParallelConv1D(ShardedLayer):
+    """`spans` of the outputs of a linear layer whose weights lie the other way, [in, out] (GPT-2's Conv1D)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, linear: nn.Module, *spans: Span):
+        super().__init__()
+        weight: Tensor = linear.weight  # type: ignore[assignment]
+        bias: Tensor = linear.bias  # type: ignore[assignment]
+        hold(self, "weight", weight, TensorSlice(1, spans, weight.shape[1]))
+        hold(self, "bias", bias, TensorSlice(0, spans, weight.shape[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.t(), self.bias)
+
+
+class RowParallelConv1D(ShardedLayer):
+    """What `RowParallelLinear` is, for a Conv1D."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Module, span: Span, collectives: Collectives, skip: int = 0):
+        super().__init__()
+        self._collectives = collectives
+        self._taken = slice(skip, skip + span.size)
+        weight: Tensor = linear.weight  # type: ignore[assignment]
+        bias: Tensor = linear.bias  # type: ignore[assignment]
+        hold(self, "weight", weight, TensorSlice(0, (span,), weight.shape[0]))
+        self.register_parameter("bias", None)
+        if collectives.rank == 0:
+            hold(self, "bias", bias, TensorSlice(0, (Span(0, weight.shape[1]),), weight.shape[1]))
+        else:
+            leave_out(self, "bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._collectives.all_reduce(
+            functional.linear(x[..., self._taken], self.weight.t(), self.bias)
+        )
+
+
+class VocabParallelEmbedding(ShardedLayer):
+    """`span` of the vocabulary's embeddings. int64 [...] -> [..., hidden], whole on every rank.
+
+    An embedding with a buffer `embed_scale` (Gemma's) is multiplied by it.
+    """
+
+    weight: nn.Parameter
+    embed_scale: Tensor | None
+
+    def __init__(self, embedding: nn.Embedding, span: Span, collectives: Collectives):
+        super().__init__()
+        self._collectives = collectives
+        self.span = span
+        hold(self, "weight", embedding.weight, TensorSlice(0, (span,), embedding.num_embeddings))
+
+        self.register_buffer("embed_scale", getattr(embedding, "embed_scale", None), persistent=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = self._look_up(token_ids)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        if self._collectives.world_size == 1:
+            return functional.embedding(token_ids, self.weight)
+        local = token_ids - self.span.start
+        foreign = (local < 0) | (local >= self.span.size)
+        rows = functional.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self._collectives.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
+
+
+class VocabParallelHead(LinearShard):
+    """`span` of the output layer: local logits only, [..., hidden] -> [..., span]."""
+
+    def __init__(self, head: nn.Linear, rank: int, world_size: int):
+        super().__init__()
+        spans = split_dimension(head.out_features, world_size)
+        self.widths = [span.size for span in spans]
+        """Logits of each rank, in rank order."""
+        piece = TensorSlice(0, (spans[rank],), head.out_features)
+        hold(self, "weight", head.weight, piece)
+        self.register_parameter("bias", None)
+        if head.bias is not None:
+            hold(self, "bias", head.bias, piece)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.multiply(hidden)
+
+
+class WideNorm(ShardedLayer):
+    """A rank's share of an RMS norm over the values of all heads. [..., share] -> [..., share].
+
+    A head that several ranks hold counts once: of the rank's `span` the squares of `counted`, a part of it, are
+    added. One small all-reduce a call. Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, norm: nn.Module, span: Span, counted: Span, collectives: Collectives):
+        super().__init__()
+        weight: Tensor = norm.weight  # type: ignore[assignment]
+        self._epsilon: float = norm.variance_epsilon  # type: ignore[assignment]
+        self._width = weight.shape[0]
+        self._counted = slice(counted.start - span.start, counted.stop - span.start)
+        self._collectives = collectives
+        hold(self, "weight", weight, TensorSlice(0, (span,), self._width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.float()
+        squares = values[..., self._counted].pow(2).sum(-1, keepdim=True)
+        mean = self._collectives.all_reduce(squares) / self._width
+        return (values * torch.rsqrt(mean + self._epsilon) * self.weight).to(x.dtype)
+
+
+class _LocalNorms(nn.Module):
+    """The norms of this rank's heads, under the names that the checkpoint gives them."""
+
+    def __init__(self, norms: nn.ModuleList, heads: Span):
+        super().__init__()
+        for index, norm in enumerate(norms):
+            if heads.start <= index < heads.stop:
+                self.add_module(str(index), norm)
+            else:
+                for name, _ in norm.named_parameters():
+                    leave_out(self, f"{index}.{name}")
+
+    def __iter__(self):  # type: ignore[no-untyped-def]  # what transformers' code walks through
+        return iter(self.children())
+
+
+def keep_head_norms(norm: nn.Module, name: str, heads: Span, total: int) -> None:
+    """Makes `norm` (module `name`), which has weights for each of `total` heads, hold those of `heads` alone.
+
+    Raises `ModelLoadError` when it is built in a way that is not known.
+    """
+    norms = getattr(norm, "norms", None)
+    if isinstance(norms, nn.ModuleList) and len(norms) == total:
+        norm.norms = _LocalNorms(norms, heads)
+        return
+    parameters = list(norm.named_parameters())
+    for leaf, parameter in parameters:
+        if "." in leaf or parameter.dim() != 2 or parameter.shape[0] != total:
+            raise ModelLoadError(
+                f"The norm {name} holds {leaf} of shape {list(parameter.shape)}, which is not one row for each of "
+                f"{total} heads, and is not served; choose a model of another architecture."
+            )
+        hold(norm, leaf, parameter, TensorSlice(0, (heads,), total))

@@ -1,0 +1,259 @@
+"""Splits a transformers model over the ranks of a ring, after its parallel plan (see `plans.py`).
+
+transformers' own tensor-parallel runtime is not used, because it needs heads that divide evenly. Modules
+keep transformers' code and names; their linear layers, norms over heads and experts are replaced by, or
+made, this rank's share, and their head counts become this rank's.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.sharding import ShardLayout, Span
+from services.executor.model.attention import WINDOW_ATTRIBUTE
+from services.executor.model.parallel import fused
+from services.executor.model.parallel.fused import split_experts
+from services.executor.model.parallel.layers import (
+    ColumnParallelConv1D,
+    ColumnParallelLinear,
+    RowParallelConv1D,
+    RowParallelLinear,
+    TensorSlice,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    WideNorm,
+    hold,
+    keep_head_norms,
+    piece_of,
+)
+from services.executor.model.parallel.plans import WINDOW_IN_MASK, Plan, Style, as_regex, plan_for
+from services.executor.model.parallel.rewiring import rewire_attention
+from shared.errors import ModelLoadError
+
+_HEAD_STYLES = frozenset({"colwise_gather_output", "colwise_rep"})
+_LINEAR_KINDS = frozenset({"Linear", "FalconLinear"})
+_CONV1D = "Conv1D"
+"""GPT-2's linear layer, whose weight is [in, out]."""
+
+_SCALED_EMBEDDING = "TextScaledWordEmbedding"
+"""Gemma's embedding, which multiplies by its `embed_scale`."""
+
+_ATTENTION = frozenset({Style.QUERY, Style.KEY_VALUE, Style.OUTPUT, Style.QKV_BLOCKS, Style.QKV_BY_GROUP})
+_FUSED = frozenset({Style.QKV_BLOCKS, Style.QKV_BY_GROUP})
+_ROWS = frozenset({Style.ROW, Style.OUTPUT})
+_Q_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+_Q_WIDTHS = ("split_size", "embed_dim")
+_KV_WIDTHS = ("kv_dim",)
+
+
+def apply_plan(model: nn.Module, config: Any, layout: ShardLayout, collectives: Collectives) -> None:
+    """Replaces `model`'s linear and embedding layers by this rank's share of them, in place.
+
+    `model` is a transformers causal language model with its parameters on the meta device; `config`
+    its text configuration. Raises `ModelLoadError` where the plan cannot be followed.
+    """
+    tied = _tied_head(model)
+    base: nn.Module = model.base_model  # type: ignore[assignment]
+    splitter = _Splitter(base, layout, collectives)
+    attentions: dict[str, bool] = {}
+    """Attention module -> whether its projections are fused."""
+    for name, style in _planned(base, plan_for(config)):
+        if style in _ATTENTION:
+            parent = name.rpartition(".")[0]
+            attentions[parent] = attentions.get(parent, False) or style in _FUSED
+        splitter.split(name, style)
+    modules = {name: base.get_submodule(name) for name in attentions}
+    _check_layers(modules, config)
+    for name, attention in modules.items():
+        _localise_attention(attention, layout, attentions[name])
+        _check_whole(attention, name, layout)
+        if config.model_type in WINDOW_IN_MASK:
+            setattr(attention, WINDOW_ATTRIBUTE, config.sliding_window)
+    rewire_attention(model, config, modules, layout)
+    _split_vocabulary(model, layout, collectives, tied)
+
+
+def _planned(base: nn.Module, plan: Plan) -> Iterator[tuple[str, Style]]:
+    """(name, style) of each module, and of each parameter of its own right, that the plan names."""
+    patterns = [(as_regex(key), style) for key, style in plan.items() if style is not Style.WHOLE]
+    names = [name for name, _ in base.named_modules()] + [name for name, _ in base.named_parameters()]
+    for name in names:
+        style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+        if style is not None:
+            yield name, style
+
+
+class _Splitter:
+    """Makes one module at a time this rank's share."""
+
+    def __init__(self, base: nn.Module, layout: ShardLayout, collectives: Collectives):
+        self._base = base
+        self._layout = layout
+        self._collectives = collectives
+
+    def split(self, name: str, style: Style) -> None:
+        parent, leaf = _parent(self._base, name)
+        module = getattr(parent, leaf)
+        layout = self._layout
+        if style is Style.EXPERTS:
+            if isinstance(module, nn.Module) and next(module.parameters(), None) is not None:
+                split_experts(module, name, layout, self._collectives)
+        elif style is Style.QUERY_HEAD_SCALARS:
+            hold(parent, leaf, module, TensorSlice(0, (layout.q_heads,), layout.total.q_heads))
+        elif style in (Style.QUERY_HEAD_NORM, Style.KEY_HEAD_NORM):
+            heads, total = self._heads(style is Style.QUERY_HEAD_NORM)
+            keep_head_norms(module, name, heads, total)
+        elif style in (Style.QUERY_WIDE_NORM, Style.KEY_WIDE_NORM):
+            if layout.world_size > 1:
+                setattr(parent, leaf, self._wide_norm(module, name, style is Style.QUERY_WIDE_NORM))
+        else:
+            setattr(parent, leaf, self._linear(module, name, style))
+
+    def _heads(self, queries: bool) -> tuple[Span, int]:
+        """(this rank's heads, heads in all)."""
+        layout = self._layout
+        if queries:
+            return layout.q_heads, layout.total.q_heads
+        return layout.kv_heads, layout.total.kv_heads
+
+    def _wide_norm(self, norm: nn.Module, name: str, queries: bool) -> nn.Module:
+        heads, total = self._heads(queries)
+        width = norm.weight.shape[0]  # type: ignore[index]
+        _check_width(name, int(width), total * self._layout.head_dim)
+        span = heads.scaled(self._layout.head_dim)
+        counted = self._layout.output_heads if queries else self._layout.counted_kv_heads
+        return WideNorm(norm, span, counted.scaled(self._layout.head_dim), self._collectives)
+
+    def _linear(self, linear: Any, name: str, style: Style) -> nn.Module:
+        kind = type(linear).__name__
+        if kind not in _LINEAR_KINDS and kind != _CONV1D:
+            raise ModelLoadError(
+                f"The parallel plan splits {name}, which is a {kind} and not a plain linear layer; "
+                "choose a model of another architecture or an unquantised checkpoint."
+            )
+        inputs, outputs = linear.weight.shape if kind == _CONV1D else reversed(linear.weight.shape)
+        if style in _ROWS:
+            span = self._spans(name, style, int(inputs))[0]
+            start = (
+                self._layout.q_heads.scaled(self._layout.head_dim).start
+                if style is Style.OUTPUT
+                else span.start
+            )
+            row = RowParallelConv1D if kind == _CONV1D else RowParallelLinear
+            return row(linear, span, self._collectives, span.start - start)
+        spans = self._spans(name, style, int(outputs))
+        return (
+            ColumnParallelConv1D(linear, *spans) if kind == _CONV1D else ColumnParallelLinear(linear, *spans)
+        )
+
+    def _spans(self, name: str, style: Style, width: int) -> tuple[Span, ...]:
+        """What this rank holds of a dimension of `width`."""
+        layout, total = self._layout, self._layout.total
+        if style in (Style.COLUMN, Style.ROW):
+            return (layout.dimension(width),)
+        if style is Style.GATE_UP:
+            return fused.halves(layout.dimension(width // 2), width // 2)
+        if style in _FUSED:
+            _check_width(name, width, (total.q_heads + 2 * total.kv_heads) * layout.head_dim)
+            return fused.blocks(layout) if style is Style.QKV_BLOCKS else fused.by_group(layout)
+        heads, count = self._heads(style is not Style.KEY_VALUE)
+        if style is Style.OUTPUT:
+            heads = layout.output_heads
+        _check_width(name, width, count * layout.head_dim)
+        return (heads.scaled(layout.head_dim),)
+
+
+def _check_width(name: str, width: int, expected: int) -> None:
+    if width != expected:
+        raise ModelLoadError(
+            f"The attention projection or norm {name} is {width} wide where the heads in config.json make "
+            f"{expected}; models whose heads differ in shape are not served."
+        )
+
+
+def _parent(base: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return base.get_submodule(path), leaf
+
+
+def _localise_attention(attention: Any, layout: ShardLayout, is_fused: bool) -> None:
+    """Makes the head counts that the module's code reads this rank's."""
+    size = layout.head_dim
+    _localise(attention, _Q_HEADS, layout.total.q_heads, layout.q_heads.size)
+    _localise(attention, _KV_HEADS, layout.total.kv_heads, layout.kv_heads.size)
+    attention.num_key_value_groups = layout.q_per_kv
+    if not is_fused:
+        return
+    _localise(attention, _Q_WIDTHS, layout.total.q_heads * size, layout.q_heads.size * size)
+    _localise(attention, _KV_WIDTHS, layout.total.kv_heads * size, layout.kv_heads.size * size)
+    if hasattr(attention, "config"):
+        # Some find their heads in the configuration, which other modules share and which speaks of the whole.
+        attention.config = copy.copy(attention.config)
+        _localise(attention.config, _Q_HEADS, layout.total.q_heads, layout.q_heads.size)
+
+
+def _localise(owner: Any, names: tuple[str, ...], whole: int, local: int) -> None:
+    for name in names:
+        if getattr(owner, name, None) == whole:
+            setattr(owner, name, local)
+
+
+def _check_whole(attention: nn.Module, name: str, layout: ShardLayout) -> None:
+    """Refuses an attention in which a parameter that no rank splits spans several heads."""
+    if layout.world_size == 1:
+        return
+    for parameter_name, parameter in attention.named_parameters():
+        path, _, leaf = parameter_name.rpartition(".")
+        owner = attention.get_submodule(path)
+        if piece_of(owner, leaf) is None and tuple(parameter.shape) not in ((layout.head_dim,), (1,), ()):
+            raise ModelLoadError(
+                f"The parameter {name}.{parameter_name} spans several heads and cannot be split over ranks; "
+                "serve this model with --tp 1."
+            )
+
+
+def _check_layers(attentions: Mapping[str, nn.Module], config: Any) -> None:
+    layers = sorted(getattr(attention, "layer_idx", -1) for attention in attentions.values())
+    if layers != list(range(config.num_hidden_layers)):
+        raise ModelLoadError(
+            f"The architecture {config.model_type!r} has {len(attentions)} attention layers that can be served "
+            f"out of {config.num_hidden_layers} layers; choose a model with plain attention in every layer."
+        )
+
+
+def _tied_head(model: Any) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def _split_vocabulary(model: Any, layout: ShardLayout, collectives: Collectives, tied: bool) -> None:
+    output = model.get_output_embeddings()
+    head_name = _name_of(model, output)
+    style = str((getattr(model, "_tp_plan", None) or {}).get(head_name, "colwise_gather_output"))
+    if style not in _HEAD_STYLES or type(output) is not nn.Linear:
+        raise ModelLoadError(
+            f"The model's output layer {head_name} is a {type(output).__name__} of the parallel style {style!r}, "
+            "which is not served; choose a model of another architecture."
+        )
+    head = VocabParallelHead(output, layout.rank, layout.world_size)
+    embedding = model.get_input_embeddings()
+    # An embedding that does more than look up and scale keeps all rows on every rank.
+    if type(embedding) is nn.Embedding or type(embedding).__name__.endswith(_SCALED_EMBEDDING):
+        split = VocabParallelEmbedding(embedding, layout.dimension(embedding.num_embeddings), collectives)
+        _replace(model, _name_of(model, embedding), split)
+        if tied:
+            head.weight = split.weight
+    _replace(model, head_name, head)
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    names: list[str] = [name for name, module in model.named_modules() if module is wanted]
+    return names[0]
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, leaf = _parent(model, name)
+    setattr(parent, leaf, module)

@@ -1,0 +1,292 @@
+"""What of a step's logits goes to the sampler: for each row as much as its parameters need, and no more.
+
+Every rank has the logits of its span of the vocabulary. Which rows need what comes with the plan
+(`StepPlan.candidates`), so that all ranks send the same amounts:
+
+    all rows    largest logit, its token, log-sum-exp         summed over the ranks, each in its own slot
+    top-k       the k largest of each rank                    gathered, and cut to the k largest of all
+    top-p       tokens near the largest, weight of all        gathered, and summed
+    the others  the whole row                                 gathered
+
+The k largest of the vocabulary are among the k largest of every span. Tokens that tie with the last one are
+all kept, in both steps, so the outcome does not depend on how many ranks there are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.executor.collectives.base import Collectives
+
+MOST_CANDIDATES = 1024
+"""Rows whose top-k is wider are gathered whole."""
+_MARGIN = 16
+"""More than asked for are looked at, to see the ties at the end; a whole scan only where these are not enough."""
+
+WANT = np.dtype([("count", "<i4"), ("temperature", "<f4"), ("margin", "<f4")])
+"""What a row needs: its `count` largest logits, negative where the log-sum-exp of all is needed too. With
+count 0: those less than `margin` below the largest, and the sum of exp((logit - largest) / temperature) over
+all; without a margin: the whole row."""
+
+Wants = NDArray[np.void]
+Int64Array = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Logits of some rows of a step: of the whole vocabulary, or of candidates."""
+
+    rows: list[int]
+    scores: Tensor
+    """[n, C] by ascending token: all, in the model's data type on its device; or candidates, float32 on the
+    CPU, then minus infinity."""
+    ids: Int64Array | None = None
+    """int64 [n, C]: the columns' tokens, the vocabulary's size where there is none; None: column c is token c."""
+    totals: Tensor | None = None
+    """float64 [n, 1]: the weight of the whole vocabulary (see `WANT`); None: the scores are all that counts."""
+
+
+@dataclass(frozen=True)
+class RowLogits:
+    """The logits of a step's R sampled rows, as far as the sampler needs them."""
+
+    largest: Floats
+    """float32 [R]: NaN where a row holds NaN."""
+    tokens: Int64Array
+    """int64 [R]: the token of each row's largest logit; of those that tie, the one with the smallest id."""
+    log_sums: Floats
+    """float32 [R]: log of the sum of all exponentials, for rows that asked for it."""
+    tables: list[RowTable]
+    """The rows that need more than their largest logit, each in one table."""
+
+    @property
+    def count(self) -> int:
+        return len(self.largest)
+
+
+Search = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""(largest values [R], their columns int64 [R], the first of those that tie) of logits [R, C]; NaN is the largest."""
+
+
+def largest_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`Search` by PyTorch, without a float32 copy of the logits, which would cost more than the search."""
+    if logits.device.type != "cpu" or logits.dtype not in (torch.bfloat16, torch.float32):
+        values, tokens = logits.max(dim=-1)
+        return values, tokens
+    values = logits.amax(dim=-1)  # NaN is the largest
+    if logits.dtype is torch.float32:
+        return values, torch.from_numpy(logits.numpy().argmax(axis=-1))
+    # Positive numbers are in the order of their bits, read as integers, and above all negative ones.
+    tokens = torch.from_numpy(logits.view(torch.int16).numpy().argmax(axis=-1))
+    for row in (~(values > 0)).nonzero()[:, 0].tolist():
+        tokens[row] = logits[row].float().argmax()
+    return values, tokens
+
+
+def collect(
+    local: Tensor,
+    wants: Wants,
+    collectives: Collectives,
+    widths: Sequence[int],
+    search: Search = largest_of,
+) -> RowLogits | None:
+    """`local` [R, this rank's width] of every rank for the sampler, on rank 0; None on the others.
+
+    `wants` [R] of `WANT`. `widths`: each rank's share of the vocabulary. Raises `RingLost`.
+    """
+    if only_largest(wants):
+        return collect_largest(search(local), collectives, widths)
+    counts, margins = wants["count"], wants["margin"]
+    few = np.flatnonzero((counts != 0) & (counts != 1))
+    near = np.flatnonzero((counts == 0) & (margins > 0))
+    whole = np.flatnonzero((counts == 0) & (margins <= 0))
+    start = sum(widths[: collectives.rank])
+    best = few_of(_take(local, few), np.abs(counts[few]), start)
+    own = _summaries(search(local), start)
+    asking = np.flatnonzero(counts < 0)
+    if len(asking):
+        own[asking, 2] = _take(local, asking).float().logsumexp(dim=-1).cpu().numpy()
+    own[few, 3] = best.lengths
+    summaries = exchange(own, collectives, local.device)
+    largest = summaries[:, :, 0]
+    tables = []
+    if len(few):
+        lengths = summaries[:, few, 3].astype(np.int64)
+        found = gather_few(best, lengths, collectives, local.device).cut(np.abs(counts[few]))
+        tables.append(found.table(few, sum(widths)))
+    if len(near):
+        tables.append(_near_largest(local, near, wants[near], largest.max(axis=0)[near], collectives, widths))
+    if len(whole):
+        parts = collectives.gather_to_leader(_take(local, whole).contiguous(), widths)
+        if parts is not None:
+            tables.append(RowTable(whole.tolist(), parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)))
+    return None if collectives.rank else _row_logits(summaries, tables)
+
+
+def only_largest(wants: Wants) -> bool:
+    """Whether no row needs more than its largest logit: all are greedy."""
+    return bool((wants["count"] == 1).all())
+
+
+def collect_largest(
+    found: tuple[Tensor, Tensor], collectives: Collectives, widths: Sequence[int]
+) -> RowLogits | None:
+    """`collect` where `only_largest`: `found` is what `Search` finds in this rank's logits."""
+    values, tokens = found
+    if collectives.world_size == 1:
+        none = np.zeros(len(values), np.float32)
+        return RowLogits(values.float().cpu().numpy(), tokens.cpu().numpy(), none, [])
+    own = _summaries(found, sum(widths[: collectives.rank]))
+    summaries = exchange(own, collectives, values.device)
+    return None if collectives.rank else _row_logits(summaries, [])
+
+
+def _row_logits(summaries: Floats, tables: list[RowTable]) -> RowLogits:
+    """From the `summaries` of all ranks."""
+    largest = summaries[:, :, 0]
+    ranks, rows = largest.argmax(axis=0), np.arange(largest.shape[1])  # NaN is the largest; the first of ties
+    with np.errstate(invalid="ignore"):  # rows of infinities, which the sampler refuses
+        log_sums = np.logaddexp.reduce(summaries[:, :, 2], axis=0)
+    return RowLogits(largest[ranks, rows], summaries[ranks, rows, 1].astype(np.int64), log_sums, tables)
+
+
+def _near_largest(
+    local: Tensor,
+    rows: Int64Array,
+    wants: Wants,
+    largest: Floats,
+    collectives: Collectives,
+    widths: Sequence[int],
+) -> RowTable:
+    """The tokens whose logits are near each row's `largest`, and the weight of all."""
+    logits = _take(local, rows).float()
+    below = logits - torch.from_numpy(largest)[:, None].to(local.device)
+    margins, temperatures = (
+        torch.from_numpy(wants[name].copy())[:, None].to(local.device) for name in ("margin", "temperature")
+    )
+    at, ids = np.nonzero((below >= -margins).cpu().numpy())
+    # Weights below exp(-80) add nothing to a sum of at least 1, and denormal ones would cost the most.
+    totals = (below / temperatures).clamp_(min=-80).exp_().sum(dim=-1, dtype=torch.float64).cpu().numpy()
+    values = logits.cpu().numpy()[at, ids]
+    own = Few.of(at, ids + sum(widths[: collectives.rank]), values, len(rows))
+    slots = torch.zeros((collectives.world_size, len(rows), 2), dtype=torch.float64)
+    slots[collectives.rank] = torch.from_numpy(np.stack((own.lengths, totals), axis=-1))
+    every = collectives.all_reduce(slots.to(local.device)).cpu()
+    lengths = every[:, :, 0].numpy().astype(np.int64)
+    found = gather_few(own, lengths, collectives, local.device)
+    table = found.table(rows, sum(widths))
+    return RowTable(table.rows, table.scores, table.ids, every[:, :, 1].sum(dim=0)[:, None])
+
+
+# --- on each rank --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Few:
+    """Candidates of several rows, end to end: by row, then by token."""
+
+    rows: Int64Array
+    """int64 [N]: index into the rows that want candidates, ascending."""
+    ids: Int64Array
+    values: Floats
+    lengths: Int64Array
+    """int64 [number of rows]: candidates of each."""
+
+    @classmethod
+    def of(cls, rows: Int64Array, ids: Int64Array, values: Floats, count: int) -> "Few":
+        order = np.lexsort((ids, rows))
+        return cls(rows[order], ids[order], values[order], np.bincount(rows, minlength=count))
+
+    def cut(self, counts: NDArray[np.int32]) -> "Few":
+        """Each row's `counts` largest, and what ties with the last of them."""
+        falling = -np.sort(-self._padded(0)[1], axis=1)
+        thresholds = falling[np.arange(len(counts)), np.minimum(counts, falling.shape[1]) - 1]
+        kept = self.values >= thresholds[self.rows]
+        return Few.of(self.rows[kept], self.ids[kept], self.values[kept], len(counts))
+
+    def table(self, rows: Int64Array, vocab_size: int) -> RowTable:
+        ids, values = self._padded(vocab_size)
+        return RowTable(rows.tolist(), torch.from_numpy(values), ids)
+
+    def _padded(self, no_token: int) -> tuple[Int64Array, Floats]:
+        """(ids, values), each [rows, most candidates of a row]."""
+        shape = (len(self.lengths), max(1, int(self.lengths.max(initial=0))))
+        ids, values = np.full(shape, no_token, np.int64), np.full(shape, -np.inf, np.float32)
+        starts = np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        columns = np.arange(len(self.rows)) - starts
+        ids[self.rows, columns], values[self.rows, columns] = self.ids, self.values
+        return ids, values
+
+
+def _take(local: Tensor, rows: Int64Array) -> Tensor:
+    if len(rows) == local.shape[0]:
+        return local
+    return local.index_select(0, torch.from_numpy(rows).to(local.device))
+
+
+def few_of(logits: Tensor, counts: NDArray[np.int32], start: int) -> Few:
+    """Each row's `counts` largest of this rank's `logits`, and all that tie with the last of them."""
+    if not len(counts):
+        nothing = np.zeros(0, np.int64)
+        return Few(nothing, nothing, np.zeros(0, np.float32), nothing)
+    width = logits.shape[1]
+    looked_at = min(int(counts.max()) + _MARGIN, width)
+    top = logits.topk(looked_at, dim=-1)
+    values = top.values.float().cpu().numpy()
+    thresholds = values[np.arange(len(counts)), np.minimum(counts, width) - 1]
+    kept = values >= thresholds[:, None]
+    cut_off = np.flatnonzero(kept[:, -1]) if looked_at < width else np.zeros(0, np.int64)
+    kept[cut_off] = False
+    rows, columns = np.nonzero(kept)
+    ids = top.indices.cpu().numpy()[rows, columns]
+    pieces = [(rows, ids, values[rows, columns])]
+    for row in cut_off.tolist():
+        every = logits[row].float().cpu().numpy()
+        tied = np.flatnonzero(every >= thresholds[row])
+        pieces.append((np.full(len(tied), row), tied, every[tied]))
+    rows, ids, found = (np.concatenate(piece) for piece in zip(*pieces, strict=True))
+    return Few.of(rows, ids + start, found, len(counts))
+
+
+# --- between the ranks ---------------------------------------------------------------------------
+
+
+def _summaries(found: tuple[Tensor, Tensor], start: int) -> Floats:
+    """float32 [R, 4]: this rank's largest logit, its token, log-sum-exp, number of candidates; the last two are
+    for others to fill in.
+
+    A token's id is exact in float32: vocabularies have fewer than 2^24 tokens.
+    """
+    values, tokens = found
+    own = np.zeros((len(values), 4), np.float32)
+    own[:, 0] = values.float().cpu().numpy()
+    own[:, 1] = tokens.cpu().numpy() + start
+    return own
+
+
+def exchange(own: Floats, collectives: Collectives, device: torch.device) -> Floats:
+    """`_summaries` of all ranks, float32 [ranks, R, 4]."""
+    if collectives.world_size == 1:
+        return own[None]
+    slots = torch.zeros((collectives.world_size, *own.shape), device=device)
+    slots[collectives.rank] = torch.from_numpy(own).to(device)
+    summaries: Floats = collectives.all_reduce(slots).cpu().numpy()
+    return summaries
+
+
+def gather_few(own: Few, lengths: Int64Array, collectives: Collectives, device: torch.device) -> Few:
+    """All ranks' candidates on rank 0; `lengths` [ranks, rows]: how many each has. The others keep their own."""
+    if collectives.world_size == 1:
+        return own
+    payload = torch.from_numpy(np.stack((own.ids.astype(np.float32), own.values))).to(device)
+    parts = collectives.gather_to_leader(payload, lengths.sum(axis=1).tolist())
+    if parts is None:
+        return own
+    rows = np.concatenate([np.repeat(np.arange(lengths.shape[1]), of_rank) for of_rank in lengths])
+    ids, values = torch.cat(parts, dim=-1).cpu().numpy()
+    return Few.of(rows, ids.astype(np.int64), values, lengths.shape[1])

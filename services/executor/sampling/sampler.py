@@ -1,0 +1,251 @@
+"""The next token of every row of a step, from its logits.
+
+Per row, in this order; each stage is skipped where its parameter is off:
+
+    logits ─▶ grammar: what cannot follow is out
+           ─▶ repetition, presence, frequency penalties ─▶ logit bias ─▶ bars ─▶ temperature ─▶ exponentials
+           ─▶ top-k ─▶ top-p (of what top-k left) ─▶ min-p
+           ─▶ inverse of the cumulative distribution at uniform(seed, position)
+
+Top-k, top-p and min-p each keep the tokens at or above a threshold probability, so tokens that tie
+at the threshold are all kept; the draw walks the kept tokens in the order of their ids. So a row's
+token is a function of its own logits and parameters, and never of the batch around it, nor of how
+many ranks the logits come from (see `model/candidates.py`).
+
+Log probabilities are those of the model: log-softmax of the logits before any of the above, the grammar
+included, as in OpenAI's API and vLLM.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.executor.collectives.base import SingleRank
+from services.executor.core.engine import BadLogits, SampledToken
+from services.executor.core.sampling_state import Mask, SamplingState
+from services.executor.sampling.candidates import MOST_CANDIDATES, WANT, RowLogits, RowTable, Wants, collect
+from services.executor.sampling.filters import keep_min_p, keep_top_k, keep_top_p
+from services.executor.structured_output.state import masks_of
+from shared.errors import InternalError
+from shared.messages import TokenLogprobs
+
+Int64Array = NDArray[np.int64]
+
+
+def wants_of(states: Sequence[SamplingState], vocab_size: int) -> Wants:
+    """What `collect` is to bring for each row: [R] of `WANT`."""
+    wants = np.zeros(len(states), WANT)
+    counts = [state.candidates for state in states]
+    wants["count"] = [count if abs(count) <= MOST_CANDIDATES else 0 for count in counts]
+    for row, (count, state) in enumerate(zip(counts, states, strict=True)):
+        if not count:
+            wants[row]["temperature"] = state.params.temperature
+            wants[row]["margin"] = state.margin(vocab_size)
+    return wants
+
+
+class Sampler:
+    """Chooses one token per row. Keeps nothing between calls: all state is in the `SamplingState`s."""
+
+    def sample(self, logits: Tensor | RowLogits, states: Sequence[SamplingState]) -> list[SampledToken]:
+        """One token per row of `logits`: what `collect` brought for `wants_of(states)`, or the whole
+        logits (floating, [R, vocabulary], on any device).
+
+        Does not change `logits` or `states`: the caller advances a state with the token it accepts.
+        Raises `BadLogits` (an `InternalError`) when a row's largest logit is NaN or infinite,
+        `GrammarFailed` when no token may follow in a row, and `InternalError` when rows and states do not
+        agree in number.
+        """
+        rows = logits.shape[0] if isinstance(logits, Tensor) else logits.count
+        if rows != len(states):
+            raise InternalError(f"The step gave {rows} rows of logits for {len(states)} sequences.")
+        if not states:
+            return []
+        if isinstance(logits, Tensor):
+            found = collect(logits, wants_of(states, logits.shape[1]), SingleRank(), [logits.shape[1]])
+            assert found is not None, "this is rank 0"
+            logits = found
+        bad = np.flatnonzero(~np.isfinite(logits.largest)).tolist()
+        if bad:
+            raise BadLogits(bad)
+        masks = masks_of(states)
+        tokens: list[int] = logits.tokens.tolist()
+        logprobs: dict[int, TokenLogprobs] = {}
+        for table in map(_Table, logits.tables):
+            _sample_table(table, states, masks, tokens)
+            logprobs |= _logprobs(table, logits.log_sums, tokens, states)
+        return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
+
+
+class _Table:
+    """A `RowTable` with its tokens."""
+
+    def __init__(self, table: RowTable) -> None:
+        self.rows, self.scores, self.ids, self.totals = table.rows, table.scores, table.ids, table.totals
+
+    def take(self, chosen: list[int]) -> "_Table":
+        """A copy of the rows at these indices, in float32."""
+        where = torch.tensor(chosen, device=self.scores.device)
+        rows = [self.rows[at] for at in chosen]
+        ids = None if self.ids is None else self.ids[chosen]
+        totals = None if self.totals is None else self.totals[chosen]
+        return _Table(RowTable(rows, self.scores.index_select(0, where).float(), ids, totals))
+
+    def token(self, at: int, column: int) -> int:
+        return column if self.ids is None else int(self.ids[at, column])
+
+    def columns(self, at: int, tokens: Int64Array) -> tuple[Int64Array, NDArray[np.bool_]]:
+        """Where `tokens` are in row `at`, and which of them are there at all."""
+        if self.ids is None:
+            return tokens, np.ones(len(tokens), np.bool_)
+        columns = np.searchsorted(self.ids[at], tokens).clip(max=self.ids.shape[1] - 1)
+        return columns, self.ids[at, columns] == tokens
+
+
+def _sample_table(
+    table: _Table, states: Sequence[SamplingState], masks: Mapping[int, Mask], tokens: list[int]
+) -> None:
+    """Puts the tokens of the rows that are drawn, or whose logits are edited or masked, into `tokens`."""
+    special = [
+        at
+        for at, row in enumerate(table.rows)
+        if states[row].edits_logits or not states[row].greedy or row in masks
+    ]
+    if not special:
+        return
+    edited = table.take(special)
+    of_rows = [states[row] for row in edited.rows]
+    _apply_masks(edited, masks)
+    _apply_penalties(edited, of_rows)
+    _apply_biases(edited, of_rows)
+    _apply_bars(edited, of_rows)
+    columns = _choose(edited, of_rows)
+    for at, (row, column) in enumerate(zip(edited.rows, columns, strict=True)):
+        tokens[row] = edited.token(at, column)
+
+
+def _choose(table: _Table, states: list[SamplingState]) -> list[int]:
+    """The column of each row's token."""
+    drawn = [at for at, state in enumerate(states) if not state.greedy]
+    if len(drawn) == len(states):
+        return _draw(table, states)
+    columns: list[int] = table.scores.argmax(dim=-1).tolist()
+    if drawn:
+        draws = _draw(table.take(drawn), [states[at] for at in drawn])
+        for at, column in zip(drawn, draws, strict=True):
+            columns[at] = column
+    return columns
+
+
+def _apply_masks(table: _Table, masks: Mapping[int, Mask]) -> None:
+    """Minus infinity for tokens that cannot follow: nothing below raises it, or chooses it."""
+    masked = [at for at, row in enumerate(table.rows) if row in masks]
+    if not masked:
+        return
+    assert table.ids is None, "rows with a grammar come whole"
+    for at in masked:
+        out = torch.from_numpy(~masks[table.rows[at]]).to(table.scores.device)
+        table.scores[at].masked_fill_(out, -torch.inf)
+
+
+def _apply_penalties(table: _Table, states: list[SamplingState]) -> None:
+    """Repetition penalty r (CTRL, arXiv:1909.05858): a positive logit is divided by r, a negative
+    one multiplied, for tokens of prompt and output. Then presence and frequency penalties (OpenAI's
+    API): minus presence for tokens of the output, minus frequency times their count."""
+    rows, columns, factors, offsets = [], [], [], []
+    for at, state in enumerate(states):
+        if state.counts is None:
+            continue
+        where, there = table.columns(at, state.counts.ids)
+        counts, params = state.counts.counts[there], state.params
+        rows.append(np.full(len(counts), at))
+        columns.append(where[there])
+        factors.append(np.full(len(counts), params.repetition_penalty))
+        offsets.append(params.presence_penalty * (counts > 0) + params.frequency_penalty * counts)
+    if not rows:
+        return
+    scores = table.scores
+    places = torch.from_numpy(np.stack((np.concatenate(rows), np.concatenate(columns)))).to(scores.device)
+    amounts = torch.from_numpy(np.stack((np.concatenate(factors), np.concatenate(offsets))))
+    factor, offset = amounts.float().to(scores.device)
+    values = scores[places[0], places[1]]
+    scores[places[0], places[1]] = torch.where(values > 0, values / factor, values * factor) - offset
+
+
+def _apply_biases(table: _Table, states: list[SamplingState]) -> None:
+    rows, columns, amounts = [], [], []
+    for at, state in enumerate(states):
+        if state.biases is None:
+            continue
+        where, there = table.columns(at, state.biases.tokens)
+        columns.append(where[there])
+        amounts.append(state.biases.amounts[there])
+        rows.append(np.full(len(columns[-1]), at))
+    if not rows:
+        return
+    scores = table.scores
+    places = torch.from_numpy(np.stack((np.concatenate(rows), np.concatenate(columns)))).to(scores.device)
+    scores[places[0], places[1]] += torch.from_numpy(np.concatenate(amounts)).to(scores.device)
+
+
+def _apply_bars(table: _Table, states: list[SamplingState]) -> None:
+    """Tokens that may not be drawn get a logit of minus infinity."""
+    scores = table.scores
+    for at, state in enumerate(states):
+        if state.bars is None:
+            continue
+        if state.bars.allowed is not None:
+            kept = torch.from_numpy(table.columns(at, state.bars.allowed)[0]).to(scores.device)
+            values = scores[at, kept]
+            scores[at] = float("-inf")
+            scores[at, kept] = values
+        columns, there = table.columns(at, state.bars.barred)
+        scores[at, torch.from_numpy(columns[there]).to(scores.device)] = float("-inf")
+
+
+def _draw(table: _Table, states: list[SamplingState]) -> list[int]:
+    """One column per row, by the inverse of its distribution."""
+    scores, device = table.scores, table.scores.device
+    temperature = torch.tensor([[state.params.temperature] for state in states], device=device)
+    # The largest logit is taken off first: the quotient cannot overflow, however small the temperature.
+    # Nothing below asks for a sum of 1, and without it a candidate's weight does not depend on the others.
+    probs = ((scores - scores.amax(dim=-1, keepdim=True)) / temperature).exp_()
+    keep_top_k(probs, [state.params.top_k for state in states])
+    keep_top_p(probs, [state.params.top_p for state in states], table.totals)
+    keep_min_p(probs, [state.params.min_p for state in states])
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    uniform = torch.tensor([[state.uniform()] for state in states], dtype=torch.float64, device=device)
+    # The first token whose cumulative probability exceeds the target: one that was filtered out adds
+    # nothing and is never the first, and the target is always below the total.
+    columns = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    drawn: list[int] = columns.squeeze(1).tolist()
+    return drawn
+
+
+def _logprobs(
+    table: _Table, of_all: NDArray[np.float32], tokens: list[int], states: Sequence[SamplingState]
+) -> dict[int, TokenLogprobs]:
+    """By row, for the rows that ask: the chosen token's log probability and the most likely ones."""
+    asking = [at for at, row in enumerate(table.rows) if states[row].params.logprobs >= 0]
+    if not asking:
+        return {}
+    asked = table.take(asking)
+    if asked.ids is None:
+        log_sums = asked.scores.logsumexp(dim=-1, keepdim=True)
+    else:
+        log_sums = torch.from_numpy(of_all[asked.rows])[:, None]
+    logprobs = asked.scores - log_sums
+    wanted = [states[row].params.logprobs for row in asked.rows]
+    chosen = [asked.columns(at, np.array([tokens[row]]))[0].tolist() for at, row in enumerate(asked.rows)]
+    own: list[float] = logprobs.gather(1, torch.tensor(chosen, device=logprobs.device)).squeeze(1).tolist()
+    top = logprobs.topk(min(max(wanted), logprobs.shape[1]), dim=-1)
+    values: list[list[float]] = top.values.tolist()
+    columns: list[list[int]] = top.indices.tolist()
+    found = {}
+    for at, (row, count) in enumerate(zip(asked.rows, wanted, strict=True)):
+        ids = [asked.token(at, column) for column in columns[at][:count]]
+        found[row] = TokenLogprobs(own[at], list(zip(ids, values[at][:count], strict=True)))
+    return found

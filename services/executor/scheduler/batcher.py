@@ -1,0 +1,435 @@
+"""Continuous batching: which tokens of which sequences a ring computes in its next step.
+
+The batch is `{sequence: number of tokens}`; prefill and decode are not told apart. A step is two
+calls, `schedule()` and `update()`; requests may be added and cancelled between them.
+
+      add ──▶ waiting ──admit──▶ running ──▶ ended          urgency: lane (recovery, interactive,
+                 ▲                  │                       batch), then arrival
+                 └────preempt───────┘
+    A request with a grammar is held before it waits, until the grammar has been compiled (`release`).
+
+    one step:  1. recovery and interactive requests: decodes, then prompts in chunks, running or admitted
+                  now; where there is no room, the least urgent running sequence gives up its blocks, and
+                  one of the batch lane its place too, and is computed again later (`step_planning.py`)
+               2. what is left of the token budget: the same for the batch lane
+               3. what is left then: drafts of the decodes' next tokens (`drafting.py`)
+
+No hang: each step advances some sequence, or restores spilled blocks of one. The most urgent running
+sequence may take every other's blocks, and one that does not fit the whole cache ends with an error.
+With none running, the first that waits is admitted, since it fits the whole cache.
+
+Which generations have ended lately, so that a redelivered request is not computed again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.prompt_results import Floats, Scores
+from services.executor.core.step_plan import StepPlan
+from services.executor.kv_cache.prefix_index import root_digest, salted_root
+from services.executor.kv_transfer.exchange import Exchange
+from services.executor.scheduler import admission, pooling, scoring
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.block_tables import BlockTables
+from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.overlap import Lookahead, StepsUnderWay, plan_ahead, step_ahead, without_vain
+from services.executor.scheduler.sequence import Ending, Sequence, SequenceState, StageTimes
+from services.executor.scheduler.stats import BatcherView, Figures, Stages, load_of, view_of
+from services.executor.scheduler.step_planner import StepPlanner
+from services.executor.scheduler.steps import NO_STEP, Chunk, Row, Step, build_plan, in_order, rows_of
+from services.executor.structured_output.state import GrammarState
+from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
+from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
+
+Entries = dict[str, list[TokenEntry]]
+"""New tokens and endings by consumer."""
+
+
+class ContinuousBatcher:
+    """Decides every step of one ring, and owns its sequences and KV blocks. No clock, no I/O.
+
+    Life of a step: `schedule()` → the engine executes the plan, in any thread → `update()` or
+    `fail_step()`. While it is under way `schedule_ahead()` may give the next one (`lookahead.py`); both are
+    executed in order, and the calls that end a step end the older one. A sequence that is cancelled
+    meanwhile keeps its blocks until its steps are over, since the ranks still write to them.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        settings: BatchSettings,
+        namespace: str = "",
+        drafter: Drafter | None = None,
+        figures: Figures | None = None,
+    ) -> None:
+        """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'. `figures`: who is
+        told how long the stages of requests take."""
+        settings.validate()
+        self._spec = spec
+        self._settings = settings
+        self._root = root_digest(namespace)
+        self._tables = BlockTables(spec, settings, self._root)
+        self.drafter = drafter or Drafter(spec, settings)
+        self._planner = StepPlanner(spec, settings, self._tables)
+        self._lookahead = Lookahead(spec, self._tables, self._planner, self.drafter)
+        self._steps = StepsUnderWay(self._tables, self._planner)
+        self._live: dict[str, Sequence] = {}
+        self._held: dict[str, Sequence] = {}
+        """Of these, the ones whose grammar is being compiled."""
+        self._ended = RecentlyEnded()
+        self._owed: Entries = {}
+        self._arrivals = 0
+        self._now = 0.0
+        self._stages = Stages(figures)
+        self.step = 0
+        """The last step that was scheduled; the first is 1."""
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def add(self, request: GenerationRequest, now: float = 0.0) -> Refusal | None:
+        """Takes a request on, at `now` seconds of the clock of `schedule`; a `Refusal` says why not. Safe while a
+        step is under way.
+
+        A repeat of an attempt, or an attempt older than the known one, is accepted and ignored. A
+        newer attempt takes the place of the older, which falls silent.
+        """
+        if self.knows(request):
+            return None
+        self._replace(request.generation_id)
+        error = admission.malformed(request, self._spec)
+        if error is not None:
+            return admission.refusal(request, error)
+        entry = admission.finished_before(request, self._spec)
+        if entry is not None:
+            self._owe(request.consumer, entry)
+            self._ended.add(request)
+            return None
+        error = admission.too_long(request, self._spec) or self._queue_full(request)
+        if error is not None:
+            return admission.refusal(request, error)
+        self._arrivals += 1
+        root = salted_root(self._root, request.cache_salt)
+        sequence = Sequence(request, self._arrivals, self._spec.block_size, root, self._spec.pooling)
+        sequence.times = StageTimes(now)
+        self._live[request.generation_id] = sequence
+        if sequence.state is SequenceState.HELD:
+            self._held[request.generation_id] = sequence
+        else:
+            self._planner.wait(sequence)
+        return None
+
+    def knows(self, request: GenerationRequest) -> bool:
+        """Whether `add` would ignore it: this attempt, or a later one, was taken on before."""
+        return request.attempt <= self._known_attempt(request.generation_id)
+
+    def release(self, request: GenerationRequest, grammar: GrammarState | RyzansteinError) -> None:
+        """The grammar of `request`, as it was added, has been compiled, or cannot be. Ignored where nobody waits
+        for it any more. Safe while a step is under way."""
+        sequence = self._held.get(request.generation_id)
+        if sequence is None or sequence.request is not request:
+            return
+        if isinstance(grammar, RyzansteinError):
+            self._end(sequence, sequence.error_entry([], grammar))
+            return
+        sequence.sampling.grammar = grammar
+        if grammar.complete:  # an earlier attempt was lost before it said so
+            self._end(sequence, sequence.entry([], "stop"))
+            return
+        del self._held[request.generation_id]
+        sequence.state = SequenceState.WAITING
+        self._planner.wait(sequence)
+
+    def claim(self, generation_ids: Iterable[str], claim: int) -> None:
+        """Another gateway owns generations: what is said of them under an older claim is ignored from now on."""
+        for generation_id in generation_ids:
+            if (sequence := self._live.get(generation_id)) is not None:
+                sequence.claim = max(sequence.claim, claim)
+
+    def cancel(self, generation_ids: Iterable[str], attempt: int = -1, claim: int = -1) -> None:
+        """Ends generations with `finish="cancelled"`; unknown ids are ignored, and those that a gateway with a
+        newer claim than `claim` owns (-1: none is).
+
+        With `attempt`, only that attempt and earlier ones are withdrawn: the client still waits, so they
+        end with a retryable error, and not as if it had gone. Safe while a step is under way: its
+        result for them is dropped.
+        """
+        for generation_id in generation_ids:
+            sequence = self._live.get(generation_id)
+            if sequence is None or -1 < attempt < sequence.request.attempt or -1 < claim < sequence.claim:
+                continue
+            sequence.ending = Ending.CANCELLED if attempt < 0 else Ending.WITHDRAWN
+            if not sequence.in_flight:
+                self._end(sequence, sequence.ending_entry())
+
+    def expire(self, now: float) -> bool:
+        """Ends what waits for its first token and whose deadline is not after `now` (unix seconds): nobody
+        waits for it any more. It is what bounds the starvation of the batch lane. Safe while a step is
+        under way. Returns whether there was any."""
+        waiting = (*self._planner.waiting, *self._held.values())
+        late = [s for s in waiting if s.is_late(now) and not s.in_flight]
+        for sequence in late:
+            error = DeadlineExceeded("No room for the request before its deadline; try again later.")
+            entry = sequence.error_entry([], error)
+            self._end(sequence, msgspec.structs.replace(entry, retryable=False))  # it is late everywhere
+        return bool(late)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def schedule(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
+        """The next step, and what is sampled, aligned with the plan's `sample_rows`.
+
+        `now`: seconds of any steady clock. None when there is nothing to compute; entries may be owed
+        then (`take_entries`).
+        """
+        if self._steps.oldest is not NO_STEP:
+            raise InternalError("A step was scheduled while another is under way.")
+        self._now = now
+        self._tables.begin(now)
+        batch = self._planner.plan()
+        if self._planner.admitted:
+            self._stages.admitted(self._planner.take_admitted(), now)
+        if not batch and not self._tables.restoring and not self.exchange.ready:
+            return None
+        self.drafter.extend(batch, self._tables, self._planner.running)
+        self.step += 1
+        plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
+        pools = pooling.pools_of(batch)
+        plan = self._tables.exchange.extend(plan)
+        if pools:
+            plan = msgspec.structs.replace(plan, pools=pooling.rows_of_pools(pools))
+        scored = scoring.scored_in(batch)
+        if scored:
+            plan = scoring.with_scored(plan, scored)
+        rows = rows_of(sampled)
+        self._steps.begin(Step(batch, sampled, rows, pools, scored=scored))
+        return plan, list(rows)
+
+    def schedule_ahead(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
+        """The step behind the one under way, as `schedule` would plan it when that is over. Its token ids of -1 - k
+        stand for what row k of that one samples. None where it cannot be planned yet."""
+        successors = self._lookahead.after(self._steps.oldest) if self._steps.alone else None
+        if not successors:
+            return None
+        self._tables.begin(now)
+        self.step += 1
+        plan = plan_ahead(self.step, successors, self._tables.take_copies(), self._spec.block_size)
+        step = step_ahead(successors)
+        self._steps.begin(step)
+        return plan, list(step.rows)
+
+    def update(
+        self,
+        sampled: Seq[SampledToken],
+        seconds: float = 0.0,
+        pooled: Floats | None = None,
+        scores: Scores | None = None,
+    ) -> Entries:
+        """Ends the oldest step under way with the engine's answer, `seconds` after it began or the step before it
+        ended (0: unknown). `pooled`: what the engine has summed up of `plan.pools`; `scores`: what it gives of
+        `plan.score_rows`. Returns all entries owed."""
+        step = self._steps.oldest
+        if len(sampled) != len(step.rows):
+            raise InternalError(f"The step gave {len(sampled)} tokens for {len(step.rows)} rows.")
+        self._now += seconds
+        if step.ahead:
+            step, sampled = without_vain(step, sampled)
+        drawn = self.drafter.take(step, sampled, seconds)
+        self._steps.close()
+        for chunk in step.batch:
+            self._tables.seal(chunk.sequence)
+        if pooled is not None:
+            for sequence in pooling.take(step.pools, pooled):
+                self._stages.drawn(sequence, self._now, finished=True)
+                self._end(sequence, sequence.vector_entry())
+        if scores is not None:
+            for sequence in scoring.take(step.scored, scores):
+                self._stages.drawn(sequence, self._now, finished=True)
+                self._end(sequence, sequence.scores_entry())
+        for sequence, new in drawn:
+            if sequence.state is not SequenceState.ENDED:
+                self._receive(sequence, new)
+        self._settle()
+        return self.take_entries()
+
+    def fail_step(self, error: RyzansteinError, rows: Collection[int] | None = None) -> Entries:
+        """Ends the oldest step under way without a result, and its sequences with `error`. A later one must have
+        been executed too, and is of no use.
+
+        With `rows` (indices into `sample_rows`) only those sequences end; the others are computed again, and
+        without drafts where only a row after a draft has failed.
+        The ranks have executed the plan's copies: of what may not have been, only `fail_all` is right.
+        """
+        for row in self._steps.drop().failed(rows):
+            if row.ahead:  # without the draft nobody would have seen it
+                row.sequence.speculates = False
+            elif row.sequence.ending is Ending.NONE and row.sequence.state is not SequenceState.ENDED:
+                self._end(row.sequence, row.sequence.error_entry([], error))
+        self._settle()
+        return self.take_entries()
+
+    def fail_restores(self, slots: Collection[int]) -> Entries:
+        """Ends the step under way, which was not computed: these spill slots cannot be read.
+
+        All its sequences are computed again; those that the slots belong to, from what is left of them.
+        """
+        self._steps.drop(slots)
+        self._settle()
+        return self.take_entries()
+
+    def fail_all(self, error: RyzansteinError) -> Entries:
+        """Ends everything with `error`, the steps under way included: the ring is lost, or leaves."""
+        self._steps.drop()
+        self._settle()
+        for sequence in list(self._live.values()):
+            self._end(sequence, sequence.error_entry([], error))
+        return self.take_entries()
+
+    def take_entries(self) -> Entries:
+        """Entries that are owed without a step (ends of waiting sequences); each is given out once."""
+        entries, self._owed = self._owed, {}
+        return entries
+
+    # --- what others see -------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` or `take_entries` has something to give. What is held has not, until it is released."""
+        return bool(self._planner.waiting or self._planner.running or self._owed or self.exchange.ready)
+
+    @property
+    def exchange(self) -> Exchange:
+        """What this ring gives to others, and takes from them."""
+        return self._tables.exchange
+
+    @property
+    def receivable(self) -> int:
+        """Blocks that may be taken over from another ring."""
+        return self._tables.receivable(self._planner.running)
+
+    @property
+    def under_way(self) -> Seq[Chunk]:
+        """What the step that was scheduled last computes of each sequence."""
+        return self._steps.newest.batch
+
+    @property
+    def preemptions(self) -> int:
+        """Sequences that have had to give up their blocks."""
+        return self._planner.preemptions
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in the cache."""
+        return self._tables.cached_tokens
+
+    def load(self) -> GroupLoad:
+        """How full the ring is."""
+        return load_of(self._planner, self._tables, self._held.values(), self._spec)
+
+    def sequences_under_way(self) -> list[Sequence]:
+        """The sequences of the step that was scheduled last, in the order of its plan."""
+        return [chunk.sequence for chunk in in_order(self._steps.newest.batch)]
+
+    def look(self) -> BatcherView:
+        """All there is, as it stands. For whoever looks into a ring: nothing of it may be changed."""
+        return view_of(self._planner, self._tables, self._held.values(), self._spec)
+
+    def check(self) -> None:
+        """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
+        self._tables.check([*self._planner.running, *self._steps.ended])
+        self._planner.check()
+        queued = {
+            id(s) for s in (*self._planner.waiting, *self._planner.running) if s.ending is not Ending.REPLACED
+        } | {id(s) for s in self._held.values()}
+        assert queued == {id(s) for s in self._live.values()}, "a sequence is in no queue, or an ended one is"
+
+    # --- admission -------------------------------------------------------------------------------
+
+    def _queue_full(self, request: GenerationRequest) -> RyzansteinError | None:
+        """Whether as many wait before the request as may: the batch lane keeps no other out."""
+        waiting = (*self._planner.waiting, *self._held.values()) if self._held else self._planner.waiting
+        ahead = len(waiting)
+        if request.lane != "batch":
+            ahead = sum(1 for sequence in waiting if not sequence.is_batch)
+        return admission.queue_full(ahead) if ahead >= self._settings.max_waiting else None
+
+    # --- results ---------------------------------------------------------------------------------
+
+    def _receive(self, sequence: Sequence, new: list[SampledToken]) -> None:
+        """Tells the consumer of `new` tokens, which the sequence has already."""
+        finish = sequence.finish_reason(self._spec.context_length)
+        if finish or not sequence.times.first_token:
+            self._stages.drawn(sequence, self._now, finished=bool(finish))
+        if finish:
+            self._end(sequence, sequence.news(new, finish))
+        elif (too_long := admission.kv_exhausted(len(sequence.tokens), self._spec)) is not None:
+            self._end(sequence, sequence.error_entry(new, too_long))
+        else:
+            self._owe(sequence.request.consumer, sequence.news(new))
+
+    def _settle(self) -> None:
+        """Ends the sequences that were cancelled or replaced while steps computed them."""
+        for sequences in (self._planner.running, self._planner.waiting):
+            for sequence in [s for s in sequences if s.ending is not Ending.NONE and not s.in_flight]:
+                self._end(sequence, sequence.ending_entry())
+
+    # --- ends ------------------------------------------------------------------------------------
+
+    def _known_attempt(self, generation_id: str) -> int:
+        """The newest attempt that was taken on; -1 for an unknown generation."""
+        sequence = self._live.get(generation_id)
+        return sequence.request.attempt if sequence else self._ended.attempt(generation_id)
+
+    def _replace(self, generation_id: str) -> None:
+        sequence = self._live.pop(generation_id, None)
+        if sequence is None:
+            return
+        self._ended.add(sequence.request)
+        sequence.ending = Ending.REPLACED
+        if not sequence.in_flight:
+            self._end(sequence, None)
+
+    def _end(self, sequence: Sequence, entry: TokenEntry | None) -> None:
+        """Takes the sequence out of everything; without `entry` nobody is told. Its blocks are its own until no
+        step writes to them."""
+        if sequence.state is SequenceState.RUNNING:
+            self._planner.running.remove(sequence)
+            if not sequence.in_flight:
+                self._tables.free(sequence)
+        elif sequence.state is SequenceState.HELD:
+            del self._held[sequence.request.generation_id]
+        else:
+            self._planner.waiting.remove(sequence)
+        sequence.state = SequenceState.ENDED
+        if entry is not None:
+            del self._live[sequence.request.generation_id]
+            self._ended.add(sequence.request)
+            self._owe(sequence.request.consumer, entry)
+
+    def _owe(self, consumer: str, entry: TokenEntry) -> None:
+        self._owed.setdefault(consumer, []).append(entry)
+
+
+class RecentlyEnded:
+    """The last attempts of the `capacity` generations that ended last."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._capacity = capacity
+
+    def add(self, request: GenerationRequest) -> None:
+        """This attempt is over; the oldest generation is forgotten when there are too many."""
+        self._attempts[request.generation_id] = request.attempt
+        self._attempts.move_to_end(request.generation_id)
+        if len(self._attempts) > self._capacity:
+            self._attempts.popitem(last=False)
+
+    def attempt(self, generation_id: str) -> int:
+        """The attempt that ended; -1 for a generation that is not known."""
+        return self._attempts.get(generation_id, -1)
+
+    def __len__(self) -> int:
+        return len(self._attempts)

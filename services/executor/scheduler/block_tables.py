@@ -1,0 +1,331 @@
+"""The KV side of continuous batching: which blocks a sequence has, gets, shares and gives back.
+
+A running sequence's table grows as it is computed, a chunk at a time. What its tokens will still need is
+promised to it: nobody is admitted into that room.
+
+    tokens   ................................ | ..............
+    table    [ sealed | sealed | writable ]     missing: promised, not taken yet
+    cold                       [ kept ]         where full blocks are compressed: what the writable one will be
+
+What a token reads depends on its position alone (docs/adr/0024): the blocks before its own as they are kept, its own
+as it is written. So a step that fills a block needs both of its ids, drafts included, and where either cannot be had
+there is no room for the step's tokens.
+
+Only running sequences hold blocks.
+"""
+
+from collections.abc import Collection, Iterable
+
+from services.executor.core.engine import EngineSpec
+from services.executor.kv_cache.allocator import BlockAllocator
+from services.executor.kv_cache.block_pool import Census, Copies
+from services.executor.kv_cache.offload_tiers import SpillTiers
+from services.executor.kv_transfer.exchange import Exchange
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.sequence import Sequence
+
+DISK_COST = 4
+"""What a restore from disk counts for, against one from host memory."""
+
+
+class BlockTables:
+    """Fills, grows and frees the block tables of a batcher's sequences. No clock, no I/O."""
+
+    def __init__(self, spec: EngineSpec, settings: BatchSettings, root: bytes = b"") -> None:
+        """`root`: where the sequences' chains begin."""
+        self._spec = spec
+        self._size = spec.block_size
+        self._compresses = spec.num_cold > 0
+        self._tiers = SpillTiers(spec.num_host, spec.num_disk)
+        self._allocator = BlockAllocator(
+            spec.num_blocks,
+            spec.block_size,
+            spec.num_cold,
+            self._tiers,
+            settings.session_ttl,
+            # What a step computes may evict as much, and saving a block is cheap against computing it; so
+            # this bounds only the burst of a long sequence that makes room for all it restores.
+            saves_per_step=spec.copies_per_step + settings.max_batch_tokens // spec.block_size,
+        )
+        self.exchange = Exchange(self._allocator, root, spec.copies_per_step)
+        self._restores: list[tuple[Sequence, int, int]] = []
+        """(sequence, position in its table, slot): what the step under way restores."""
+        self._cost = 0
+        self._blocked = (-1, -1)
+        self._now = 0.0
+        self.cached_tokens = 0
+        """Prompt tokens that were found in the cache."""
+
+    # --- room ------------------------------------------------------------------------------------
+
+    def _needed(self, tokens: int) -> int:
+        """Blocks of those for full ones that so many tokens need."""
+        return tokens // self._size if self._compresses else -(-tokens // self._size)
+
+    def missing(self, sequence: Sequence) -> int:
+        """Blocks, of those for full ones, that the sequence's tokens need and it does not have yet."""
+        held = sequence.num_sealed + len(sequence.cold) if self._compresses else len(sequence.table)
+        return max(0, self._needed(len(sequence.tokens)) - held)
+
+    def free_blocks(self, running: Iterable[Sequence]) -> int:
+        """Blocks for full ones that can be had at once and are not promised to a running sequence."""
+        size, missing = self._size, 0  # after every step, of every sequence: without a call for each
+        for sequence in running:
+            if self._compresses:
+                blocks = len(sequence.tokens) // size - sequence.num_sealed - len(sequence.cold)
+            else:
+                blocks = -(-len(sequence.tokens) // size) - len(sequence.table)
+            if blocks > 0:
+                missing += blocks
+        return max(0, self._allocator.available_kept - missing)
+
+    def could_place(self, sequence: Sequence, running: Iterable[Sequence], lent: Iterable[Sequence]) -> bool:
+        """Whether there would be room for a waiting sequence, were the sequences `lent` gone."""
+        freed = sum(self._needed(len(s.tokens)) for s in lent)
+        return self.free_blocks(running) + freed >= self.missing(sequence)
+
+    def place(self, sequence: Sequence, running: Collection[Sequence]) -> list[int] | None:
+        """What is known of a waiting sequence's beginning (`BlockAllocator.match`); None: no room for now.
+
+        Beside others it leaves a block for each of them, so that their decodes do not push it out at once.
+        """
+        attempt = (sequence.arrival, self._allocator.room_version)
+        if running and attempt == self._blocked:
+            return None
+        found = self._allocator.match(sequence.chain, self._shareable(sequence))
+        if running and not self._has_room(sequence, found, running):
+            self._blocked = attempt
+            return None
+        return found
+
+    def _has_room(self, sequence: Sequence, found: list[int], running: Collection[Sequence]) -> bool:
+        room, hot = self._allocator.room_after(found)
+        missing = [self.missing(s) for s in running]
+        needed = self.missing(sequence) - sum(1 for place in found if place >= 0)
+        writing = sum(1 for s in running if len(s.tokens) > len(s.table) * self._size)
+        return room >= needed + sum(missing) + self.reserve(len(missing)) and hot > writing
+
+    def _shareable(self, sequence: Sequence) -> int:
+        """Blocks that may be shared or restored: the last token is computed in any case, for its logits."""
+        return (len(sequence.tokens) - 1) // self._size
+
+    # --- tables ----------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence, found: list[int]) -> None:
+        """Gives a sequence its known beginning, from `place`."""
+        sequence.table.extend(self._allocator.take(found))
+        sequence.restoring = {position: ~place for position, place in enumerate(found) if place < 0}
+        self._skip(sequence, len(found))
+
+    def _skip(self, sequence: Sequence, blocks: int) -> None:
+        """`blocks` more blocks need not be computed."""
+        sequence.num_sealed += blocks
+        sequence.num_computed += blocks * self._size
+        if not sequence.preempted:
+            known = min(sequence.cached_tokens + blocks * self._size, sequence.prompt_tokens)
+            self.cached_tokens += known - sequence.cached_tokens
+            sequence.cached_tokens = known
+
+    def share_more(self, sequence: Sequence) -> None:
+        """Takes over what others have computed of the sequence's tokens since it was admitted."""
+        if sequence.num_computed % self._size:
+            return
+        while sequence.num_sealed < self._shareable(sequence):
+            block = self._allocator.find(sequence.chain, sequence.num_sealed)
+            if block is None:
+                return
+            # Writable blocks are there, and empty, when a step that was to fill them has failed.
+            self._shorten(sequence, sequence.num_sealed, 0)
+            self._allocator.share([block])
+            sequence.table.append(block)
+            self._skip(sequence, 1)
+            self._blocked = (-1, -1)
+
+    def is_being_computed(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether one of `others`, all more urgent, is about to compute or restore the sequence's next
+        block, which nobody has yet."""
+        position = sequence.num_sealed
+        if sequence.num_computed % self._size or position >= self._shareable(sequence):
+            return False
+        digest = sequence.chain.digest(position)
+        return any(position < len(other.chain) and other.chain.digest(position) == digest for other in others)
+
+    def cover(self, sequence: Sequence, tokens: int) -> bool:
+        """Sees that the sequence's first `tokens` tokens can be computed: that there are blocks that they are written
+        to, and blocks for those that they fill. False where blocks run out."""
+        size = self._size
+        if len(sequence.table) * size >= tokens and (
+            not self._compresses or tokens // size <= sequence.num_sealed + len(sequence.cold)
+        ):
+            return True  # nearly always, and asked of every sequence in every step
+        while not self._extend([(sequence, tokens)]):
+            if not self.exchange.make_way():
+                self._extend_in_part(sequence, tokens)
+                return False
+        return True
+
+    def covered(self, sequence: Sequence) -> int:
+        """How many of its first tokens can be computed with the blocks that it has."""
+        written = len(sequence.table) * self._size
+        if not self._compresses:
+            return written
+        return min(written, (sequence.num_sealed + len(sequence.cold) + 1) * self._size - 1)
+
+    def cover_ahead(self, successors: Collection[tuple[Sequence, int]]) -> bool:
+        """As `cover`, of the tokens at these positions, each the one behind what the step under way computes of its
+        sequence. False where blocks run out; then nothing has changed."""
+        return self._extend([(sequence, at + 1) for sequence, at in successors])
+
+    def cover_drafts(self, sequence: Sequence, drafts: int, running: Collection[Sequence]) -> int:
+        """Makes room for up to `drafts` tokens behind the sequence's own, in blocks that nobody needs.
+
+        Returns for how many there is room. `trim` gives the blocks back.
+        """
+        wanted = len(sequence.tokens) + drafts
+        while (covered := self.covered(sequence)) < wanted:
+            if not self.free_blocks(running) or not self._extend([(sequence, covered + 1)]):
+                break
+        return max(0, min(drafts, covered - len(sequence.tokens)))
+
+    def trim(self, sequence: Sequence) -> None:
+        """Gives back the blocks behind those of the sequence's tokens."""
+        tokens = len(sequence.tokens)
+        needed = -(-tokens // self._size)
+        if sequence.cold or len(sequence.table) > needed:
+            self._shorten(sequence, needed, tokens // self._size - sequence.num_sealed)
+
+    def _extend(self, wanted: Collection[tuple[Sequence, int]]) -> bool:
+        """Gives each sequence what its first so many tokens need, or none of them anything: False."""
+        longer = [
+            (s, hot, cold) for s, tokens in wanted for hot, cold in [self._lacks(s, tokens)] if hot or cold
+        ]
+        allocator = self._allocator
+        if not longer:
+            return True
+        hot, cold = sum(hot for _, hot, _ in longer), sum(cold for _, _, cold in longer)
+        if hot > allocator.available_hot or cold > allocator.available_kept:
+            return False
+        for sequence, hot, cold in longer:
+            sequence.table.extend(allocator.allocate(hot))
+            sequence.cold.extend(allocator.allocate_kept(cold))
+        return True
+
+    def _extend_in_part(self, sequence: Sequence, tokens: int) -> None:
+        """What can be had of what its first `tokens` tokens need."""
+        hot, cold = self._lacks(sequence, tokens)
+        allocator = self._allocator
+        sequence.table.extend(allocator.allocate(min(hot, allocator.available_hot)))
+        sequence.cold.extend(allocator.allocate_kept(min(cold, allocator.available_kept)))
+
+    def _lacks(self, sequence: Sequence, tokens: int) -> tuple[int, int]:
+        """(blocks to write to, blocks for what is filled) that its first `tokens` tokens need and it does not have."""
+        written = -(-tokens // self._size) - len(sequence.table)
+        full = tokens // self._size - sequence.num_sealed - len(sequence.cold) if self._compresses else 0
+        return max(0, written), max(0, full)
+
+    def _shorten(self, sequence: Sequence, blocks: int, cold: int) -> None:
+        """Leaves the sequence so many blocks, and so many for those that are not full yet."""
+        if len(sequence.table) > blocks:
+            self._allocator.release(sequence.table[blocks:])
+            del sequence.table[blocks:]
+        if len(sequence.cold) > cold:
+            self._allocator.release(sequence.cold[cold:])
+            del sequence.cold[cold:]
+
+    def seal(self, sequence: Sequence) -> None:
+        """Registers the blocks that a step has filled, for whoever begins with the same tokens."""
+        full = sequence.num_computed // self._size
+        if full > sequence.num_sealed:
+            sequence.chain.grow()
+            for position in range(sequence.num_sealed, full):
+                kept = sequence.cold.pop(0) if self._compresses else None
+                self._seal(sequence, position, kept)
+            sequence.num_sealed = full
+
+    def _seal(self, sequence: Sequence, position: int, kept: int | None = None) -> None:
+        sequence.table[position] = self._allocator.seal(
+            sequence.table[position], sequence.chain.key(position), kept
+        )
+
+    def free(self, sequence: Sequence, wanted: bool = False) -> None:
+        """Takes all blocks from a sequence; `wanted`: it will come back for them."""
+        for slot in sequence.restoring.values():
+            self._allocator.give_up(slot)
+        sequence.restoring = {}
+        self._shorten(sequence, len(sequence.table), 0)
+        self._allocator.release(sequence.table, sequence.request.session, self._now, wanted)
+        del sequence.table[:]
+        sequence.num_computed = sequence.num_sealed = 0
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """A step is being planned, at `now` seconds of any steady clock."""
+        self._now = now
+        self._allocator.expire(now)
+
+    def restore(self, sequence: Sequence) -> bool:
+        """Has the step under way restore as much of the sequence as may be; whether that is all of it."""
+        while sequence.restoring:
+            position, slot = next(iter(sequence.restoring.items()))
+            if self._cost >= self._spec.copies_per_step:
+                return False
+            self._cost += DISK_COST if self._tiers.on_disk(slot) else 1
+            del sequence.restoring[position]
+            self._allocator.restore(slot, sequence.table[position])
+            self._restores.append((sequence, position, slot))
+            sequence.in_flight = True
+        return True
+
+    def receivable(self, running: Collection[Sequence]) -> int:
+        """Blocks that may be taken over from another ring, with room left for `running` to grow."""
+        slack = max(len(running) + 1, self._spec.kept_blocks // 32)
+        return max(0, self.free_blocks(running) - slack)
+
+    @property
+    def restoring(self) -> bool:
+        """Whether the step under way restores anything."""
+        return bool(self._restores)
+
+    def take_copies(self) -> Copies:
+        """The copies that the plan must carry."""
+        return self._allocator.take_copies()
+
+    def close(self, failed: Collection[int] = ()) -> list[Sequence]:
+        """The step is over: what it has restored can be found by others, except for the slots `failed`.
+
+        Returns the sequences that must give up their blocks, since some were not restored.
+        """
+        restores, self._restores, self._cost = self._restores, [], 0
+        self.exchange.arrivals.close()
+        broken: dict[Sequence, None] = {}
+        for sequence, position, slot in restores:
+            sequence.in_flight = False
+            if slot not in failed:
+                self._seal(sequence, position)
+                continue
+            self._allocator.lost(slot, sequence.chain.key(position))
+            broken[sequence] = None
+        for sequence in broken:
+            self.cached_tokens -= sequence.cached_tokens
+            sequence.cached_tokens = 0
+        return list(broken)
+
+    # --- what others see -------------------------------------------------------------------------
+
+    def census(self) -> Census:
+        """The blocks, by what they are."""
+        return self._allocator.census()
+
+    def reserve(self, running: int) -> int:
+        """Blocks that an admission leaves free beside so many running sequences."""
+        return max(running, self._spec.kept_blocks // 100)
+
+    def check(self, running: Collection[Sequence]) -> None:
+        """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
+        locked: dict[int, int] = {}
+        for sequence in running:
+            for slot in sequence.restoring.values():
+                locked[slot] = locked.get(slot, 0) + 1
+        tables = (table for sequence in running for table in (sequence.table, sequence.cold))
+        self._allocator.check((*tables, *self.exchange.held), locked)

@@ -1,0 +1,60 @@
+"""Prompts whose tokens' log probabilities are wanted: which rows of a step are scored, and what they give.
+
+    prompt    [ p0 p1 p2 p3 | p4 p5 p6 ]     in chunks, as it comes
+    scored      ^  ^  ^  ^    ^  ^
+    sampled                         ^        where there is to be output
+
+A row is scored once: a preempted prompt may be computed again from its beginning or from where the cache has it.
+Nothing is taken from other prompts' blocks, since rows that are not computed would be missing: the chain of the
+prompt's blocks begins with a name of its own, as that of a prompt that is wanted as a vector.
+"""
+
+from collections.abc import Sequence as Seq
+
+import msgspec
+import numpy as np
+
+from services.executor.core.prompt_results import Scores
+from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.scheduler.sequence import Ending, Sequence
+from services.executor.scheduler.steps import Chunk, ScoredRows, in_order
+
+
+def scored_in(batch: Seq[Chunk]) -> list[ScoredRows]:
+    """What a step scores."""
+    if not [chunk for chunk in batch if chunk.sequence.scores is not None]:  # nearly always
+        return []
+    found, row = [], 0
+    for chunk in in_order(batch):
+        sequence = chunk.sequence
+        start = sequence.num_computed
+        rows = None if sequence.scores is None else sequence.scores.rows(start, start + chunk.length)
+        if rows is not None:
+            found.append(ScoredRows(sequence, row + rows[0] - start, *rows))
+        row += chunk.width
+    return found
+
+
+def with_scored(plan: StepPlan, scored: Seq[ScoredRows]) -> StepPlan:
+    """`plan`, which scores them."""
+    rows = np.concatenate([np.arange(part.end - part.start) + part.first for part in scored])
+    targets = np.concatenate([part.sequence.tokens[part.start + 1 : part.end + 1] for part in scored])
+    tops = [part.sequence.scores.top for part in scored if part.sequence.scores is not None]
+    return msgspec.structs.replace(
+        plan, score_rows=to_bytes(rows), score_targets=to_bytes(targets), score_top=max(tops)
+    )
+
+
+def take(scored: Seq[ScoredRows], found: Scores) -> list[Sequence]:
+    """Counts what a step has given. Returns those whose prompts are scored and that have nothing else to give, or
+    whose scores are no numbers."""
+    over, at = [], 0
+    for sequence, _, start, end in scored:
+        count = end - start
+        part, at = found.part(at, at + count), at + count
+        if sequence.ending is not Ending.NONE or sequence.scores is None:
+            continue
+        sequence.scores.add(part, end)
+        if not sequence.scores.finite or (sequence.scores.whole and not sequence.continues):
+            over.append(sequence)
+    return over

@@ -1,0 +1,356 @@
+"""Speculative decoding without a draft model: which tokens are worth checking ahead, and how many.
+
+Pure: no clock, no I/O. A step computes a sequence's last token and, behind it, drafts of the next ones
+(`ngrams.py`); at each of them the sampler draws as ever, and drafts count as long as they are what was
+drawn (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", ICML
+2023, for draws that are functions of the position). So drafts change the time that a text takes, and
+never the text. What decides is:
+
+    p(j)     probability that the first j drafts of a sequence are all right     learnt by `Estimates`
+    C(T)     seconds of a step of T tokens                                       learnt by `StepCost`
+    E        tokens that the step is expected to give
+
+A draft is worth its place when it raises E / C: when p(j) / E > dC/dT / C. The most probable drafts of all
+sequences are taken first. The guesses of a sequence without drafts are compared with what it draws just
+the same: that a text has begun to repeat itself is seen without computing a draft, and a text that does
+not is left alone.
+
+Where a sequence's last tokens have stood before in it, found in constant time per token.
+
+Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): text that repeats itself, or its prompt, is likely
+to go on as it did before.
+
+    tokens   . . . A B C D E . . . A B C        the last 3-gram stood before D E: these are proposed
+                         ^ source
+
+For each n there is a table from the hash of an n-gram to the position behind its last occurrence. A table
+has a slot for every two tokens at least; of n-grams that meet in a slot the newer stays. What is found is
+compared with the tokens, so that a meeting costs a find and never gives a wrong one.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MEMORY = 0.9
+"""Weight of what was seen, after each further guess: about the last ten count."""
+_RING_MEMORY = 0.99
+_PRIOR = 2.0
+"""Guesses that the ring's experience counts for, in a sequence."""
+_FIRST_RATES = {2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5, 6: 0.5, 7: 0.6, 8: 0.7}
+"""Before there is any experience, by the length of the match."""
+_FIRST_WEIGHT = 4.0
+
+_MARGIN = 1.5
+"""A draft must promise so much more than it costs: of many estimates the largest are too large."""
+_PATIENCE, _PAUSE = 16, 4
+"""A sequence that has looked in vain so many times in a row looks at every fourth step only: between steps
+of the model a look takes some 15 microseconds, since nothing of it is left in the processor's caches."""
+
+
+class Rate:
+    """A share that follows what is seen: of the last guesses, how many were right."""
+
+    __slots__ = ("hits", "tries")
+
+    def __init__(self) -> None:
+        self.hits = self.tries = 0.0
+
+    def add(self, hit: bool, memory: float) -> None:
+        self.hits = self.hits * memory + hit
+        self.tries = self.tries * memory + 1
+
+    def value(self, prior: float, weight: float) -> float:
+        return (self.hits + prior * weight) / (self.tries + weight)
+
+
+class Estimates:
+    """How likely a guess is right, by the number of tokens that agreed before it."""
+
+    def __init__(self, ring: "Estimates | None" = None) -> None:
+        """A sequence's estimates begin with those of its `ring`."""
+        self._ring = ring
+        self._rates = {length: Rate() for length in range(SHORTEST, MOST_COMPARED + 1)}
+
+    def of(self, length: int) -> float:
+        """Probability that the next guess is right after `length` tokens that agreed."""
+        length = min(length, MOST_COMPARED)
+        if self._ring is None:
+            return self._rates[length].value(_FIRST_RATES[length], _FIRST_WEIGHT)
+        return self._rates[length].value(self._ring.of(length), _PRIOR)
+
+    def add(self, length: int, hit: bool) -> None:
+        """A guess after `length` tokens that agreed was right, or not."""
+        length = min(length, MOST_COMPARED)
+        self._rates[length].add(hit, _MEMORY if self._ring is not None else _RING_MEMORY)
+        if self._ring is not None:
+            self._ring.add(length, hit)
+
+
+class Guesser:
+    """What one sequence is expected to say next."""
+
+    def __init__(self, tokens: "array[int]", ring: Estimates, prediction: Sequence[int] = ()) -> None:
+        """`tokens` is the sequence's own array; `prediction`: what is expected to follow those that it has now."""
+        self._own = tokens
+        self._known = array("i", [*tokens[-LONGEST:], *prediction]) if prediction else array("i")
+        """The prediction behind the end of the prompt, and behind that the sequence's tokens: looked through as one."""
+        self._before = len(self._known)
+        self._index = NgramIndex(self._known if prediction else tokens)
+        self._estimates = Estimates(ring)
+        self._guess: list[int] = []
+        self._length = 0
+        self._in_vain = 0
+        self._steps = 0
+
+    def rests(self, skipped: int = 0) -> bool:
+        """Whether it does not look for guesses in this step, having found none for long. `skipped`: steps before
+        this one in which nobody was asked."""
+        self._steps += 1 + skipped
+        if self._in_vain < _PATIENCE or self._steps % _PAUSE <= skipped:
+            return False
+        self.forget()
+        return True
+
+    def guess(self, most: int) -> None:
+        """Looks for the next `most` tokens, and one more to learn from."""
+        if self._before:
+            self._known.extend(self._own[len(self._known) - self._before :])
+        match = self._index.find()
+        self._guess = [] if match is None else self._index.continuation(match.source, most + 1)
+        self._length = 0 if match is None else match.length
+
+    def chances(self, most: int, least: float) -> list[float]:
+        """For j from 1 to `most`: the probability that the first j guesses are all right, while it is above
+        `least`."""
+        chances: list[float] = []
+        chance = 1.0
+        for ahead in range(min(most, len(self._guess))):
+            chance *= self._estimates.of(self._length + ahead)
+            if chance <= least:
+                break
+            chances.append(chance)
+        self._in_vain = 0 if chances else self._in_vain + 1
+        return chances
+
+    def drafts(self, count: int) -> list[int]:
+        """The first `count` guesses."""
+        return self._guess[:count]
+
+    def learn(self, drawn: Iterable[int]) -> None:
+        """These tokens were drawn where `guess` had looked."""
+        for ahead, (guess, token) in enumerate(zip(self._guess, drawn, strict=False)):
+            self._estimates.add(self._length + ahead, guess == token)
+            if guess != token:
+                break
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is learnt of the last guess."""
+        self._guess = []
+
+
+class StepCost:
+    """Seconds of a step as a straight line over its tokens, fitted to the latest steps."""
+
+    _MEMORY = 0.98
+    _RISE = 0.05
+    """Before tokens have varied: a further token costs this share of a step of none."""
+    _RISE_WEIGHT = 8.0
+    _HICCUP = 3.0
+    """A step that took so many times what was expected is counted as that."""
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = 0.0
+        self._spread = self._slant = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step of `tokens` tokens, each with a row of logits, took `seconds`."""
+        if tokens < 1 or seconds <= 0:
+            return
+        if self._weight > 4:
+            seconds = min(seconds, self._HICCUP * self.of(tokens))
+        self._weight = self._weight * self._MEMORY + 1
+        off, late = tokens - self._tokens, seconds - self._seconds
+        self._tokens += off / self._weight
+        self._seconds += late / self._weight
+        self._spread = self._spread * self._MEMORY + off * (tokens - self._tokens)
+        self._slant = self._slant * self._MEMORY + off * (seconds - self._seconds)
+
+    @property
+    def rise(self) -> float:
+        """Seconds that one more token costs."""
+        expected = self._RISE * self._seconds / (1 + self._RISE * self._tokens)
+        weight = self._RISE_WEIGHT
+        fitted = (self._slant + weight * expected) / (self._spread + weight)
+        return max(fitted, 1e-3 * self._seconds)
+
+    def of(self, tokens: int) -> float:
+        """Seconds of a step of `tokens` tokens; 0 before any was observed."""
+        rise = self.rise
+        return max(self._seconds + rise * (tokens - self._tokens), rise * tokens)
+
+
+class Speculation:
+    """Decides for each step of a ring how many drafts each of its sequences carries."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: drafts of one sequence at most."""
+        self._most = most
+        self._ring = Estimates()
+        self.cost = StepCost()
+
+    def guesser(self, tokens: "array[int]", prediction: Sequence[int] = ()) -> Guesser:
+        """For a sequence with these tokens (its own array), which is expected to go on with `prediction`."""
+        return Guesser(tokens, self._ring, prediction)
+
+    def worth_looking(self, decodes: int) -> bool:
+        """Whether drafts could pay in a step of `decodes` sequences, were they as good as certain."""
+        return self.least_chance(decodes) < 0.95
+
+    def least_chance(self, decodes: int, expected: float = 0.0, drafts: int = 0) -> float:
+        """What a further draft's probability must exceed to pay, in a step of `decodes` sequences with
+        `drafts` drafts, of which `expected` are right. 1 while no step has been timed."""
+        seconds = self.cost.of(decodes + drafts)
+        if not seconds:
+            return 1.0
+        return _MARGIN * self.cost.rise * (decodes + expected) / seconds
+
+    def choose(
+        self, guessers: Sequence[Guesser], limits: Sequence[int], budget: int, skipped: int = 0
+    ) -> list[list[int]]:
+        """The drafts of each sequence: `limits` of each at most, `budget` in all. `skipped`: steps since the last
+        choice for which nobody was asked."""
+        decodes, counts, expected = len(guessers), [0] * len(guessers), 0.0
+        if not self.worth_looking(decodes):
+            for guesser in guessers:
+                guesser.forget()
+            return [[] for _ in guessers]
+        least = self.least_chance(decodes)
+        chances = []
+        for at, (guesser, limit) in enumerate(zip(guessers, limits, strict=True)):
+            if guesser.rests(skipped):
+                continue
+            most = min(limit, self._most)
+            guesser.guess(most)
+            chances += [(chance, at) for chance in guesser.chances(most, least)]
+        # A later draft is never more probable than the one before it, so the order keeps them in a row.
+        chances.sort(key=lambda pair: -pair[0])
+        for drafts, (chance, at) in enumerate(chances[: max(budget, 0)]):
+            if chance <= self.least_chance(decodes, expected, drafts):
+                break
+            counts[at] += 1
+            expected += chance
+        return [guesser.drafts(count) for guesser, count in zip(guessers, counts, strict=True)]
+
+
+LONGEST, SHORTEST = 4, 2
+"""Lengths of the n-grams that are looked for."""
+MOST_COMPARED = 8
+"""A match is measured back to this many tokens."""
+
+_WEIGHTS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
+"""Odd 32-bit numbers: the sum of four products with tokens stays below 2**64."""
+_SPREAD = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_SMALLEST_BITS, _LARGEST_BITS = 8, 18
+"""Of the number of a table's slots: tables of a long text grow to 3 MiB together. Beyond it n-grams that meet in a
+slot are lost, the older ones."""
+_FEW = 32
+"""So many new tokens, or more, are indexed by arrays and not one by one."""
+
+UInt64Array = NDArray[np.uint64]
+
+
+class Match(NamedTuple):
+    """An earlier occurrence of the sequence's end."""
+
+    source: int
+    """Position of the token that followed it."""
+    length: int
+    """Tokens that agree, `MOST_COMPARED` at most."""
+
+
+class NgramIndex:
+    """The n-grams of one sequence. Follows its tokens as they grow; nothing is scanned twice."""
+
+    def __init__(self, tokens: "array[int]") -> None:
+        """`tokens` (int32, not negative) is the sequence's own array."""
+        self._tokens = tokens
+        self._indexed = 0
+        """n-grams that end at this position, or before, are in the tables."""
+        self._bits = 0
+        self._tables: list[array[int]] = []
+        """For n from `SHORTEST` up: by hash, the position behind the n-gram; 0: none."""
+        self._last: tuple[int, list[int]] = (0, [])
+        """(position, slots of the n-grams before it) that `find` has looked at last."""
+
+    def find(self) -> Match | None:
+        """The newest earlier occurrence of the longest n-gram that the tokens end with."""
+        self._grow()
+        tokens, end = self._tokens, len(self._tokens)
+        slots = self._slots(end)
+        self._last = (end, slots)
+        for at in range(len(slots) - 1, -1, -1):
+            source = self._tables[at][slots[at]]
+            n = at + SHORTEST
+            if source and tokens[source - n : source] == tokens[end - n :]:
+                return Match(source, self._measure(source, end, n))
+        return None
+
+    def continuation(self, source: int, count: int) -> list[int]:
+        """`count` tokens from `source` on. Where the tokens end before, they go on as from `source`: what
+        has begun to repeat itself may do so again and again."""
+        period = self._tokens[source : source + count].tolist()
+        return (period * (count // len(period) + 1))[:count]
+
+    def _measure(self, source: int, end: int, length: int) -> int:
+        tokens, most = self._tokens, min(MOST_COMPARED, source)
+        while length < most and tokens[source - length - 1] == tokens[end - length - 1]:
+            length += 1
+        return length
+
+    # --- tables ----------------------------------------------------------------------------------
+
+    def _grow(self) -> None:
+        """Takes up the n-grams that have been followed by a token since the last call."""
+        ready = len(self._tokens) - 1
+        if 2 * ready >= 1 << self._bits and self._bits < _LARGEST_BITS:
+            self._bits = min(max(_SMALLEST_BITS, (4 * ready).bit_length()), _LARGEST_BITS)
+            self._tables = [array("i", bytes(4 << self._bits)) for _ in range(SHORTEST, LONGEST + 1)]
+            self._indexed, self._last = 0, (0, [])
+        if ready - self._indexed >= _FEW:
+            self._index_many(ready)
+        else:
+            for end in range(self._indexed + 1, ready + 1):
+                slots = self._last[1] if self._last[0] == end else self._slots(end)
+                for table, slot in zip(self._tables, slots, strict=False):
+                    table[slot] = end
+        self._indexed = max(ready, 0)
+
+    def _slots(self, end: int) -> list[int]:
+        """Where the tables have the n-grams before `end`, the shortest first; fewer at the very beginning."""
+        shift, slots, total = 64 - self._bits, [], 0
+        for ahead, token in enumerate(reversed(self._tokens[max(end - LONGEST, 0) : end])):
+            total += _WEIGHTS[ahead] * token
+            if ahead + 1 >= SHORTEST:
+                slots.append((total * _SPREAD & _MASK) >> shift)
+        return slots
+
+    def _index_many(self, ready: int) -> None:
+        """The same for many n-grams at once."""
+        first = self._indexed
+        # A copy: while an array is viewed it cannot grow.
+        tokens = np.array(self._tokens[max(first - LONGEST, 0) : ready], np.uint64)
+        for table, n in zip(self._tables, range(SHORTEST, LONGEST + 1), strict=True):
+            count = min(ready - first, len(tokens) - n + 1)
+            totals: UInt64Array = np.zeros(count, np.uint64)
+            for back in range(n):
+                begin = len(tokens) - count - back
+                totals += np.uint64(_WEIGHTS[back]) * tokens[begin : begin + count]
+            slots = (totals * np.uint64(_SPREAD)) >> np.uint64(64 - self._bits)
+            ends = np.arange(ready - count + 1, ready + 1, dtype=np.int32)
+            np.frombuffer(table, np.int32)[slots] = ends  # of equal slots the last one counts

@@ -1,0 +1,97 @@
+"""A batcher, looked at from outside: for schedulers, and for whoever looks into a ring.
+
+How long requests spend in each stage of a ring.
+
+    accepted ──queue──▶ in the batch ──prefill──▶ first token ──decode──▶ end
+                                                       └─ the only one: no decode
+
+A sequence that gives up its blocks is in the stage that it was in; one that is cancelled tells nothing more.
+No clock: the time (seconds, monotonic) comes in.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple, Protocol
+
+from services.executor.core.engine import EngineSpec
+from services.executor.ipc.board_metrics import Kind
+from services.executor.kv_cache.block_pool import Census
+from services.executor.scheduler.block_tables import BlockTables
+from services.executor.scheduler.sequence import Sequence
+from services.executor.scheduler.step_planner import StepPlanner
+from shared.messages import GroupLoad
+
+
+class BatcherView(NamedTuple):
+    """A batcher, looked into."""
+
+    sequences: list[Sequence]
+    spec: EngineSpec
+    blocks: Census
+    promised: int
+    """Blocks that running sequences will still need."""
+    reserve: int
+    """Blocks that an admission leaves to them."""
+
+
+def view_of(
+    planner: StepPlanner, tables: BlockTables, held: Collection[Sequence], spec: EngineSpec
+) -> BatcherView:
+    """All there is, as it stands. Nothing of it may be changed."""
+    missing = sum(tables.missing(sequence) for sequence in planner.running)
+    reserve = tables.reserve(len(planner.running))
+    sequences = [*planner.running, *planner.waiting, *held]
+    return BatcherView(sequences, spec, tables.census(), missing, reserve)
+
+
+def load_of(
+    planner: StepPlanner, tables: BlockTables, held: Collection[Sequence], spec: EngineSpec
+) -> GroupLoad:
+    """How full the ring is."""
+    unfinished = sum(s.remaining for s in planner.running if s.remaining > 1)
+    return GroupLoad(
+        running=len(planner.running),
+        waiting=len(planner.waiting) + len(held),
+        waiting_tokens=unfinished + sum(s.remaining for s in (*planner.waiting, *held)),
+        free_blocks=tables.free_blocks(planner.running),
+        total_blocks=spec.kept_blocks,
+    )
+
+
+class Figures(Protocol):
+    """Where it is written down."""
+
+    def observe(self, kind: Kind, value: float) -> None: ...
+
+    def add_queried(self, tokens: int) -> None: ...
+
+
+class _Nowhere:
+    def observe(self, kind: Kind, value: float) -> None:
+        return
+
+    def add_queried(self, tokens: int) -> None:
+        return
+
+
+class Stages:
+    """Observes each stage once per attempt, when it is over."""
+
+    def __init__(self, figures: Figures | None = None) -> None:
+        self._figures = figures or _Nowhere()
+
+    def admitted(self, sequences: Iterable[Sequence], now: float) -> None:
+        """These have a place in the batch now; one that had to give it up and has it again changes nothing."""
+        for sequence in sequences:
+            if not sequence.times.admitted:
+                sequence.times.admitted = now
+                self._figures.observe(Kind.QUEUE, max(0.0, now - sequence.times.accepted))
+                self._figures.add_queried(sequence.prompt_tokens)
+
+    def drawn(self, sequence: Sequence, now: float, *, finished: bool) -> None:
+        """`sequence` has its first token (or its vector), or its last, or both."""
+        times = sequence.times
+        if not times.first_token:
+            times.first_token = now
+            self._figures.observe(Kind.PREFILL, max(0.0, now - times.admitted))
+        elif finished:
+            self._figures.observe(Kind.DECODE, max(0.0, now - times.first_token))

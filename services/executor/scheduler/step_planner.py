@@ -1,0 +1,274 @@
+"""Which sequences a step computes, and how many tokens of each.
+
+Recovery and interactive requests first; the batch lane gets what they leave, and gives up its places,
+blocks and share of the tokens within one step:
+
+    token budget   [ decodes, prompts: recovery, interactive | decodes, prompts: batch ]
+    running        [ most urgent ........................... | batch .... least urgent ]
+                     make way? never, only to each other's growth ▲        ▲ for whoever is in a hurry
+
+Requests that may have killed another ring are each computed in steps of their own, every other step at most; what
+runs beside them keeps its place meanwhile.
+
+Batch work may starve while others keep the ring full: that is what the lane is for. What bounds it is the
+request's deadline (`ContinuousBatcher.expire`).
+"""
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+
+from services.executor.core.engine import EngineSpec
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.block_tables import BlockTables
+from services.executor.scheduler.sequence import Sequence, SequenceState
+from services.executor.scheduler.steps import Chunk
+from shared.messages import LANES
+
+URGENCY = attrgetter("urgency")
+SCORED_LOGITS_BYTES = 256 << 20
+"""Of the logits, in float32 and over all ranks, that a step computes to score prompts at most."""
+_BATCH = (LANES.index("batch"),)
+"""Comes before the urgency of any batch request, and after that of any other."""
+
+
+class _Step:
+    """A step that is being planned."""
+
+    def __init__(self, budget: int, scorable: int) -> None:
+        self.chunks: list[Chunk] = []
+        self.budget = budget
+        """Tokens that it may still compute."""
+        self.scorable = scorable
+        """Rows of prompts that it may still score."""
+        self.before: list[Sequence] = []
+        """Those whose prompts were looked at, most urgent first."""
+        self.only: Sequence | None = None
+        """Who is computed alone; None: all who need not be."""
+        self.preempted_batch = False
+        self.preempted_urgent = False
+
+    def add(self, sequence: Sequence, length: int) -> None:
+        self.chunks.append(Chunk(sequence, length))
+        self.budget -= length
+        if sequence.scores is not None and sequence.scoring:
+            self.scorable -= length
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether the step computes something of `sequence`, or restores some of its blocks."""
+        return sequence.in_flight or any(chunk.sequence is sequence for chunk in self.chunks)
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Whether it is one of those that this step is for."""
+        return not sequence.alone if self.only is None else sequence is self.only
+
+    def note_preempted(self, sequence: Sequence) -> None:
+        if sequence.is_batch:
+            self.preempted_batch = True
+        else:
+            self.preempted_urgent = True
+
+    def admits(self, sequence: Sequence) -> bool:
+        """A sequence that has just given up its blocks must not take them back in the same step."""
+        if not self.takes(sequence):
+            return False
+        return not (self.preempted_urgent or (sequence.is_batch and self.preempted_batch))
+
+
+class StepPlanner:
+    """Owns the two queues of a ring, both in order of urgency, and fills steps from them."""
+
+    def __init__(self, spec: EngineSpec, settings: BatchSettings, tables: BlockTables) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._tables = tables
+        self._scorable = max(1, SCORED_LOGITS_BYTES // (4 * spec.vocab_size))
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.admitted: list[Sequence] = []
+        """Who has got a place since this was last taken."""
+        self.preemptions = 0
+        """Sequences that have had to give up their blocks."""
+        self.isolates = False
+        """Whether some sequence may have to be computed alone."""
+        self._turn = 0
+        self._was_alone = False
+
+    def plan(self) -> list[Chunk]:
+        """The next step's chunks. Their tables cover what they compute."""
+        step = _Step(self._settings.max_batch_tokens, self._scorable)
+        for step.only in self._turns() if self.isolates else (None,):
+            for batch_lane in (False, True):
+                self._add_decodes(step, batch_lane)
+                self._add_prefills(step, batch_lane)
+            if step.chunks:
+                self._took(step.only)
+                break
+        return step.chunks
+
+    def _turns(self) -> list[Sequence | None]:
+        """For whom the next step may be, the first that can be computed: those that are computed alone take turns
+        with each other, and all of them with the others (None)."""
+        head = self.waiting[:1]
+        alone = sorted((s for s in (*self.running, *head) if s.alone), key=attrgetter("turn"))
+        self.isolates = bool(alone) or any(s.alone for s in self.waiting)
+        return [None, *alone] if self._was_alone else [*alone, None]
+
+    def _took(self, only: Sequence | None) -> None:
+        self._was_alone = only is not None
+        if only is not None:
+            self._turn += 1
+            only.turn = self._turn
+
+    def could_admit(self) -> bool:
+        """Whether the first that waits would get a place now, were a step planned."""
+        head = self.waiting[0]
+        lent = [] if head.is_batch else self._running_in(batch_lane=True)
+        if lent and self._tables.could_place(head, self.running, lent):
+            return True
+        return self._place(head) is not None
+
+    def take_admitted(self) -> list[Sequence]:
+        admitted, self.admitted = self.admitted, []
+        return admitted
+
+    def wait(self, sequence: Sequence) -> None:
+        """A new sequence waits for its place."""
+        self.isolates = self.isolates or sequence.alone
+        insort(self.waiting, sequence, key=URGENCY)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Its tokens stay; what is still cached or spilled when its turn comes again is not computed again."""
+        self.running.remove(sequence)
+        sequence.preempted = True
+        self._tables.free(sequence, wanted=True)
+        sequence.state = SequenceState.WAITING
+        insort(self.waiting, sequence, key=URGENCY)
+        self.preemptions += 1
+
+    def check(self) -> None:
+        """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
+        for sequences in (self.waiting, self.running):
+            assert sequences == sorted(sequences, key=URGENCY), "a queue is out of order"
+        assert len(self.running) <= self._settings.max_sequences, "too many sequences run"
+
+    def _running_in(self, batch_lane: bool) -> list[Sequence]:
+        """Those of the batch lane, or all others."""
+        first = bisect_left(self.running, _BATCH, key=URGENCY)
+        return self.running[first:] if batch_lane else self.running[:first]
+
+    # --- decodes ---------------------------------------------------------------------------------
+
+    def _add_decodes(self, step: _Step, batch_lane: bool) -> None:
+        """One token for every running sequence of the lanes that has only one to compute."""
+        for sequence in self._running_in(batch_lane):
+            if not step.budget:
+                return
+            if (
+                step.takes(sequence)
+                and sequence.state is SequenceState.RUNNING
+                and sequence.remaining == 1
+                and (not sequence.restoring or self._tables.restore(sequence))
+                and self._grow(step, sequence)
+            ):
+                step.add(sequence, 1)
+
+    def _grow(self, step: _Step, sequence: Sequence) -> bool:
+        """Sees that the table covers all tokens; False when the sequence itself had to give up its blocks.
+
+        Victims come from the end of the order of urgency, so they are not in the step yet.
+        """
+        while not self._tables.cover(sequence, len(sequence.tokens)):
+            victim = self.running[-1]
+            self._preempt_for(step, victim)
+            if victim is sequence:
+                return False
+        return True
+
+    # --- prompts ---------------------------------------------------------------------------------
+
+    def _add_prefills(self, step: _Step, batch_lane: bool) -> None:
+        """Fills the token budget with prompts of the lanes, most urgent first. An admitted one may need one
+        token only."""
+        prefills = [s for s in reversed(self._running_in(batch_lane)) if s.remaining > 1 and step.takes(s)]
+        admitting = True
+        while step.budget:
+            while prefills and prefills[-1].state is not SequenceState.RUNNING:
+                prefills.pop()
+            head = self.waiting[0] if admitting and self.waiting else None
+            if head is not None and (head.is_batch != batch_lane or not step.admits(head)):
+                head = None
+            if head is not None and (not prefills or head.urgency < prefills[-1].urgency):
+                admitting = self._admit(step, head)
+                if not admitting:
+                    continue
+                sequence = head
+            elif prefills:
+                sequence = prefills.pop()
+            else:
+                return
+            length = self._prefill(step, sequence)
+            if length:
+                step.add(sequence, length)
+            step.before.append(sequence)
+
+    def _prefill(self, step: _Step, sequence: Sequence) -> int:
+        """How many tokens of a prompt the step computes; 0 when it has to wait.
+
+        What one of those before it is about to compute as well, it waits for, to share it then.
+        """
+        if sequence.restoring and not self._tables.restore(sequence):
+            return 0
+        self._tables.share_more(sequence)
+        if self._tables.is_being_computed(sequence, step.before):
+            return 0
+        room = min(step.budget, step.scorable) if sequence.scoring else step.budget
+        if not room:
+            return 0
+        end = sequence.num_computed + min(sequence.remaining, room)
+        while not self._tables.cover(sequence, end):
+            covered = self._tables.covered(sequence)
+            if covered > sequence.num_computed:
+                return covered - sequence.num_computed
+            victim = self.running[-1]
+            if victim is sequence or step.has(victim):
+                return 0  # those in the step advance, and will end or give up their blocks
+            self._preempt_for(step, victim)
+        return end - sequence.num_computed
+
+    # --- places ----------------------------------------------------------------------------------
+
+    def _admit(self, step: _Step, sequence: Sequence) -> bool:
+        """Moves the first waiting sequence into the batch, where there is room for all tokens it has."""
+        found = self._place(sequence)
+        if found is None:
+            found = self._make_way(step, sequence)
+        if found is None:
+            return False
+        self._tables.admit(sequence, found)
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=URGENCY)
+        sequence.state = SequenceState.RUNNING
+        self.admitted.append(sequence)
+        return True
+
+    def _place(self, sequence: Sequence) -> list[int] | None:
+        """What is in the cache of a waiting sequence's beginning; None when there is no room for it now."""
+        if len(self.running) >= self._settings.max_sequences:
+            return None
+        return self._tables.place(sequence, self.running)
+
+    def _make_way(self, step: _Step, sequence: Sequence) -> list[int] | None:
+        """Sequences of the batch lane, the last first, give up their places to a more urgent one, unless all
+        of theirs would not be enough. Returns its place."""
+        lent = self._running_in(batch_lane=True)
+        if sequence.is_batch or not lent or not self._tables.could_place(sequence, self.running, lent):
+            return None
+        found = None
+        while found is None and self.running and self.running[-1].is_batch:
+            self._preempt_for(step, self.running[-1])
+            found = self._place(sequence)
+        return found
+
+    def _preempt_for(self, step: _Step, sequence: Sequence) -> None:
+        self.preempt(sequence)
+        step.note_preempted(sequence)

@@ -1,0 +1,226 @@
+"""From the batch, `{sequence: number of tokens}`, to the step plan that the ranks execute."""
+
+from array import array
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.step_plan import Int32Array, StepPlan, to_bytes
+from services.executor.kv_cache.block_pool import Copies
+from services.executor.scheduler.sequence import Sequence
+from shared.messages import GenerationRequest
+
+
+class Chunk(NamedTuple):
+    """The next `length` tokens of a sequence, to be computed in one step, and drafts of those that follow."""
+
+    sequence: Sequence
+    length: int
+    drafts: tuple[int, ...] = ()
+    """None where the chunk does not end with the sequence's last token."""
+
+    @property
+    def width(self) -> int:
+        """Rows of the flat batch."""
+        return self.length + len(self.drafts)
+
+    @property
+    def end(self) -> int:
+        """Tokens in the cache once the step has run, drafts included."""
+        return self.sequence.num_computed + self.width
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk has the sequence's last token, whose logits give the next one."""
+        return self.length == self.sequence.remaining and self.sequence.continues
+
+
+class Pool:
+    """Part of a chunk, as rows of the flat batch."""
+
+    def __init__(self, chunk: Chunk, first_row: int) -> None:
+        """`first_row`: of the chunk."""
+        self.sequence = chunk.sequence
+        self.start = chunk.sequence.num_computed
+        self._first_row = first_row
+        assert chunk.sequence.vector is not None
+        self.positions = chunk.sequence.vector.rows(self.start, self.start + chunk.length)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """First and end."""
+        assert self.positions is not None
+        first, end = self.positions
+        shift = self._first_row - self.start
+        return first + shift, end + shift
+
+
+class ScoredRows(NamedTuple):
+    """Part of a chunk."""
+
+    sequence: Sequence
+    first: int
+    """Row of the flat batch."""
+    start: int
+    """Position of its token."""
+    end: int
+
+
+class Row(NamedTuple):
+    """A row of the step that is sampled."""
+
+    sequence: Sequence
+    sampling: SamplingState
+    """As if the drafts before the row were the sequence's tokens."""
+    ahead: int = 0
+    """Drafts before the row, the one that it computes included."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.sequence.request
+
+
+class Step(NamedTuple):
+    """A step under way."""
+
+    batch: Seq[Chunk]
+    sampled: Seq[Chunk]
+    """Those that give tokens, in the order of their rows."""
+    rows: Seq[Row]
+    pools: Seq[Pool] = ()
+    """What it sums up."""
+    ahead: bool = False
+    """Whether it was planned before the tokens of the step before it were known (`lookahead.py`)."""
+    scored: Seq[ScoredRows] = ()
+    """What of its prompts it scores."""
+
+    def failed(self, rows: Collection[int] | None) -> list[Row]:
+        """The rows with these indices, in order; None: one for each chunk."""
+        if rows is None:
+            return [Row(chunk.sequence, chunk.sequence.sampling) for chunk in self.batch]
+        return [self.rows[row] for row in sorted(rows)]
+
+
+NO_STEP = Step((), (), ())
+"""While none is under way."""
+
+
+def build_plan(
+    step: int, batch: list[Chunk], copies: Copies, block_size: int
+) -> tuple[StepPlan, list[Chunk]]:
+    """The plan, and the chunks that are sampled, in the order of the plan's `sample_rows`.
+
+    Every block that a chunk writes to is in its sequence's table already. The batch may be empty where
+    there are copies.
+    """
+    ordered = in_order(batch)
+    singles = [chunk for chunk in ordered if chunk.width == 1]
+    longer = ordered[len(singles) :]
+    samples = [chunk.samples for chunk in ordered]
+    tokens = [_ints([c.sequence.tokens[c.sequence.num_computed] for c in singles])]
+    positions = [_ints([c.sequence.num_computed for c in singles])]
+    slots = [_ints([_slot(c.sequence, block_size) for c in singles])]
+    for chunk in longer:
+        start = chunk.sequence.num_computed
+        tokens += [_ints(chunk.sequence.tokens[start : start + chunk.length]), _ints(chunk.drafts)]
+        positions.append(np.arange(start, chunk.end, dtype=np.int32))
+        slots.append(_slots(chunk, block_size))
+    widths = [1] * len(singles) + [chunk.width for chunk in longer]
+    ends = [chunk.sequence.num_computed + width for chunk, width in zip(ordered, widths, strict=True)]
+    tables = b"".join(
+        (
+            table_of(chunk.sequence, end, block_size)
+            if chunk.sequence.cold
+            else chunk.sequence.table[: -(-end // block_size)]
+        ).tobytes()
+        for chunk, end in zip(ordered, ends, strict=True)
+    )
+    filled = [
+        (chunk.sequence, chunk.sequence.num_computed, end)
+        for chunk, end in zip(ordered, ends, strict=True)
+        if chunk.sequence.cold
+    ]
+    plan = StepPlan(
+        step=step,
+        num_decodes=len(singles),
+        token_ids=to_bytes(np.concatenate(tokens)),
+        positions=to_bytes(np.concatenate(positions)),
+        slots=to_bytes(np.concatenate(slots)),
+        query_lens=to_bytes(widths),
+        context_lens=to_bytes(ends),
+        block_tables=to_bytes(np.frombuffer(tables, np.int32)),
+        sample_rows=to_bytes(_sample_rows(ordered, widths, samples)),
+        saves=to_bytes(copies.saves),
+        compressions=compressions_of(filled, block_size),
+        restores=to_bytes(copies.restores),
+    )
+    return plan, [chunk for chunk, sampled in zip(ordered, samples, strict=True) if sampled]
+
+
+def table_of(sequence: Sequence, end: int, block_size: int) -> "array[int]":
+    """The blocks that the first `end` tokens are read from, by whoever computes the last of them: its own as it is
+    written, those before it as they are kept, be it that this step fills them."""
+    last, sealed = (end - 1) // block_size, sequence.num_sealed
+    if not sequence.cold:
+        return sequence.table[: last + 1]
+    return sequence.table[:sealed] + sequence.cold[: last - sealed] + sequence.table[last : last + 1]
+
+
+def compressions_of(chunks: Iterable[tuple[Sequence, int, int]], block_size: int) -> bytes:
+    """`StepPlan.compressions` of a step that computes the positions [start, end) of each of these sequences, which have
+    cold ids."""
+    pairs: list[tuple[int, int]] = []
+    for sequence, start, end in chunks:
+        blocks = range(start // block_size, end // block_size)
+        pairs += [(sequence.table[at], sequence.cold[at - sequence.num_sealed]) for at in blocks]
+    return to_bytes(pairs)
+
+
+def in_order(batch: Seq[Chunk]) -> list[Chunk]:
+    """`batch` in the order of the flat batch: single tokens first."""
+    return sorted(batch, key=lambda chunk: chunk.width > 1)
+
+
+def rows_of(sampled: list[Chunk]) -> list[Row]:
+    """The rows of the chunks that are sampled: after each one's last token, and after each of its drafts."""
+    rows = []
+    for sequence, _, drafts in sampled:
+        rows.append(Row(sequence, sequence.sampling))
+        rows += [Row(sequence, sequence.sampling.ahead(drafts[:n]), n) for n in range(1, len(drafts) + 1)]
+    return rows
+
+
+def prompt_tokens(plan: StepPlan, rows: list[Row]) -> int:
+    """Tokens of a plan that are neither decodes nor drafts."""
+    drafting = sum(1 + (row.ahead == 1) for row in rows if row.ahead)  # a chunk's own row counts once
+    return len(plan.token_ids) // 4 - plan.num_decodes - drafting
+
+
+def _sample_rows(ordered: list[Chunk], widths: list[int], samples: list[bool]) -> Int32Array:
+    last: Int32Array = (np.cumsum(widths, dtype=np.int32) - np.int32(1))[samples]
+    drafts = [len(chunk.drafts) for chunk, sampled in zip(ordered, samples, strict=True) if sampled]
+    if not any(drafts):
+        return last
+    pairs = zip(last.tolist(), drafts, strict=True)
+    return _ints([row for end, count in pairs for row in range(end - count, end + 1)])
+
+
+def _ints(values: "list[int] | tuple[int, ...] | array[int]") -> Int32Array:
+    return np.array(values, dtype=np.int32)
+
+
+def _slot(sequence: Sequence, block_size: int) -> int:
+    block, offset = divmod(sequence.num_computed, block_size)
+    return sequence.table[block] * block_size + offset
+
+
+def _slots(chunk: Chunk, block_size: int) -> Int32Array:
+    """Slots of a chunk's tokens: block id * block size + offset."""
+    start = chunk.sequence.num_computed
+    positions = np.arange(start, chunk.end, dtype=np.int32)
+    first = start // block_size
+    blocks = _ints(chunk.sequence.table[first : -(-chunk.end // block_size)])
+    return blocks[positions // block_size - first] * np.int32(block_size) + positions % block_size

@@ -1,0 +1,1 @@
+"""What the supervisor finds out of a group from outside: dumps, profiles, a verdict."""

@@ -1,0 +1,274 @@
+"""Takes a dump of a ring from outside, as the orchestrator: whatever state its ranks are in.
+
+signal ──▶ stacks, by a file per rank          needs no interpreter, only a process that is not stopped
+/proc  ──▶ threads, twice                      needs nothing
+memory ──▶ board, flight recorder              needs nothing
+question on standard input ──▶ queues, blocks  needs a thread of Python that runs: it is waited for briefly
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.board import RingBoard, RingState
+from services.executor.ipc.flight_recorder import Collective, RankRecord, StepTimes
+from services.executor.ipc.rank_pipe import StateAnswer, StateQuestion, ask, stack_file
+from services.executor.supervisor.diagnostics import processes
+from services.executor.supervisor.diagnostics.stacks import StackRequest
+from services.executor.supervisor.diagnostics.verdict import Stillness, verdict
+from services.executor.supervisor.ring import Ring
+from shared.keys import redact
+from shared.messages.debugging import (
+    DUMP_VERSION,
+    CollectiveDump,
+    Dump,
+    LeaderDump,
+    PlanDump,
+    PlanSequenceDump,
+    RankDump,
+    StackDump,
+    StepDump,
+)
+from shared.nats.errors import without_password
+
+LOOK = 0.02
+"""Seconds between two looks for answers."""
+WINDOW = 0.1
+"""Seconds over which a thread's use of the CPU is measured, at least."""
+STEPS_SHOWN = 16
+PACKAGES = ("ryzanstein", "torch", "transformers", "numpy", "msgspec", "nats-py", "llguidance")
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Whom a dump is of."""
+
+    group: str
+    model: str
+    instance: str
+    message: str = ""
+
+
+async def take_dump(
+    ring: Ring | None,
+    group: Group,
+    settings: ExecutorSettings,
+    still: Stillness,
+    wait: float,
+    reason: str = "",
+) -> Dump:
+    """`wait`: seconds for which ranks that do not answer are waited for. `ring`: None where there is none."""
+    began = time.monotonic()
+    base = Dump(
+        version=DUMP_VERSION,
+        group=group.group,
+        model=group.model,
+        instance=group.instance,
+        host=platform.node(),
+        epoch=ring.epoch if ring else 0,
+        taken_at=time.time(),
+        took=0.0,
+        verdict="",
+        state="none",
+        reason=reason,
+        message=group.message,
+        versions=versions(),
+        settings=settings_of(settings),
+    )
+    if ring is not None:
+        base = await _Gathering(ring, still).fill(base, wait)
+    took = time.monotonic() - began
+    return msgspec.structs.replace(base, verdict=verdict(base), took=round(took, 3))
+
+
+class _Gathering:
+    """One dump of one ring."""
+
+    def __init__(self, ring: Ring, still: Stillness) -> None:
+        self._ring = ring
+        self._pids = ring.pids
+        self._still = still
+        name = f"{time.monotonic_ns():x}"
+        self._answers = [ring.directory / f"state-{name}-{rank}" for rank in range(len(self._pids))]
+
+    async def fill(self, base: Dump, wait: float) -> Dump:
+        before = await asyncio.to_thread(self._sample)
+        at = time.monotonic()
+        for rank, path in enumerate(self._answers):
+            self._ring.ask(rank, ask(StateQuestion(str(path))))
+        requests = [self._request_stacks(rank, sample) for rank, sample in enumerate(before)]
+        await self._wait(requests, at, wait)
+        after = await asyncio.to_thread(self._sample)
+        seconds = time.monotonic() - at
+        told = [_read(path) for path in self._answers]
+        board = self._ring.board
+        beats = {beat.rank: beat for beat in board.beats()}
+        ranks = []
+        for rank, (pid, sample) in enumerate(zip(self._pids, after, strict=True)):
+            stacks = _with_names(requests[rank].read(), told[rank])
+            beat = beats.get(rank)
+            found = _of_record(rank, pid, sample.state, self._ring.flight.read(rank))
+            ranks.append(
+                msgspec.structs.replace(
+                    found,
+                    begun_step=board.begun(rank),
+                    finished_step=beat.step if beat else 0,
+                    in_flight=bool(beat and beat.in_flight),
+                    layers=beat.progress if beat else 0,
+                    still_seconds=self._still.seconds(("rank", rank), time.monotonic()),
+                    memory_bytes=sample.memory_bytes,
+                    stacks=stacks,
+                    stacks_missing="" if stacks else requests[rank].missing or "it did not answer the signal",
+                    answered=told[rank] is not None,
+                    threads=processes.with_usage(before[rank], sample, seconds),
+                )
+            )
+        leader = told[0].leader if told and told[0] else None
+        return self._of_ring(base, board, ranks, leader)
+
+    def _of_ring(
+        self, base: Dump, board: RingBoard, ranks: list[RankDump], leader: LeaderDump | None
+    ) -> Dump:
+        ready = self._ring.ready.is_set()
+        state = "starting" if not ready else "draining" if board.state is RingState.DRAINING else "ready"
+        now = time.monotonic_ns()
+        return msgspec.structs.replace(
+            base,
+            state=state,
+            loaded=1.0 if ready else board.loaded,
+            loop_still_seconds=self._still.seconds(("loop", 0), time.monotonic()) if ready else 0.0,
+            load=msgspec.to_builtins(board.load),
+            totals=msgspec.to_builtins(board.totals),
+            ranks=ranks,
+            leader=leader,
+            plans=plans_of(self._ring, now),
+        )
+
+    def _sample(self) -> list[processes.ProcessSample]:
+        return [processes.sample(pid) for pid in self._pids]
+
+    def _request_stacks(self, rank: int, sample: processes.ProcessSample) -> StackRequest:
+        path = stack_file(self._ring.directory, rank)
+        stopped = sample.state in processes.STOPPED
+        return StackRequest(sample.pid, path, "a stopped process writes no stacks" if stopped else "")
+
+    async def _wait(self, requests: list[StackRequest], began: float, wait: float) -> None:
+        """Until all have answered, for `wait` seconds at most; a stopped process is not waited for."""
+        while (now := time.monotonic()) < began + max(wait, WINDOW):
+            complete = [request.poll() for request in requests]
+            told = (
+                path.exists() or request.missing
+                for path, request in zip(self._answers, requests, strict=True)
+            )
+            if now >= began + WINDOW and all(complete) and all(told):
+                return
+            await asyncio.sleep(LOOK)
+
+
+def plans_of(ring: Ring, now: int) -> list[PlanDump]:
+    """The last plans; `now`: monotonic nanoseconds."""
+    return [
+        PlanDump(
+            step=plan.step,
+            age=round((now - plan.at) / 1e9, 4),
+            ms=round(plan.seconds * 1e3, 3),
+            tokens=plan.tokens,
+            decodes=plan.decodes,
+            sampled=plan.sampled,
+            saves=plan.saves,
+            compressions=plan.compressions,
+            restores=plan.restores,
+            pools=plan.pools,
+            sequence_count=plan.sequence_count,
+            blocks=plan.blocks,
+            sequences=[
+                PlanSequenceDump(one.generation_id, one.tokens, one.context, one.blocks)
+                for one in plan.sequences
+            ],
+        )
+        for plan in ring.flight.plans.read()
+    ]
+
+
+def _of_record(rank: int, pid: int, process: str, record: RankRecord) -> RankDump:
+    """What the flight recorder says of a rank."""
+    now = time.monotonic_ns()
+    return RankDump(
+        rank=rank,
+        pid=pid,
+        process=process,
+        collective=_collective(record.collective, now),
+        steps=[_step(times, now) for times in record.steps(STEPS_SHOWN)],
+        log=[redact(line) for line in record.lines()],
+    )
+
+
+def _collective(seen: Collective, now: int) -> CollectiveDump | None:
+    if not seen.begun:
+        return None
+    return CollectiveDump(
+        name=seen.kind.name.lower(),
+        number=seen.begun,
+        in_flight=seen.in_flight,
+        bytes=seen.bytes,
+        seconds=round((now - seen.since) / 1e9, 4),
+        total_seconds=round(seen.busy_ns / 1e9, 4),
+        waited_seconds=round(seen.waited_ns / 1e9, 4),
+    )
+
+
+def _step(times: StepTimes, now: int) -> StepDump:
+    def ms(nanoseconds: int) -> float:
+        return round(max(0, nanoseconds) / 1e6, 3)
+
+    sent = times.sent or times.began
+    return StepDump(
+        step=times.step,
+        ms=ms((times.ended or now) - times.began),
+        done=bool(times.ended),
+        send_ms=ms(sent - times.began),
+        compute_ms=ms(times.computed - sent) if times.computed else 0.0,
+        sample_ms=ms(times.ended - times.computed) if times.ended and times.computed else 0.0,
+        collective_ms=ms(times.busy_ns),
+        waited_ms=ms(times.waited_ns),
+    )
+
+
+def _read(path: Path) -> StateAnswer | None:
+    try:
+        answer = msgspec.json.decode(path.read_bytes(), type=StateAnswer)
+    except (OSError, msgspec.DecodeError):
+        return None
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return answer
+
+
+def _with_names(stacks: list[StackDump], told: StateAnswer | None) -> list[StackDump]:
+    names = told.threads if told else {}
+    return [msgspec.structs.replace(stack, thread=names.get(stack.thread, stack.thread)) for stack in stacks]
+
+
+def versions() -> dict[str, str]:
+    """Of what a ring is made of."""
+    found = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return {**found, "cores": str(len(os.sched_getaffinity(0)))}
+
+
+def settings_of(settings: ExecutorSettings) -> dict[str, object]:
+    """All of them. A secret shows as stars, and an address without its password."""
+    found: dict[str, object] = settings.model_dump(mode="json")
+    hidden: Callable[[object], object] = lambda value: redact(value) if isinstance(value, str) else value  # noqa: E731
+    found = {name: hidden(value) for name, value in found.items()}
+    found["nats_url"] = without_password(settings.nats_url)
+    return found

@@ -1,0 +1,61 @@
+"""Starts the fork server as the first thing that an executor does: its imports take longer than ours, and run beside
+them. This module imports next to nothing, for it comes before everything else."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shared.process import die_with_parent
+
+MODULE = "services.executor.supervisor.fork_server"
+RUNTIME = {"GOMP_SPINCOUNT": "10000", "OPENBLAS_NUM_THREADS": "1"}
+"""What libraries read while they are imported. GOMP_SPINCOUNT: turns that an OpenMP thread waits before it sleeps, the
+time between two operations. OpenBLAS, which NumPy has for products that nobody asks for, would start threads, and a
+process of several is not forked. What the operator has set goes first."""
+
+
+class Started(NamedTuple):
+    """A fork server that is importing."""
+
+    process: "subprocess.Popen[bytes]"
+    line: socket.socket
+
+
+_early: list[Started] = []
+
+
+def start_early(arguments: Sequence[str]) -> None:
+    """In the executor's main thread, before its imports. Where the `arguments` or the environment show that there is to
+    be none, there is none; what they do not show is seen to when the settings are read."""
+    words = [
+        os.environ.get("RYZANSTEIN_ENGINE", ""),
+        os.environ.get("RYZANSTEIN_FORK_SERVER", ""),
+        *arguments,
+    ]
+    if sys.platform.startswith("linux") and not {"stub", "off", "--help", "-h"} & {*words}:
+        _early.append(start())
+
+
+def taken() -> Started | None:
+    """The one that was started early, once."""
+    return _early.pop() if _early else None
+
+
+def start() -> Started:
+    """A fork server, as a child that ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(  # noqa: S603  # our own module
+            [sys.executable, "-m", MODULE, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env={**RUNTIME, **os.environ},
+            start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGKILL),
+        )
+    ours.setblocking(False)
+    return Started(process, ours)

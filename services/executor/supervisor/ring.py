@@ -1,0 +1,252 @@
+"""The processes of one ring, from their start to their end, as one thing: there is no half a ring.
+
+spawn all ranks ─▶ rank 0 says where to meet ─▶ told to the others ─▶ all load ─▶ rank 0: ready
+     └── any rank ends, in whatever way ──▶ the ring is lost ──▶ all are killed
+
+A rank that misses another may say so before that one's end is seen. Which rank ended, and how, says more than who
+missed it: that is waited for a moment.
+"""
+
+import asyncio
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import structlog
+
+from services.executor.core.gpu_errors import EXTERNAL
+from services.executor.core.settings import ExecutorSettings, thread_count
+from services.executor.ipc.board import RingBoard
+from services.executor.ipc.flight_recorder import FlightRecorder
+from services.executor.ipc.rank_pipe import Drained, Failed, RankEvent, RankSpec, Ready, Rendezvous
+from services.executor.kv_transfer.board import HandoverBoard
+from services.executor.supervisor import early_fork_server
+from services.executor.supervisor.deaths import cause_of_exit, death_of, oom_kills
+from services.executor.supervisor.fork_client import ForkClient
+from services.executor.supervisor.multinode.head import NodesHead, RemoteRank
+from services.executor.supervisor.rank_process import LocalRank, variables
+from shared.messages import RingDeath
+
+log = structlog.get_logger(__name__)
+
+LEAVE_TIMEOUT = 5.0
+NAMING_PATIENCE = 1.0
+"""Seconds in which the end of a rank is noticed after another has missed it."""
+KILL_PATIENCE = 10.0
+"""Seconds after which a process that has been killed and does not end is worth a word."""
+
+
+def fork_client(settings: ExecutorSettings) -> ForkClient | None:
+    """For ranks of this host that compute; the stub's start as fast by themselves. Its server may not run yet."""
+    client = ForkClient(variables(thread_count(settings), settings), early_fork_server.taken())
+    if settings.engine == "stub" or settings.fork_server == "off":
+        client.close()
+        return None
+    return client
+
+
+_event_decoder = msgspec.json.Decoder(RankEvent)
+
+
+class RingEnd(msgspec.Struct, frozen=True):
+    """How a ring ended."""
+
+    kind: Literal["drained", "failed", "died"]
+    reason: str
+    code: str = ""
+    cause: str = EXTERNAL
+    """As in `deaths.py`."""
+
+
+class Ring:
+    """One life of a group's ranks. `start`, then `wait_end`, then always `kill`."""
+
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        group: str,
+        instance: str,
+        epoch: int,
+        nodes: NodesHead | None = None,
+        forks: ForkClient | None = None,
+    ) -> None:
+        """`epoch`: larger than that of any earlier ring of the group. `nodes`: the other hosts, all of them there.
+        `forks`: where ranks of this host are forked."""
+        self._settings = settings
+        self._forks = forks
+        self._nodes = nodes
+        self._group = group
+        self._instance = instance
+        self.epoch = epoch
+        self.ready = asyncio.Event()
+        self.model = ""
+        self.kv_bytes = 0
+        """Most that the KV caches of all ranks take together: ranks differ by a head at most."""
+        self.imports: list[str] = []
+        """What `Ready` tells of them."""
+        self.given_up = ""
+        """Why the orchestrator has had enough of it, where it has."""
+        self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
+        self.board = RingBoard(self._directory / "board", settings.tp, create=True)
+        self.flight = FlightRecorder.beside(self._directory / "board", settings.tp, create=True)
+        board = HandoverBoard.path(self._directory / "board")
+        self.handover = HandoverBoard(board, settings.tp, create=True)
+        self._processes: list[LocalRank | RemoteRank] = []
+        self._events: dict[int, asyncio.Task[None]] = {}
+        self._exits: list[asyncio.Task[None]] = []
+        self._rendezvous = b""
+        """What rank 0 has said of it, for those that are started later."""
+        self._missed = False
+        """Whether some rank has said that another is gone."""
+        self._oom_kills = oom_kills()
+        """Before it began."""
+        self._killed = False
+        self._end: asyncio.Future[RingEnd] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        """Starts every rank. Returns at once; `ready` is set when the group takes requests."""
+        for rank in range(self._settings.tp):
+            if not self._killed:
+                await self._spawn(rank)
+
+    async def wait_end(self) -> RingEnd:
+        return await asyncio.shield(self._end)
+
+    def lose(self, reason: str, cause: str = EXTERNAL) -> None:
+        """Gives the ring up, because of something that only the orchestrator sees."""
+        self.given_up = reason
+        self._finish(RingEnd("died", reason, cause=cause))
+
+    def death(self, cause: str) -> RingDeath:
+        """What is told of its end by `cause`, while its files are there."""
+        return death_of(self.epoch, cause, self.flight.plans.read())
+
+    @property
+    def directory(self) -> Path:
+        """Of files that end with the ring."""
+        return self._directory
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that were started on this host, by rank; some may have ended."""
+        return [process.pid for process in self._processes if isinstance(process, LocalRank)]
+
+    def ask(self, rank: int, line: bytes) -> None:
+        """Tells one rank something; one that does not read loses it."""
+        if self._processes[rank].returncode is None:
+            self._processes[rank].tell(line)
+
+    def drain(self) -> None:
+        """Has the leader finish what runs; the ring ends by itself then."""
+        self._tell(0, b"drain\n")
+
+    async def kill(self) -> None:
+        """Ends every process and frees what the ring held. Safe to call twice.
+
+        The ranks of a drained ring leave by themselves, in good order; only stragglers are killed.
+        """
+        self._killed = True
+        if self._end.done() and self._end.result().kind == "drained":
+            leaving = [asyncio.ensure_future(process.wait()) for process in self._processes]
+            await asyncio.wait(leaving, timeout=LEAVE_TIMEOUT)
+        for process in self._processes:
+            process.kill()
+        for rank, process in enumerate(self._processes):
+            await _gone(rank, process)
+        followers = [*self._events.values(), *self._exits]
+        for follower in followers:
+            follower.cancel()
+        await asyncio.gather(*followers, return_exceptions=True)
+        if self._directory.exists():
+            self.board.close()
+            self.handover.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _spawn(self, rank: int) -> None:
+        if rank < self._settings.ranks_here:
+            local = await LocalRank.start(thread_count(self._settings), self._settings, self._forks)
+            log.info("rank_started", rank=rank, pid=local.pid, forked=local.is_forked, epoch=self.epoch)
+            process: LocalRank | RemoteRank = local
+        else:
+            assert self._nodes is not None, "ranks elsewhere are started by their hosts"
+            process = self._nodes.begin(rank, self.epoch, self.board)
+        self._processes.append(process)
+        process.tell(msgspec.json.encode(self._spec(rank)) + b"\n" + self._rendezvous)
+        self._events[rank] = asyncio.create_task(self._follow_events(rank, process))
+        self._exits.append(asyncio.create_task(self._follow_exit(rank, process)))
+        if self._killed:  # while the process was being started
+            process.kill()
+            await process.wait()
+
+    def _spec(self, rank: int) -> RankSpec:
+        settings = self._settings.model_dump(mode="json")
+        if rank == 0:  # the others speak to nobody but the ring
+            settings["nats_password"] = self._settings.nats_password.get_secret_value()
+        settings["ring_secret"] = "known" if self._settings.nnodes > 1 else ""
+        return RankSpec(
+            rank=rank,
+            world_size=self._settings.tp,
+            group=self._group,
+            instance=self._instance,
+            epoch=self.epoch,
+            board=str(self._directory / "board"),
+            settings=settings,
+        )
+
+    def _tell(self, rank: int, line: bytes) -> None:
+        self._processes[rank].tell(line)
+
+    async def _follow_events(self, rank: int, process: LocalRank | RemoteRank) -> None:
+        try:
+            async for line in process.events:
+                self._on_event(rank, _event_decoder.decode(line))
+        finally:
+            process.close()
+
+    def _on_event(self, rank: int, event: RankEvent) -> None:
+        match event:
+            case Rendezvous():
+                self._rendezvous = msgspec.json.encode(event) + b"\n"
+                for follower in range(1, len(self._processes)):
+                    self._tell(follower, self._rendezvous)
+            case Ready(model, kv_bytes, imports):
+                self.model, self.imports = model, imports
+                self.kv_bytes = kv_bytes * self._settings.tp
+                self.ready.set()
+            case Drained():
+                self._finish(RingEnd("drained", "the group was drained"))
+            case Failed(code, message, missed, cause):
+                end = RingEnd("failed", message, code, cause)
+                if missed:
+                    self._missed = True
+                    asyncio.get_running_loop().call_later(NAMING_PATIENCE, self._finish, end)
+                else:
+                    self._finish(end)
+
+    async def _follow_exit(self, rank: int, process: LocalRank | RemoteRank) -> None:
+        code = await process.wait()
+        # What the rank said last may still be in the pipe, which ends with the process.
+        await asyncio.wait({self._events[rank]}, timeout=LEAVE_TIMEOUT)
+        if self._missed and code >= 0:
+            return  # it has left by itself, as those do that miss another
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+        where = f"process {process.pid}" if isinstance(process, LocalRank) else process.where
+        cause = cause_of_exit(code, oom_kills() - self._oom_kills)
+        self._finish(RingEnd("died", f"rank {rank} ({where}) ended with {how}", cause=cause))
+
+    def _finish(self, end: RingEnd) -> None:
+        if not self._end.done():
+            self._end.set_result(end)
+
+
+async def _gone(rank: int, process: LocalRank | RemoteRank) -> None:
+    """Waits for the end of a process that has been killed: until then it holds its GPU's memory."""
+    ending = asyncio.ensure_future(process.wait())
+    await asyncio.wait({ending}, timeout=KILL_PATIENCE)
+    if not ending.done():
+        reason = "it is stuck in the kernel, usually in a driver: look at dmesg; its GPU may need a reset"
+        log.warning("rank_does_not_end", rank=rank, reason=reason)
+    await ending

@@ -1,0 +1,1 @@
+"""What a rank tells whoever looks into it: stacks, state, profiles."""

@@ -1,0 +1,365 @@
+"""The real engine: a tensor-parallel ring of ranks over torch.
+
+leader   plan ──▶ plan channel ──▶ followers
+         forward ◀── collectives ──▶ forward
+         logits ──▶ sampler ──▶ tokens
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+from msgspec import structs
+
+from services.executor.collectives.base import Collectives
+from services.executor.collectives.recorded import recorded
+from services.executor.core import spans
+from services.executor.core.engine import EngineSpec, Launched, ProgressCallback, SampledToken
+from services.executor.core.prompt_results import Floats, Scores
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.settings import ExecutorSettings, thread_count
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepPlan
+from services.executor.gpu.device import choose_device, stay_near, watch_device
+from services.executor.gpu.offload import DeviceSpill
+from services.executor.ipc.board import RankBoard, RingBoard
+from services.executor.ipc.plan_channel import PlanReceiver, PlanSender
+from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
+from services.executor.kv_cache.capacity import agree_on_slots, plan_store
+from services.executor.kv_cache.offload import SpillStore
+from services.executor.kv_cache.store import KvStore
+from services.executor.kv_transfer.board import HandoverBoard
+from services.executor.kv_transfer.endpoint import RankEndpoint
+from services.executor.model.card import read_card, read_pooling
+from services.executor.model.loading.checkpoints import resolve_model
+from services.executor.sampling.sampler import Sampler, wants_of
+from services.executor.worker import rendezvous as meeting
+from services.executor.worker.backend import has_triton
+from services.executor.worker.launches import DeviceLaunches, HostLaunches
+from services.executor.worker.runner import ModelRunner
+from services.executor.worker.weights import Share, load_share
+from shared.errors import ConfigurationError
+from shared.messages import ModelCard
+from shared.service.logs import adopt_loggers
+
+if TYPE_CHECKING:  # they import Triton, which not every host has
+    from services.executor.gpu.sampling import Pending
+    from services.executor.gpu.steps import StepLimits
+
+log = structlog.get_logger(__name__)
+
+IDLE_LOOK = 0.2
+"""Seconds without a plan after which a profiler that is at work is told."""
+
+
+class RingEngine:
+    """`Engine` of the leader: rank 0 of the ring, and the one that samples."""
+
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        spec: RankSpec,
+        board: RingBoard,
+        announce: Callable[[Rendezvous], None],
+    ) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._board = board.rank(0)
+        self._figures = board.figures
+        self._announce = announce
+        self._sampler = Sampler()
+        self._sender = PlanSender([])
+        self._member: RingMember | None = None
+        self._directory = Path()
+        self._launches: HostLaunches | DeviceLaunches = HostLaunches(self._execute)
+        self._said_before = 0.0
+        """Seconds of communication before the first step: ranks wait for each other while they load."""
+
+    def load(self, progress: ProgressCallback) -> EngineSpec:
+        device = choose_device(self._settings, self._spec.rank)
+        torch.set_num_threads(thread_count(self._settings))
+        self._directory = model_directory(self._settings)
+        self._sender, collectives = meeting.lead(
+            self._settings, self._spec, device, self._directory, self._announce
+        )
+        self._member = RingMember.load(
+            self._settings, self._spec, self._board, self._directory, device, collectives, progress
+        )
+        self._said_before = self._member.collectives.busy_seconds
+        self._board.clock.collectives = collectives
+        if self._member.engine_spec.overlaps:
+            self._launches = DeviceLaunches(self._execute, self._begin, self._suits_device)
+        return self._member.engine_spec
+
+    def card(self, model: str) -> tuple[ModelCard, bytes]:
+        assert self._member is not None, "the engine has not been loaded"
+        share = self._member.share
+        card = read_card(self._directory, model, self._member.engine_spec, checked=share.is_cached)
+        share.keep(self._member.runner)
+        return card
+
+    def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        if isinstance(self._launches, HostLaunches):
+            return self._execute(plan, samples)
+        return self._launches.launch(plan, samples).result()
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        return self._launches.launch(plan, samples)
+
+    def _execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        """Computes a step, and samples its rows on the host."""
+        assert self._member is not None, "the engine has not been loaded"
+        spans.before_step(plan.step)
+        self._board.begin(plan.step)
+        wants = wants_of(samples, self._member.engine_spec.vocab_size)
+        plan = structs.replace(plan, candidates=wants.tobytes())
+        try:
+            with spans.span("send plan"):
+                self._sender.send(plan)
+            self._board.recorder.sent()
+            forward = partial(self._member.runner.forward, plan, self._board.progress)
+            logits = self._board.clock.run(plan, forward)
+            assert logits is not None, "rank 0 gets the logits"
+            self._board.recorder.computed()
+            self._board.progress.tick()
+            self._figures.set_communication(self._member.collectives.busy_seconds - self._said_before)
+            with spans.span("sample"):
+                return self._sampler.sample(logits, samples)
+        finally:
+            self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
+
+    def _suits_device(self, plan: StepPlan, samples: Sequence[SamplingState]) -> bool:
+        """Whether the ranks' devices can compute the step and sample its rows."""
+        if (
+            self._member is None
+            or plan.pools
+            or plan.score_rows
+            or not self._member.runner.can_launch(len(samples))
+        ):
+            return False
+        return not any(state.needs_host for state in samples)
+
+    def _begin(self, plan: StepPlan, samples: Sequence[SamplingState]) -> "_BegunStep":
+        """Has the devices compute a step and sample its rows."""
+        assert self._member is not None, "the engine has not been loaded"
+        spans.before_step(plan.step)
+        self._board.begin(plan.step)
+        wants = wants_of(samples, self._member.engine_spec.vocab_size)
+        plan = structs.replace(plan, candidates=wants.tobytes(), on_device=True)
+        try:
+            with spans.span("send plan"):
+                self._sender.send(plan)
+            self._board.recorder.sent()
+            launch = partial(self._member.runner.launch, plan, samples, self._board.progress)
+            pending = self._board.clock.run(plan, launch)
+            assert pending is not None, "a restore that fails is told to rank 0"
+        except BaseException:
+            self._board.end(plan.step)
+            raise
+        self._board.recorder.computed()  # as far as the host is concerned: the rest is waiting for tokens
+        return _BegunStep(plan.step, pending, self._end)
+
+    def _end(self, step: int) -> None:
+        assert self._member is not None, "the engine has not been loaded"
+        self._board.progress.tick()
+        self._figures.set_communication(self._member.collectives.busy_seconds - self._said_before)
+        self._board.end(step)
+
+    def pooled(self) -> Floats:
+        assert self._member is not None, "the engine has not been loaded"
+        return self._member.runner.pooled
+
+    def scored(self) -> Scores:
+        assert self._member is not None, "the engine has not been loaded"
+        return self._member.runner.scored
+
+    def close(self) -> None:
+        self._sender.close()
+        if self._member is not None:
+            self._member.runner.close()
+            self._member.collectives.close()
+            self._member = None
+
+
+class _BegunStep:
+    """A step that the devices have been given."""
+
+    def __init__(self, step: int, pending: "Pending", end: Callable[[int], None]) -> None:
+        self._step, self._pending, self._end = step, pending, end
+
+    def wait(self) -> list[SampledToken]:
+        try:
+            with spans.span("wait for tokens"):
+                return self._pending.wait()
+        finally:
+            self._end(self._step)  # a step that failed is over too: nothing hangs in it
+
+
+def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, rendezvous: Rendezvous) -> None:
+    """The life of every other rank. Returns when the leader closes the ring."""
+    mine = board.rank(spec.rank)
+    device = choose_device(settings, spec.rank)
+    torch.set_num_threads(thread_count(settings))
+    receiver, collectives = meeting.follow(settings, spec, rendezvous, device)
+    directory = Path(rendezvous.model_directory)
+    member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
+    member.share.keep(member.runner)
+    mine.clock.collectives = collectives
+    while (plan := _next_plan(receiver)) is not None:
+        spans.before_step(plan.step)
+        mine.begin(plan.step)
+        mine.clock.run(plan, partial(member.runner.forward, plan, mine.progress))
+        mine.launched(plan.step)
+
+
+def _next_plan(receiver: PlanReceiver) -> StepPlan | None:
+    while spans.watched() and not receiver.has_news(IDLE_LOOK):
+        spans.idle()
+    return receiver.receive()
+
+
+class Laps:
+    """What the parts of a load have taken, for the log."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def over(self, part: str) -> None:
+        """`part` has been done since the one before."""
+        now = time.perf_counter()
+        self.seconds[part] = round(now - self._last, 3)
+        self._last = now
+
+
+class RingMember:
+    """One rank's share of model and cache."""
+
+    def __init__(
+        self, runner: ModelRunner, collectives: Collectives, engine_spec: EngineSpec, share: Share
+    ) -> None:
+        self.share = share
+        self.runner = runner
+        self.collectives = collectives
+        self.engine_spec = engine_spec
+
+    @classmethod
+    def load(
+        cls,
+        settings: ExecutorSettings,
+        spec: RankSpec,
+        board: RankBoard,
+        directory: Path,
+        device: torch.device,
+        collectives: Collectives,
+        progress: ProgressCallback,
+    ) -> "RingMember":
+        """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
+        laps = Laps()
+        adopt_loggers()  # of torch, which is loaded by now
+        if device.type == "cuda":
+            watch_device(board, device)
+            if settings.pin_threads:
+                stay_near(device)
+        collectives = recorded(collectives, board.recorder)
+
+        def report(done: int, total: int) -> None:
+            board.loaded(done, total)
+            progress(done, total)
+
+        share = load_share(settings, spec, directory, device, collectives, report)
+        laps.over("weights")
+        facts, layout = share.facts, share.layout
+        if settings.context_length > facts.context_length:
+            raise ConfigurationError(
+                f"--context-length {settings.context_length} is more than the model was made for; "
+                f"choose {facts.context_length} or less."
+            )
+        context = settings.context_length or facts.context_length
+        shape, blocks = plan_store(
+            settings,
+            facts.layers,
+            layout,
+            share.dtype,
+            share.reads_compressed,
+            context,
+            device,
+            collectives,
+            share.widths,
+        )
+        slots = agree_on_slots(shape, settings, device, collectives)
+        room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
+        spill = DeviceSpill(*room, device) if device.type == "cuda" else SpillStore(*room)
+        store = KvStore(shape, blocks.hot, device, blocks.cold)
+        laps.over("kv_cache")
+        limits = step_limits(settings, context) if device.type == "cuda" else None
+        runner = share.runner(store, spill, limits)
+        if runner.is_native:
+            spans.count_native(runner.spent)
+        runner.warm_up(rehearsal(settings, layout, store, limits))
+        handover = HandoverBoard.beside(spec.board, spec.world_size)
+        if handover is not None:
+            place = (spec.rank, settings.ring_host, settings.handover_port)
+            fields = handover.rank(spec.rank)
+            runner.connect(RankEndpoint(store, shape.bytes_per_spilled_block, fields, *place))
+        laps.over("warm_up")
+        collectives.barrier()
+        laps.over("others")
+        log.info("rank_loaded", cached=share.is_cached, **laps.seconds)
+        engine_spec = EngineSpec(
+            settings.block_size,
+            blocks.hot,
+            context,
+            runner.vocab_size,
+            num_cold=blocks.cold,
+            num_host=slots.host,
+            num_disk=slots.disk,
+            copies_per_step=slots.copies_per_step,
+            pooling=read_pooling(directory),
+            embedding_size=facts.hidden_size,
+            kv_format=shape.format if handover is not None else "",
+            kv_block_bytes=shape.bytes_per_spilled_block,
+            kv_bytes=store.nbytes,
+            overlaps=runner.can_launch(1),
+            imports=share.imports,
+            numerics=f"{runner.kernels} {shape.format}",
+            exact=runner.is_exact,
+        )
+        return cls(runner, collectives, engine_spec, share)
+
+
+def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None":
+    """Of a GPU's steps of sequences of up to `context` tokens; None where there is no Triton."""
+    if not has_triton():
+        if settings.batch_invariant:
+            raise ConfigurationError(
+                "--batch-invariant needs Triton on a GPU; the log says why there is none (attending_with_pytorch)."
+            )
+        return None
+    from services.executor.gpu.steps import StepLimits
+
+    memory = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
+    return StepLimits(
+        settings.max_sequences, settings.max_batch_tokens, context, memory, settings.batch_invariant
+    )
+
+
+def rehearsal(
+    settings: ExecutorSettings, layout: ShardLayout, store: KvStore, limits: "StepLimits | None"
+) -> list[StepPlan]:
+    """Steps that compile what requests will need on a GPU; none where nothing is compiled."""
+    if limits is None or settings.warm_up == "off":
+        return []
+    from services.executor.gpu.warmup_plans import chunks, plans
+
+    found = chunks(limits.max_batch_tokens, limits.context_length, layout.q_per_kv)
+    return plans(found, store.block_size, (0, store.num_hot) if store.num_cold else None)
+
+
+def model_directory(settings: ExecutorSettings) -> Path:
+    """The directory of the model that the settings name. Raises `ModelLoadError`."""
+    return resolve_model(settings.model, settings.model_cache, lambda stage, done, total: None)

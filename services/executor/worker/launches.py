@@ -1,0 +1,138 @@
+"""`Engine.launch` for engines that compute in the thread that calls them: a step is computed when its result is asked
+for. Nothing overlaps, and by then the tokens of the step before it are known.
+
+`Engine.launch` for engines whose device computes while its thread goes on. Pure but for the two calls it is given.
+
+    launch n, launch n+1        both begin at once where the device samples their rows
+    result n                    waits for the device
+
+A step that the host samples (penalties, grammars, log probabilities) begins when its result is asked for, as in
+`host_launches.py`; the step behind it begins as soon as its tokens are known.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from msgspec import structs
+
+from services.executor.core.engine import Launched, SampledToken
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
+from shared.errors import RyzansteinError
+
+Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]
+
+
+class HostLaunches:
+    """Of one engine."""
+
+    def __init__(self, execute: Execute) -> None:
+        self._execute = execute
+        self._tokens: list[SampledToken] = []
+        """Of the last step whose result was asked for; empty where it has failed."""
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        return _Deferred(self, plan, samples)
+
+    def compute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        """What `execute` gives for a plan that may be ahead."""
+        before, self._tokens = self._tokens, []
+        self._tokens = self._execute(with_tokens(plan, before), samples)
+        return self._tokens
+
+
+class _Deferred:
+    def __init__(self, launches: HostLaunches, plan: StepPlan, samples: Sequence[SamplingState]) -> None:
+        self._launches, self._plan, self._samples = launches, plan, samples
+
+    def result(self) -> list[SampledToken]:
+        return self._launches.compute(self._plan, self._samples)
+
+
+def with_tokens(plan: StepPlan, before: Sequence[SampledToken]) -> StepPlan:
+    """`plan` with the tokens that the step before it has sampled. Where that has failed (`before` is empty) nobody
+    wants to know what this one gives: it computes token 0."""
+    ids = as_int32(plan.token_ids)
+    if not (ids < 0).any():
+        return plan
+    tokens = np.array([one.token for one in before] or [0], np.int32)
+    rows = -1 - ids if before else np.zeros_like(ids)
+    return structs.replace(plan, token_ids=to_bytes(np.where(ids < 0, tokens[np.maximum(rows, 0)], ids)))
+
+
+class Begun(Protocol):
+    """A step that the device has been given."""
+
+    def wait(self) -> list[SampledToken]:
+        """Its tokens, once they are there. Raises as `Engine.execute` does."""
+        ...
+
+
+class DeviceLaunches:
+    """Of one engine."""
+
+    def __init__(
+        self,
+        execute: Execute,
+        begin: Callable[[StepPlan, Sequence[SamplingState]], Begun],
+        suits: Callable[[StepPlan, Sequence[SamplingState]], bool],
+    ) -> None:
+        """`execute` computes on the host's time. `begin` has the device compute a plan that `suits` it; token ids of
+        -1 - k in it stand for what row k of the last step that was begun has sampled."""
+        self._execute, self._begin, self._suits = execute, begin, suits
+        self._steps: deque[_Step] = deque()
+        """Whose results were not asked for, in their order."""
+        self._tokens: list[SampledToken] = []
+        """Of the last step whose result was asked for; empty where it has failed."""
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        step = _Step(self, plan, samples)
+        self._steps.append(step)
+        self._begin_those_that_may()
+        return step
+
+    def take(self, step: "_Step") -> list[SampledToken]:
+        """The result of the oldest step, which `step` is."""
+        before, self._tokens = self._tokens, []
+        try:
+            if step.error is not None:
+                raise step.error
+            if step.begun is not None:
+                self._tokens = step.begun.wait()
+            else:
+                self._tokens = self._execute(with_tokens(step.plan, before), step.samples)
+            return self._tokens
+        finally:
+            self._steps.popleft()
+            self._begin_those_that_may()
+
+    def _begin_those_that_may(self) -> None:
+        before: _Step | None = None
+        for step in self._steps:
+            if not step.is_over_to_device:
+                if not self._suits(step.plan, step.samples):
+                    return
+                self._start(step, step.plan if before is not None else with_tokens(step.plan, self._tokens))
+            before = step
+
+    def _start(self, step: "_Step", plan: StepPlan) -> None:
+        try:
+            step.begun = self._begin(plan, step.samples)
+        except RyzansteinError as error:  # told to whoever asks for the result
+            step.error = error
+
+
+class _Step:
+    def __init__(self, launches: DeviceLaunches, plan: StepPlan, samples: Sequence[SamplingState]) -> None:
+        self._launches, self.plan, self.samples = launches, plan, samples
+        self.begun: Begun | None = None
+        self.error: RyzansteinError | None = None
+
+    @property
+    def is_over_to_device(self) -> bool:
+        return self.begun is not None or self.error is not None
+
+    def result(self) -> list[SampledToken]:
+        return self._launches.take(self)

@@ -1,0 +1,150 @@
+"""How the ranks of a ring find each other: the plan channel, and the collectives under them.
+
+    leader     listens ──▶ announces where ──▶ waits for all ──┬─▶ (plan sender, collectives)
+    follower                 is told where ──▶ connects      ──┴─▶ (plan receiver, collectives)
+
+The leader chooses the collectives; its announcement tells the others. On CPU the ranks share memory and
+torch's process group is not started at all, where they are on one host; on several (`nodes/`) they use gloo.
+GPUs use NCCL, and for small sums between those of one host symmetric memory.
+"""
+
+import ctypes
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.collectives.shared_memory import SharedArea, SharedMemory, can_share_memory, make_area
+from services.executor.core.settings import ExecutorSettings, thread_count
+from services.executor.ipc.plan_channel import PlanListener, PlanReceiver, PlanSender
+from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
+from shared.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+JOIN_TIMEOUT = 120.0
+_SO_ATTACH_FILTER = 26
+_BPF_RETURN = 0x06
+Announce = Callable[[Rendezvous], None]
+
+
+def choose_backend(setting: str, device_type: str, can_share: Callable[[], bool]) -> str:
+    """ "shm", "gloo" or "nccl". Raises `ConfigurationError` for what the device cannot do."""
+    needed = {"nccl": "cuda", "shm": "cpu"}.get(setting, device_type)
+    if needed != device_type:
+        raise ConfigurationError(
+            f"--collectives {setting} works on {needed} only and the ring computes on {device_type}; "
+            "use --collectives auto."
+        )
+    if setting != "auto":
+        return setting
+    if device_type == "cuda":
+        return "nccl"
+    return "shm" if can_share() else "gloo"
+
+
+def lead(
+    settings: ExecutorSettings, spec: RankSpec, device: torch.device, directory: Path, announce: Announce
+) -> tuple[PlanSender, Collectives]:
+    """Rank 0: announces the ring and waits for the other ranks. A ring of one has nobody to meet.
+
+    Raises `RingLost` when they do not come.
+    """
+    one_host = settings.nnodes == 1
+    if spec.world_size == 1:
+        return PlanSender([]), _alone(settings, device)
+    backend = choose_backend(settings.collectives, device.type, lambda: one_host and can_share_memory())
+    if backend == "shm" and not one_host:
+        raise ConfigurationError(
+            f"--collectives shm works on one host only and the ring has {settings.nnodes}; use --collectives auto."
+        )
+    listener = PlanListener(settings.meeting_host)
+    place = (settings.meeting_host, listener.port, listener.secret)
+    others = spec.world_size - 1
+    if backend == "shm":
+        lanes = thread_count(settings)
+        area = make_area(spec.world_size, lanes)
+        announce(Rendezvous(*place, model_directory=str(directory), shared_memory=area.path))
+        sender = listener.accept(others, JOIN_TIMEOUT)
+        return sender, _share(area, spec, lanes)
+    from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it without saying so
+
+    # Our own socket, since the store would listen on every address of the host.
+    own = socket.create_server((settings.meeting_host, 0))
+    listening = own.dup()
+    store = TCPStore(
+        settings.meeting_host,
+        own.getsockname()[1],
+        spec.world_size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=own.detach(),
+    )
+    announce(Rendezvous(*place, store_port=store.port, model_directory=str(directory), backend=backend))
+    sender = listener.accept(others, JOIN_TIMEOUT)
+    collectives = _join(settings, spec, backend, store, device)
+    if backend == "gloo":  # NCCL may connect to the store anew, for its watchdog
+        refuse_connections(listening)
+    listening.close()
+    return sender, collectives
+
+
+def refuse_connections(listening: socket.socket) -> None:
+    """Whoever comes to that port from now on hears nothing; connections that stand go on.
+
+    The store has no keys and cannot be told to stop listening. A socket filter (Linux, socket(7)) that lets nothing
+    through drops what would open a connection before it is one.
+    """
+    drop_all = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, 0))
+    program = struct.pack("@HP", 1, ctypes.addressof(drop_all))
+    listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def follow(
+    settings: ExecutorSettings, spec: RankSpec, rendezvous: Rendezvous, device: torch.device
+) -> tuple[PlanReceiver, Collectives]:
+    """Every other rank: goes where the leader said. Raises `RingLost`."""
+    receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, rendezvous.secret, JOIN_TIMEOUT)
+    if rendezvous.shared_memory:
+        return receiver, _share(SharedArea.open(rendezvous.shared_memory), spec, thread_count(settings))
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore(rendezvous.host, rendezvous.store_port, spec.world_size, is_master=False)
+    return receiver, _join(settings, spec, rendezvous.backend, store, device)
+
+
+def _alone(settings: ExecutorSettings, device: torch.device) -> Collectives:
+    """A ring of one has nothing to say, unless NCCL is asked for by name: then it says it, as a larger one would."""
+    if settings.collectives != "nccl":
+        return SingleRank()
+    from torch._C._distributed_c10d import HashStore
+
+    from services.executor.collectives.torch_distributed import TorchDistributed
+
+    backend = choose_backend("nccl", device.type, lambda: False)
+    return TorchDistributed.join(backend, HashStore(), 0, 1, device)
+
+
+def _join(
+    settings: ExecutorSettings, spec: RankSpec, backend: str, store: "Store", device: torch.device
+) -> Collectives:
+    """Torch's process group; with `--collectives auto` on GPUs small sums go through symmetric memory."""
+    from services.executor.collectives.torch_distributed import TorchDistributed
+
+    collectives = TorchDistributed.join(backend, store, spec.rank, spec.world_size, device)
+    if backend != "nccl" or settings.collectives != "auto":
+        return collectives
+    from services.executor.collectives.symmetric_memory import with_symmetric_memory
+
+    return with_symmetric_memory(collectives, device, settings.nnodes == 1)
+
+
+def _share(area: SharedArea, spec: RankSpec, lanes: int) -> SharedMemory:
+    collectives = SharedMemory(area, spec.rank, spec.world_size, lanes)
+    collectives.meet(JOIN_TIMEOUT)
+    return collectives

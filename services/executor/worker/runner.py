@@ -1,0 +1,323 @@
+"""One rank's forward pass over a step plan."""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+import torch
+from msgspec import structs
+from torch import Tensor, nn
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.engine import RestoreFailed
+from services.executor.core.progress import Progress
+from services.executor.core.prompt_results import Floats, Scores, no_scores
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.spans import span
+from services.executor.core.step_plan import Int32Array, StepPlan, as_int32, to_bytes
+from services.executor.cpu.decoder import NativeDecoder
+from services.executor.cpu.packed_model import PackedModel
+from services.executor.kv_cache.offload import BlockCopier, Endpoint, Spill
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.lowering import Decoder, sums_of
+from services.executor.model.parallel.layers import VocabParallelHead
+from services.executor.model.step_context import AttentionBackend, StepContext
+from services.executor.sampling.candidates import (
+    WANT,
+    RowLogits,
+    collect,
+    collect_largest,
+    largest_of,
+    only_largest,
+)
+from services.executor.sampling.prompt_logprobs import score
+from shared.errors import ModelLoadError
+
+if TYPE_CHECKING:  # they import Triton, which not every host has
+    from services.executor.gpu.sampling import Pending
+    from services.executor.gpu.steps import GpuSteps
+
+log = structlog.get_logger(__name__)
+
+
+def widths_of(model: Any) -> list[int]:
+    """Each rank's share of the vocabulary."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, VocabParallelHead)
+    return head.widths
+
+
+NO_POOLS = np.zeros((0, 2), np.int32)
+
+
+def _capability(device: torch.device) -> str:
+    """Which GPUs a kernel is compiled for as for this one."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"sm_{properties.major}{properties.minor}"
+
+
+class _KeptStates:
+    """The hidden states behind a model's last norm, of the forward pass in the context."""
+
+    def __init__(self, model: Any, *, wanted: bool) -> None:
+        self._model, self._wanted = model, wanted
+        self._states: Tensor | None = None
+
+    def __enter__(self) -> "_KeptStates":
+        self._handle = self._model.base_model.register_forward_hook(self._keep) if self._wanted else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _keep(self, module: nn.Module, args: object, output: Any) -> None:
+        self._states = output[0]
+
+    def sums(self, pools: Int32Array) -> Floats:
+        """float32 [P, hidden] over the rows [first, end) of each pool."""
+        if not len(pools):
+            return np.zeros((0, 0), np.float32)
+        assert self._states is not None, "the model has no base model"
+        return sums_of(self._states[0], pools)
+
+
+class ModelRunner:
+    """Runs step plans on one rank's share of a model. Every rank of the ring runs the same plans in order."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        widths: list[int],
+        store: KvStore,
+        collectives: Collectives,
+        device: torch.device,
+        spill: Spill | None = None,
+        decoder: Decoder | None = None,
+        attention: AttentionBackend | None = None,
+        steps: "GpuSteps | None" = None,
+        batch_invariant: bool = False,
+    ):
+        """`widths`: each rank's share of the vocabulary. `decoder` computes in place of `model`, which need not be
+        there then; `attention` is what the model's attention uses;
+        `steps`, around the same decoder, need not be waited for.
+        `batch_invariant`: whether the GPU decoder computes each row as if it were alone."""
+        self._batch_invariant = batch_invariant
+        self._model: Any = model
+        self._decoder = decoder
+        self._attention = attention
+        self._steps = steps
+        self._search = largest_of if decoder is None else decoder.largest
+        self._store = store
+        self._copier = BlockCopier(store, spill, collectives)
+        self._collectives = collectives
+        self._device = device
+        self._widths = widths
+        self.pooled: Floats = np.zeros((0, 0), np.float32)
+        """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
+        self.scored: Scores = no_scores()
+        """What the last step's `plan.score_rows` gave, on rank 0."""
+
+    def connect(self, endpoint: Endpoint) -> None:
+        """From now on plans may hand blocks over."""
+        self._copier.endpoint = endpoint
+
+    def close(self) -> None:
+        """To be called before the collectives are closed. No step comes after it."""
+        if self._steps is not None:
+            self._steps.close()
+
+    @property
+    def vocab_size(self) -> int:
+        return sum(self._widths)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native kernels for CPUs compute."""
+        return isinstance(self._decoder, NativeDecoder)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what a row comes to is a function of its token, its position and what it reads, to the bit."""
+        return self.is_native or self._batch_invariant
+
+    @property
+    def packed(self) -> PackedModel | None:
+        """The weights that the native kernels multiply with; None where they do not compute."""
+        return self._decoder.packed if isinstance(self._decoder, NativeDecoder) else None
+
+    @property
+    def kernels(self) -> str:
+        """What computes, by a name that stands for one order of sums and one way of rounding."""
+        if self.is_native:
+            return "native avx512-bf16"
+        if self._batch_invariant:
+            return f"Triton batch-invariant {_capability(self._device)}"
+        return f"{'PyTorch' if self._decoder is None else 'Triton'} {self._device.type}"
+
+    def spent(self) -> dict[str, float]:
+        """Seconds that the native kernels have spent on each part of the steps so far."""
+        assert isinstance(self._decoder, NativeDecoder), "the native kernels do not compute"
+        return self._decoder.spent()
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan, progress: Progress | None = None) -> Tensor | RowLogits | None:
+        """Copies what the plan copies, then computes the step; `progress` counts the layers.
+
+        Returns the logits of `plan.sample_rows` on rank 0 and None on the others: as much of them as
+        `plan.candidates` asks for, or without it float32 [R, vocab]. R may be 0.
+        Raises `shared.errors.RingLost` when another rank is gone. Where some rank cannot restore a block no
+        rank computes the step, and rank 0 raises `RestoreFailed`.
+        """
+        progress = progress or Progress.unread()
+        if plan.on_device:
+            self.launch(plan, None, progress)
+            return None
+        if not self._copy(plan) or not plan.token_ids:
+            return self._no_logits() if self._is_leader else None
+        return self._logits(plan, progress)
+
+    def _logits(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
+        wants = np.frombuffer(plan.candidates, WANT)
+        fused = self._decoder is not None and not plan.pools and not plan.score_rows
+        if fused and len(wants) and only_largest(wants):
+            return collect_largest(self._compute_largest(plan, progress), self._collectives, self._widths)
+        local = self._compute_and_score(plan, progress)
+        if not plan.sample_rows:
+            return self._no_logits() if self._is_leader else None
+        if plan.candidates:
+            return collect(local, wants, self._collectives, self._widths, self._search)
+        parts = self._collectives.gather_to_leader(local, self._widths)
+        if parts is None:
+            return None
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return whole.float()
+
+    def can_launch(self, rows: int) -> bool:
+        """Whether `launch` takes a step of which so many rows are sampled."""
+        return self._steps is not None and self._steps.can_sample(rows)
+
+    def launch(
+        self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: Progress
+    ) -> "Pending | None":
+        """Has the device begin a plan that is `on_device`, with its `candidates` and without pools, and sample its
+        rows; waits for nothing but the plan's copies.
+
+        `states`, on rank 0, of rows whose tokens do not need the host; None on the others, whose result is of no use.
+        Raises as `forward` does; None where a restore has failed on another rank than 0.
+        """
+        assert self._steps is not None, "steps are waited for here"
+        if not self._copy(plan):
+            return None
+        return self._steps.launch(plan, states, progress)
+
+    def _copy(self, plan: StepPlan) -> bool:
+        """Copies what the plan copies; False where some rank cannot restore a block, on rank 0 `RestoreFailed`."""
+        with span("copy KV blocks"):
+            failed = self._copier.run(plan)
+        if failed and self._is_leader:
+            raise RestoreFailed(failed)
+        return not failed
+
+    def _compute_and_score(self, plan: StepPlan, progress: Progress) -> Tensor:
+        """This rank's share of the logits [R, vocab share] of the rows that are sampled; those that are scored have
+        given what they are for."""
+        if not plan.score_rows:
+            return self._compute(plan, progress)
+        both = structs.replace(plan, sample_rows=plan.sample_rows + plan.score_rows)
+        local = self._compute(both, progress)
+        sampled = len(as_int32(plan.sample_rows))
+        with span("score prompts"):
+            found = score(
+                local[sampled:],
+                as_int32(plan.score_targets),
+                plan.score_top,
+                self._collectives,
+                self._widths,
+            )
+        self.scored = found or no_scores(plan.score_top)
+        return local[:sampled]
+
+    def _compute(self, plan: StepPlan, progress: Progress) -> Tensor:
+        """This rank's share of the logits [R, vocab share]."""
+        pools = as_int32(plan.pools).reshape(-1, 2) if self._is_leader else NO_POOLS
+        if self._decoder is not None:
+            with span(self._decoder.label):
+                logits, self.pooled = self._decoder.forward(plan, progress, pools)
+            return logits
+        with span("compute"), _KeptStates(self._model, wanted=len(pools) > 0) as kept:
+            local = self._compute_with_pytorch(plan, progress)
+        self.pooled = kept.sums(pools)
+        return local
+
+    def _compute_with_pytorch(self, plan: StepPlan, progress: Progress) -> Tensor:
+        # The model's own forward applies what some do to logits (scaling, soft caps): both work on shares.
+        local: Tensor = self._model(
+            input_ids=self._int64(plan.token_ids).unsqueeze(0),
+            position_ids=self._int64(plan.positions).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=self._int64(plan.sample_rows),
+            step=StepContext(plan, self._store, progress.tick, self._attention),
+        ).logits[0]
+        return local
+
+    def _compute_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
+        """The largest of each row of `_compute`, and where they are: [R] both."""
+        assert self._decoder is not None, "PyTorch computes"
+        with span(self._decoder.label):
+            return self._decoder.forward_to_largest(plan, progress)
+
+    def warm_up(self, rehearsal: Sequence[StepPlan] = ()) -> None:
+        """Runs one step of two tokens through block 0, which must be free: what cannot run fails here. Then those of
+        `rehearsal`, whatever they compute. Captures graphs where there are to be some, and compiles what samples.
+
+        Raises `shared.errors.ModelLoadError` when the model asks for what attention does not support, or
+        when its weights compute what is no number.
+        """
+        one_block = to_bytes([0])
+        tokens = min(2, self._store.block_size)
+        indices = to_bytes(np.arange(tokens, dtype=np.int32))
+        logits = self.forward(
+            StepPlan(
+                step=0,
+                num_decodes=0,
+                token_ids=to_bytes([0] * tokens),
+                positions=indices,
+                slots=indices,
+                query_lens=to_bytes([tokens]),
+                context_lens=to_bytes([tokens]),
+                block_tables=one_block,
+                sample_rows=to_bytes([tokens - 1]),
+            )
+        )
+        if isinstance(logits, Tensor) and not bool(logits.isfinite().all()):
+            raise ModelLoadError(
+                "The model's weights compute values that are no numbers (NaN or infinite); the weights file is "
+                "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
+            )
+        self._rehearse(rehearsal)
+        if self._steps is not None:
+            self._steps.prepare()
+
+    def _rehearse(self, steps: Sequence[StepPlan]) -> None:
+        if not steps:
+            return
+        log.info("warming_up", steps=len(steps))
+        began = time.perf_counter()
+        for plan in steps:
+            self.forward(plan)
+        log.info("warmed_up", steps=len(steps), seconds=round(time.perf_counter() - began, 2))
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty((0, self.vocab_size), dtype=torch.float32, device=self._device)
+
+    @property
+    def _is_leader(self) -> bool:
+        return self._collectives.rank == 0
+
+    def _int64(self, payload: bytes) -> Tensor:
+        return torch.from_numpy(as_int32(payload).astype(np.int64)).to(self._device)

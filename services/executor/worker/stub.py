@@ -1,0 +1,344 @@
+"""An engine that computes nothing, at a set speed: for tests and benchmarks of everything around it.
+
+Its text is a pure function, so that every token of a stream can be checked from outside: the token
+at output position p of a generation is `stub_token(seed, p, vocab_size)`, whatever the prompt, the
+batch, the ring or the attempt; where that may not be drawn, the next letter that may. Tokens are bytes of
+lower-case English letters and spaces; with a grammar, what `stub_choice` makes of the tokens that may follow.
+
+The stub engine on a ring: the other ranks get every plan and compute nothing either.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from services.executor.core.engine import EngineSpec, Launched, ProgressCallback, SampledToken
+from services.executor.core.prompt_results import Floats, Scores, no_scores
+from services.executor.core.sampling_state import Mask, SamplingState, random_bits
+from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.core.token_bans import Bars
+from services.executor.ipc.board import RankBoard, RingBoard
+from services.executor.ipc.plan_channel import PlanListener, PlanSender
+from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
+from services.executor.structured_output.state import masks_of
+from shared.errors import ConfigurationError, InternalError
+from shared.messages import ModelCard, TokenLogprobs
+
+_ALPHABET = b"abcdefghijklmnopqrstuvwxyz      "
+"""32 tokens, six of them spaces: words of about five letters."""
+_LARGEST = max(_ALPHABET)
+
+STUB_EMBEDDING_SIZE = 32
+STUB_EOS_TOKEN = 0
+"""The stub's end-of-sequence token. It produces it only where a grammar lets the text end."""
+_CLOSING = np.array([STUB_EOS_TOKEN, *b'"]}'], np.int64)
+"""Tokens that bring a text nearer to its end: else it might grow for ever."""
+_ASCII = 128
+
+
+def stub_token(seed: int, position: int, vocab_size: int = 256) -> int:
+    """The stub's token at output `position` (from 0, over all attempts) of a generation with `seed`.
+
+    The value of a lower-case ASCII letter or a space: `alphabet[random_bits(seed, position) % 32]`.
+    """
+    if vocab_size <= _LARGEST:
+        raise ConfigurationError(
+            f"The stub engine's vocabulary is {vocab_size} and must be at least {_LARGEST + 1}."
+        )
+    return _ALPHABET[random_bits(seed, position) % len(_ALPHABET)]
+
+
+@lru_cache(maxsize=65536)
+def stub_state(token: int) -> Floats:
+    """The stub's hidden state of `token`, wherever it stands: numbers in [-1, 1), `STUB_EMBEDDING_SIZE` of them.
+
+    Number i is `random_bits(token, i) / 2**63 - 1`; a text's vector is the mean of its tokens', of length 1.
+    """
+    bits = [random_bits(token, index) for index in range(STUB_EMBEDDING_SIZE)]
+    return np.array([value * 2.0**-63 - 1 for value in bits], np.float32)
+
+
+def _sums(plan: StepPlan | None) -> Floats:
+    pools = as_int32(plan.pools).reshape(-1, 2).tolist() if plan is not None else []
+    sums = np.zeros((len(pools), STUB_EMBEDDING_SIZE), np.float32)
+    if plan is not None and pools:
+        tokens = as_int32(plan.token_ids).tolist()
+        for at, (first, end) in enumerate(pools):
+            sums[at] = np.sum([stub_state(token) for token in tokens[first:end]], axis=0)
+    return sums
+
+
+def _scores(plan: StepPlan | None) -> Scores:
+    """The stub is sure of every token of a prompt, as of its own."""
+    if plan is None or not plan.score_rows:
+        return no_scores()
+    targets = as_int32(plan.score_targets)
+    sure = np.zeros(len(targets), np.float32)
+    top = min(1, plan.score_top)
+    tokens = np.zeros((len(targets), plan.score_top), np.int32)
+    logprobs = np.full(tokens.shape, -np.inf, np.float32)
+    tokens[:, :top], logprobs[:, :top] = targets[:, None], 0.0
+    return Scores(sure, np.ones(len(targets), np.int32), tokens, logprobs)
+
+
+def _next_drawable(token: int, bars: Bars, settings: "StubSettings") -> int:
+    """`token`, or the next of the alphabet that may be drawn, or else of the vocabulary."""
+    barred: set[int] = set(bars.barred.tolist())
+    allowed: set[int] | None = None if bars.allowed is None else set(bars.allowed.tolist())
+    letters: list[int] = sorted({letter + settings.first_token for letter in _ALPHABET})
+    at = letters.index(token)
+    for choice in chain(letters[at:], letters[:at], range(settings.vocab_size)):
+        if choice not in barred and (allowed is None or choice in allowed):
+            return choice
+    return token
+
+
+def stub_choice(seed: int, position: int, allowed: NDArray[np.bool_], first_token: int = 0) -> int:
+    """The stub's token at output `position` where only the tokens of the mask `allowed` may follow.
+
+    With `bits = random_bits(seed, position)`, the candidates are the allowed tokens, of bytes the ASCII ones
+    where there are any; in one case of four (`bits % 4 == 0`) those of them that bring the text to an end, if
+    there are any. The token is candidate number `(bits >> 8) % count`, by ascending id.
+    """
+    bits = random_bits(seed, position)
+    candidates = np.flatnonzero(allowed)
+    if not first_token and candidates[0] < _ASCII:
+        candidates = candidates[candidates < _ASCII]
+        closing = candidates[np.isin(candidates, _CLOSING)]
+        if bits % 4 == 0 and len(closing):
+            candidates = closing
+    return int(candidates[(bits >> 8) % len(candidates)])
+
+
+FAULT_TOKEN = 1
+"""The token that makes a step end badly, where the stub has a `fault`."""
+
+
+def _fail(fault: str) -> None:
+    if fault == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif fault == "exit":
+        os._exit(3)
+    elif fault == "error":
+        raise MemoryError("the stub's fault")
+    while fault in ("crash", "hang"):
+        time.sleep(1.0)
+
+
+class StubSettings(msgspec.Struct, frozen=True):
+    """How fast the stub is, and what it claims to hold."""
+
+    step_ms: float = 0.0
+    """Milliseconds that every step takes."""
+    us_per_token: float = 0.0
+    """Microseconds more for every token computed, prompt tokens included."""
+    block_size: int = 16
+    num_blocks: int = 4096
+    context_length: int = 8192
+    vocab_size: int = 256
+    first_token: int = 0
+    """Added to every token: the first ids of a real vocabulary are single bytes, which give no text."""
+    fault: str = ""
+    """What a step does that computes `FAULT_TOKEN`: `crash`, `exit`, `hang`, `error`; empty: nothing."""
+
+    def validate(self) -> None:
+        """Raises `ConfigurationError` naming the setting that is out of range."""
+        for name in ("step_ms", "us_per_token"):
+            if not 0 <= getattr(self, name) < 1e9:
+                raise ConfigurationError(f"The stub engine's {name} is {getattr(self, name)}; set 0 or more.")
+        for name in ("block_size", "num_blocks", "context_length"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"The stub engine's {name} is {getattr(self, name)}; set 1 or more.")
+        stub_token(0, 0, self.vocab_size - self.first_token)
+
+
+class StubEngine:
+    """`services.executor.core.engine.Engine` without a model."""
+
+    def __init__(
+        self,
+        settings: StubSettings,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`sleep` takes seconds; it runs in the thread that calls `execute`. `clock`: of the same time."""
+        settings.validate()
+        self._settings = settings
+        self._sleep = sleep
+        self._clock = clock
+        self._busy_until = 0.0
+        self._loaded = False
+        self._pooled = _sums(None)
+        self._scored = _scores(None)
+
+    def load(self, progress: ProgressCallback) -> EngineSpec:
+        """At once: there are no weights."""
+        progress(1, 1)
+        self._loaded = True
+        settings = self._settings
+        return EngineSpec(
+            settings.block_size,
+            settings.num_blocks,
+            settings.context_length,
+            settings.vocab_size,
+            pooling="mean",
+            embedding_size=STUB_EMBEDDING_SIZE,
+            exact=True,
+        )
+
+    def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        """Waits as long as the settings say, then one token per row that is sampled."""
+        self._check(plan, samples)
+        self._pooled, self._scored = _sums(plan), _scores(plan)
+        self._sleep(self._seconds(plan))
+        return self._drawn(samples)
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        """As on a GPU: the step takes its time from now on, or from when the one before it is over. Its text does
+        not depend on the tokens that it computes."""
+        self._check(plan, samples)
+        self._busy_until = max(self._busy_until, self._clock()) + self._seconds(plan)
+        return _StubStep(self, plan, samples, self._busy_until)
+
+    def finish(self, plan: StepPlan, samples: Sequence[SamplingState], at: float) -> list[SampledToken]:
+        """Waits until `at`, when a step that was launched is over."""
+        self._pooled, self._scored = _sums(plan), _scores(plan)
+        self._sleep(max(0.0, at - self._clock()))
+        return self._drawn(samples)
+
+    def _check(self, plan: StepPlan, samples: Sequence[SamplingState]) -> None:
+        if not self._loaded:
+            raise InternalError("The stub engine was asked for a step while it is not loaded.")
+        if len(plan.sample_rows) // 4 != len(samples):
+            raise InternalError(
+                f"Step {plan.step} samples {len(plan.sample_rows) // 4} rows for {len(samples)} sequences."
+            )
+        if self._settings.fault and FAULT_TOKEN in as_int32(plan.token_ids):
+            _fail(self._settings.fault)
+
+    def _seconds(self, plan: StepPlan) -> float:
+        tokens = len(plan.token_ids) // 4
+        return self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6
+
+    def _drawn(self, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        masks = masks_of(samples)
+        return [self._sample(state, masks.get(row)) for row, state in enumerate(samples)]
+
+    def pooled(self) -> Floats:
+        return self._pooled
+
+    def scored(self) -> Scores:
+        return self._scored
+
+    def close(self) -> None:
+        self._loaded = False
+
+    def _sample(self, state: SamplingState, allowed: Mask | None) -> SampledToken:
+        settings = self._settings
+        if allowed is not None:
+            token = stub_choice(state.params.seed, state.position, allowed, settings.first_token)
+        else:
+            token = stub_token(state.params.seed, state.position, settings.vocab_size) + settings.first_token
+            if state.bars is not None:
+                token = _next_drawable(token, state.bars, settings)
+        wanted = state.params.logprobs
+        # The stub is sure of its token: probability 1.
+        logprobs = TokenLogprobs(0.0, [(token, 0.0)] if wanted else []) if wanted >= 0 else None
+        return SampledToken(token, logprobs)
+
+
+class _StubStep:
+    """`Launched`."""
+
+    def __init__(
+        self, engine: StubEngine, plan: StepPlan, samples: Sequence[SamplingState], over: float
+    ) -> None:
+        self._engine, self._plan, self._samples, self._over = engine, plan, samples, over
+
+    def result(self) -> list[SampledToken]:
+        return self._engine.finish(self._plan, self._samples, self._over)
+
+
+JOIN_TIMEOUT = 60.0
+
+
+class _RingStep:
+    """`Launched`, of the leader."""
+
+    def __init__(self, board: RankBoard, plan: StepPlan, launched: Launched) -> None:
+        self._board, self._plan, self._launched = board, plan, launched
+
+    def result(self) -> list[SampledToken]:
+        try:
+            return self._board.clock.run(self._plan, self._launched.result)
+        finally:
+            self._board.end(self._plan.step)
+
+
+class StubRing:
+    """`Engine` of the leader of a ring that only pretends."""
+
+    def __init__(
+        self,
+        stub: StubEngine,
+        spec: RankSpec,
+        board: RingBoard,
+        listener: PlanListener,
+        announce: Callable[[Rendezvous], None],
+        directory: Path | None = None,
+    ) -> None:
+        """`directory`: of the model whose tokenizer clients' text goes through; None: a token is a byte."""
+        self._stub = stub
+        self._directory = directory
+        self._spec = spec
+        self._board = board.rank(0)
+        self._listener = listener
+        self._announce = announce
+        self._sender = PlanSender([])
+
+    def load(self, progress: ProgressCallback) -> EngineSpec:
+        self._announce(Rendezvous(self._listener.host, self._listener.port, self._listener.secret))
+        self._sender = self._listener.accept(self._spec.world_size - 1, JOIN_TIMEOUT)
+        self._engine_spec = self._stub.load(progress)
+        return self._engine_spec
+
+    def card(self, model: str) -> tuple[ModelCard, bytes]:
+        """Without a directory: no tokenizer (a token is a byte)."""
+        spec = self._engine_spec
+        if self._directory is not None:
+            from services.executor.model.card import read_card  # with transformers, which takes seconds
+
+            return read_card(self._directory, model, spec)
+        card = ModelCard(model, spec.context_length, spec.vocab_size, [STUB_EOS_TOKEN], "", int(time.time()))
+        return msgspec.structs.replace(card, embedding_size=spec.embedding_size), b""
+
+    def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        self._board.begin(plan.step)
+        try:
+            self._sender.send(plan)
+            return self._board.clock.run(plan, partial(self._stub.execute, plan, samples))
+        finally:
+            self._board.end(plan.step)
+
+    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
+        self._board.begin(plan.step)
+        self._sender.send(plan)
+        return _RingStep(self._board, plan, self._stub.launch(plan, samples))
+
+    def pooled(self) -> Floats:
+        return self._stub.pooled()
+
+    def scored(self) -> Scores:
+        return self._stub.scored()
+
+    def close(self) -> None:
+        self._sender.close()
+        self._stub.close()

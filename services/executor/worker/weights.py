@@ -1,0 +1,209 @@
+"""One rank's share of a model in memory, before its KV cache is made: read from the weight cache, or built.
+
+A share that is read needs neither transformers nor the checkpoint: what builds is imported when something is built.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.settings import ExecutorSettings, cores_of, thread_count
+from services.executor.core.sharding import HeadCounts, ShardLayout
+from services.executor.cpu.packed_file import ModelFacts
+from services.executor.cpu.weight_cache import Found, WeightCache
+from services.executor.ipc.rank_pipe import RankSpec
+from services.executor.kv_cache.capacity import smallest
+from services.executor.kv_cache.gpu_memory import StepWidths, widths_of
+from services.executor.kv_cache.offload import Spill
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.lowering import CannotLower
+from services.executor.worker import backend
+from services.executor.worker.runner import ModelRunner
+from services.executor.worker.runner import widths_of as vocabulary_widths
+from shared.service.logs import adopt_loggers
+
+if TYPE_CHECKING:  # it imports Triton, which not every host has
+    from services.executor.gpu.steps import StepLimits
+
+Report = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+class Share(Protocol):
+    """A rank's weights."""
+
+    is_cached: bool
+    """Whether an earlier start has kept them, which had checked the model's other files too."""
+    facts: ModelFacts
+    layout: ShardLayout
+    dtype: torch.dtype
+    widths: StepWidths | None
+    """Of its steps, where a GPU's memory is planned by them."""
+    reads_compressed: bool
+    """See `backend.reads_compressed`."""
+
+    def runner(self, store: KvStore, spill: Spill, limits: "StepLimits | None") -> ModelRunner:
+        """To be called once."""
+        ...
+
+    def keep(self, runner: ModelRunner) -> None:
+        """Has the next start of this rank find what `runner` computes with, where it can be kept and is not yet."""
+        ...
+
+    @property
+    def imports(self) -> list[str]:
+        """Modules that the next start of this rank will need beyond those of every start."""
+        ...
+
+
+def load_share(
+    settings: ExecutorSettings,
+    spec: RankSpec,
+    directory: Path,
+    device: torch.device,
+    collectives: Collectives,
+    report: Report,
+) -> Share:
+    """Raises `ModelLoadError` and `ConfigurationError`: one sentence with the remedy."""
+    threads = thread_count(settings)
+    cache = _cache_of(settings, spec, directory, device, collectives, threads)
+    if cache is not None:
+        file = cache.find()
+        # Either way takes the ranks to the same weights. But one takes seconds longer: all go the same.
+        if smallest((int(file is not None),), device, collectives)[0] and file is not None:
+            if found := cache.read(file, threads, report):
+                return _CachedShare(settings, spec, collectives, found)
+        elif file is not None:
+            file.close()
+    return _BuiltShare(settings, spec, directory, device, collectives, report, cache)
+
+
+def _cache_of(
+    settings: ExecutorSettings,
+    spec: RankSpec,
+    directory: Path,
+    device: torch.device,
+    collectives: Collectives,
+    threads: int,
+) -> WeightCache | None:
+    """None where weights are not kept, or not packed for the native kernels; alike on every rank."""
+    if not settings.weight_cache_bytes or not directory.is_dir():
+        return None
+    try:
+        backend.native_kernels(collectives, device, threads)
+    except CannotLower:
+        return None
+    share = (spec.rank, spec.world_size, settings.dtype)
+    where = settings.weight_cache_directory or settings.model_cache / ".packed"
+    return WeightCache(where.expanduser(), settings.weight_cache_bytes, directory, share)
+
+
+class _CachedShare:
+    """What an earlier start of this rank has kept."""
+
+    is_cached = True
+    widths: StepWidths | None = None
+    reads_compressed = True
+    dtype = torch.bfloat16
+
+    def __init__(
+        self, settings: ExecutorSettings, spec: RankSpec, collectives: Collectives, found: Found
+    ) -> None:
+        self.facts = found.facts
+        self.layout = ShardLayout.of(found.facts.heads, spec.world_size, spec.rank)
+        self._model = found.model
+        self._settings = settings
+        self._rank = spec.rank
+        self._collectives = collectives
+
+    def runner(self, store: KvStore, spill: Spill, limits: "StepLimits | None") -> ModelRunner:
+        threads, cores = thread_count(self._settings), cores_of(self._settings, self._rank)
+        widths, collectives = self.facts.widths, self._collectives
+        return backend.packed_runner(
+            self._model, widths, store, self.layout, collectives, threads, spill, cores
+        )
+
+    def keep(self, runner: ModelRunner) -> None:
+        return
+
+    @property
+    def imports(self) -> list[str]:
+        return []
+
+
+class _BuiltShare:
+    """What the checkpoint holds."""
+
+    is_cached = False
+
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        spec: RankSpec,
+        directory: Path,
+        device: torch.device,
+        collectives: Collectives,
+        report: Report,
+        cache: WeightCache | None,
+    ) -> None:
+        from services.executor.gpu.linear import weight_codec
+        from services.executor.model.loading.loader import context_length, load_config, load_model
+
+        adopt_loggers()  # of transformers
+        config = load_config(directory)
+        self.layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
+        self.dtype = choose_dtype(settings, device, config)
+        codec = weight_codec(settings.weight_dtype, device, self.dtype)
+        self._model: Any = load_model(directory, self.dtype, self.layout, collectives, device, report, codec)
+        self._threads, self._cores = thread_count(settings), cores_of(settings, spec.rank)
+        self._device, self._collectives = device, collectives
+        self.reads_compressed = backend.reads_compressed(
+            self._model, self.dtype, collectives, device, self._threads
+        )
+        self.widths: StepWidths | None = widths_of(config, spec.world_size)
+        self.facts = ModelFacts(
+            layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            context_length=context_length(config),
+            heads=HeadCounts.from_config(config),
+            widths=vocabulary_widths(self._model),
+        )
+        self._cache = cache
+        self._module = type(self._model).__module__
+
+    def runner(self, store: KvStore, spill: Spill, limits: "StepLimits | None") -> ModelRunner:
+        model, self._model = self._model, None
+        where = (self.layout, self._collectives, self._device, self._threads)
+        return backend.make_runner(model, store, *where, spill, self._cores, limits)
+
+    def keep(self, runner: ModelRunner) -> None:
+        if self._cache is not None and runner.packed is not None:
+            self._cache.keep_later(self.facts, runner.packed)
+
+    @property
+    def imports(self) -> list[str]:
+        if self._cache is not None and self.reads_compressed:
+            return []  # it will be cached
+        return ["services.executor.model.loading.loader", self._module]
+
+
+def choose_dtype(settings: ExecutorSettings, device: torch.device, config: object) -> torch.dtype:
+    """`auto`: bf16 on a GPU and on CPUs that multiply it natively, for models stored in 16 bits; else fp32."""
+    if settings.dtype != "auto":
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
+    stored = getattr(config, "dtype", None)
+    if stored in (torch.float32, "float32"):
+        return torch.float32
+    return torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 natively (AVX512-BF16 or AMX; Arm's BF16 extension)."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

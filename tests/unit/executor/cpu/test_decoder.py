@@ -1,0 +1,405 @@
+"""The native kernels against transformers: nearer to the float32 truth than PyTorch in bf16 is."""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.collectives.shared_memory import SharedMemory, make_area
+from services.executor.core.progress import Progress
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import as_int32, to_bytes
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.loading.loader import load_config, load_model
+from services.executor.model.lowering import FAMILIES
+from services.executor.native.library import why_not
+from services.executor.sampling.candidates import largest_of
+from services.executor.worker.backend import make_runner
+from services.executor.worker.runner import NO_POOLS, ModelRunner, widths_of
+from shared.errors import RingLost
+from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, mixed_script
+from tests.unit.executor.model.test_compressed import seal
+from tests.unit.executor.model.tiny import make_model
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": False},
+    "mistral": {"sliding_window": 10},
+    "ministral": {
+        "sliding_window": 10,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
+    "gemma2": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 9,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 9,
+    },
+}
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
+def runner_of(
+    directory: Path,
+    native: bool,
+    threads: int = 2,
+    num_blocks: int = NUM_BLOCKS,
+    codec: Codec | None = None,
+    collectives: Collectives | None = None,
+    cpus: Sequence[int] = (),
+) -> ModelRunner:
+    config = load_config(directory)
+    ring = collectives or SingleRank()
+    layout = ShardLayout.from_config(config, ring.world_size, ring.rank)
+    dtype, layers = torch.bfloat16, config.num_hidden_layers
+    model = load_model(directory, dtype, layout, ring, CPU, lambda done, total: None)
+    shape = StoreShape(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
+    store = KvStore(shape, num_blocks, CPU, num_blocks if codec else 0)
+    if native:
+        return make_runner(model, store, layout, ring, CPU, threads, cpus=cpus)
+    return ModelRunner(model, widths_of(model), store, ring, CPU)
+
+
+def truth(directory: Path, sequences: list[list[int]]) -> list[Tensor]:
+    """float32 logits of the bf16 weights."""
+    model = AutoModelForCausalLM.from_pretrained(
+        str(directory), attn_implementation="eager", dtype=torch.bfloat16
+    )
+    model = model.float()
+    with torch.inference_mode():
+        return [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
+
+
+def errors(runner: ModelRunner, expected: list[Tensor]) -> Tensor:
+    """Absolute errors over a script of chunked prefill, decodes and both at once. Empty but on the leader."""
+    found = [torch.empty(0)]
+    for plan, sampled in mixed_script()[1]:
+        logits = runner.forward(plan)
+        if logits is None:
+            continue
+        assert isinstance(logits, Tensor)
+        assert logits.shape[0] == len(sampled)
+        found += [
+            row - expected[sequence][position]
+            for row, (sequence, position) in zip(logits, sampled, strict=True)
+        ]
+    return torch.cat(found).abs()
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_nearer_to_the_truth_than_pytorch(tmp_path: Path, model_type: str) -> None:
+    directory = make_model(tmp_path, model_type, **{"head_dim": 32, **CHANGES.get(model_type, {})})
+    native, plain = runner_of(directory, native=True), runner_of(directory, native=False)
+    assert native.is_native
+    assert not plain.is_native
+    expected = truth(directory, mixed_script()[0].sequences)
+    assert expected[0].std() > 0.1, "logits too flat for the comparison to mean anything"
+    ours, theirs = errors(native, expected), errors(plain, expected)
+    assert ours.mean() < theirs.mean()
+    assert ours.max() < 2 * theirs.max()
+
+
+@pytest.mark.parametrize("heads", [40, 48])
+def test_as_many_heads_on_one_as_a_tile_has_room_for(tmp_path: Path, heads: int) -> None:
+    changes = {"num_attention_heads": heads, "num_key_value_heads": 1, "hidden_size": 2 * heads}
+    directory = make_model(tmp_path, "llama", head_dim=32, **changes)
+    expected = truth(directory, mixed_script()[0].sequences)
+    native = runner_of(directory, native=True)
+    assert native.is_native
+    assert errors(native, expected).mean() < errors(runner_of(directory, native=False), expected).mean()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_long_contexts_are_split_over_threads(tmp_path: Path, threads: int) -> None:
+    """One decode of a long context: the threads share its keys and merge what they find."""
+    directory = make_model(
+        tmp_path,
+        "llama",
+        head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+    )
+    length = 1030
+    script = Script([length], num_blocks=300)
+    native = runner_of(directory, native=True, threads=threads, num_blocks=300)
+    expected = truth(directory, script.sequences)[0]
+    for begin in range(0, length - 2, 257):
+        native.forward(script.step({0: min(257, length - 2 - begin)}, sample=False)[0])
+    for position in (length - 2, length - 1):
+        logits = native.forward(script.step({0: 1})[0])
+        assert isinstance(logits, Tensor)
+        assert (logits[0] - expected[position]).abs().mean() < 0.03 * expected[position].std()
+
+
+@pytest.mark.parametrize("codec", [None, INT8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_a_row_does_not_depend_on_its_neighbours(
+    tmp_path: Path, model_type: str, codec: Codec | None
+) -> None:
+    """Decoded alone, decoded in a batch by other threads, or as part of a chunk: the same bits."""
+    window = {"sliding_window": 300} if model_type == "mistral" else {}
+    directory = make_model(tmp_path, model_type, head_dim=32, max_position_embeddings=2048, **window)
+    lengths = [1100, 540, 37, 5, 700, 64, 65, 1, 2, 3, 4, 6, 7, 8]
+
+    def last_four(batches: list[dict[int, int]], threads: int) -> Tensor:
+        """Logits of the first sequence's last four tokens, which `batches` compute."""
+        runner = runner_of(directory, native=True, threads=threads, num_blocks=900, codec=codec)
+        script = Script(lengths, num_blocks=900)
+        for sequence, length in enumerate(lengths):
+            rest = length - 4 if sequence == 0 else length - 1
+            for begin in range(0, rest, 256):
+                runner.forward(script.step({sequence: min(256, rest - begin)}, sample=False)[0])
+        if codec:
+            seal(script, runner._store, {0: lengths[0] - 4})
+        found = []
+        for batch in batches:
+            plan, _ = script.step(batch)
+            rows = np.cumsum(as_int32(plan.query_lens))
+            at = rows[-1] if batch[0] > 1 else 1  # decodes come first, chunks last
+            wanted = np.arange(at - batch[0], at)
+            logits = runner.forward(structs.replace(plan, sample_rows=to_bytes(wanted)))
+            assert isinstance(logits, Tensor)
+            found.append(logits)
+        return torch.cat(found)
+
+    alone = last_four([{0: 1}] * 4, threads=1)
+    among = last_four([dict.fromkeys(range(len(lengths)), 1), {0: 1}, {0: 1}, {0: 1}], threads=3)
+    chunk = last_four([{1: 1, 2: 1, 0: 4}], threads=2)
+    assert torch.equal(alone, among)
+    assert torch.equal(alone, chunk)
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 49, 4099])
+def test_finds_the_largest_logit(tmp_path: Path, width: int) -> None:
+    decoder = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True)._decoder
+    assert decoder is not None
+    torch.manual_seed(2)
+    logits = torch.randint(-3, 4, (40, width)).float()  # many tie
+    logits[1], logits[2] = -torch.inf, -5.0
+    logits[3, -1] = torch.nan
+    logits[4, 0] = torch.inf
+    logits[5, width // 2 :] = torch.nan
+    values, tokens = decoder.largest(logits)
+    expected, at = largest_of(logits)
+    assert torch.equal(tokens, at)
+    assert torch.equal(values.nan_to_num(nan=99), expected.nan_to_num(nan=99))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rows", [1, 100])
+def test_finds_the_largest_logit_while_it_computes(tmp_path: Path, threads: int, rows: int) -> None:
+    directory = make_model(tmp_path, "granite", head_dim=32, logits_scaling=-3.0, vocab_size=131)
+    runner = runner_of(directory, native=True, threads=threads)
+    decoder = runner._decoder
+    assert decoder is not None
+    plan, _ = Script([100]).step({0: 100})
+    plan = structs.replace(plan, sample_rows=to_bytes(list(range(100 - rows, 100))))
+    expected = decoder.largest(decoder.forward(plan, Progress.unread(), NO_POOLS)[0])
+    values, tokens = decoder.forward_to_largest(plan, Progress.unread())
+    assert torch.equal(values, expected[0])
+    assert torch.equal(tokens, expected[1])
+
+
+def test_on_a_ring_a_row_does_not_depend_on_who_attends_for_it(tmp_path: Path) -> None:
+    """Two ranks share a KV head, and which of them attends for a row depends on its neighbours; its bits do not."""
+    directory = make_model(tmp_path, "llama", head_dim=32, max_position_embeddings=2048)
+    lengths = [600, 40, 41, 42]
+
+    def logits_of(batches: list[dict[int, int]]) -> Tensor:
+        """Of the first sequence's last four tokens, which `batches` compute after the others' beginnings."""
+        area = make_area(2, 2)
+
+        def work(rank: int) -> list[Tensor]:
+            ring = SharedMemory(area, rank, 2, lanes=2, timeout=60)
+            runner = runner_of(directory, native=True, num_blocks=900, collectives=ring)
+            assert runner.is_native
+            script = Script(lengths, num_blocks=900)
+            for sequence, length in enumerate(lengths):
+                rest = length - 4 if sequence == 0 else length - 1
+                for begin in range(0, rest, 200):
+                    runner.forward(script.step({sequence: min(200, rest - begin)}, sample=False)[0])
+            found = []
+            for batch in batches:
+                plan, sampled = script.step(batch, every_token=True)
+                logits = runner.forward(plan)
+                if logits is not None:
+                    assert isinstance(logits, Tensor)
+                    found += [
+                        row for row, (sequence, _) in zip(logits, sampled, strict=True) if sequence == 0
+                    ]
+            return found
+
+        with ThreadPoolExecutor(2) as pool:
+            return torch.stack(next(iter(pool.map(work, range(2)))))
+
+    alone = logits_of([{0: 1}] * 4)
+    behind_others = logits_of([{1: 1, 0: 1}, {2: 1, 3: 1, 0: 1}, {0: 1}, {0: 1}])
+    chunk = logits_of([{1: 1, 0: 4}])
+    assert torch.equal(alone, behind_others)
+    assert torch.equal(alone, chunk)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slots": [0, NUM_BLOCKS * BLOCK_SIZE]},
+        {"slots": [0, -1]},
+        {"block_tables": [2 * NUM_BLOCKS]},
+        {"block_tables": [0, 1]},
+        {"sample_rows": [2]},
+        {"compressions": [NUM_BLOCKS, NUM_BLOCKS]},
+        {"compressions": [0, 0]},
+        {"compressions": [0, 2 * NUM_BLOCKS]},
+        {"query_lens": [1]},
+        {"context_lens": [1]},
+    ],
+    ids=str,
+)
+def test_plans_that_name_what_does_not_exist_change_nothing(
+    tmp_path: Path, wrong: dict[str, list[int]]
+) -> None:
+    runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True, codec=INT8)
+    plan, _ = Script([2]).step({0: 2})
+    fields = {name: to_bytes(values) for name, values in wrong.items()}
+    before = runner._store.hot(0).clone()
+    with pytest.raises(IndexError, match="do not exist"):
+        runner.forward(structs.replace(plan, **fields))
+    assert torch.equal(runner._store.hot(0), before)
+    runner.forward(plan)
+
+
+def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
+    runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True)
+    progress = Progress.unread()
+    runner.forward(mixed_script()[1][0][0], progress)
+    assert progress.count == 3
+
+
+def test_threads_kept_on_cores_compute_the_same_and_leave_the_caller_free(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama", head_dim=32)
+    cores = sorted(os.sched_getaffinity(0))
+    pinned = runner_of(directory, native=True, cpus=[cores[0], cores[-1]])
+    plan = mixed_script()[1][0][0]
+    ours, free = pinned.forward(plan), runner_of(directory, native=True).forward(plan)
+    assert isinstance(ours, Tensor)
+    assert isinstance(free, Tensor)
+    assert torch.equal(ours, free)
+    assert sorted(os.sched_getaffinity(0)) == cores
+    kept = [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
+    assert {cores[-1]} in kept
+
+
+def test_a_rank_that_does_not_come_is_a_lost_ring(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama", head_dim=32)
+    area = make_area(2, 2)
+    ring = SharedMemory(area, 0, 2, lanes=2, timeout=0.05)
+    runner = runner_of(directory, native=True, collectives=ring)
+    for _ in ("the first time", "and ever after"):
+        with pytest.raises(RingLost, match="the ring is restarted"):
+            runner.forward(mixed_script()[1][0][0])
+    ring.close()
+
+
+codecs = pytest.mark.parametrize("codec", [INT8, FP8], ids=lambda codec: codec.name)
+
+
+@codecs
+def test_compresses_to_the_codes_of_the_codec(tmp_path: Path, codec: Codec) -> None:
+    runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True, codec=codec)
+    store, layers = runner._store, range(3)
+    for layer in layers:
+        values = torch.randn(store.hot(layer).shape)
+        # One head of zeros.
+        sizes = 50 * torch.rand(values.shape[:-2]) * (torch.arange(values.shape[2]) > 0)
+        store.hot(layer).copy_(values * sizes[..., None, None])
+    plan, _ = Script([2]).step({0: 2})
+    pairs = [[3, NUM_BLOCKS + 5], [0, NUM_BLOCKS], [7, NUM_BLOCKS + 1]]
+    runner.forward(structs.replace(plan, compressions=to_bytes(np.array(pairs))))
+    for layer in layers:
+        scales = store.scales(layer)
+        assert scales is not None
+        for hot, cold in pairs:
+            codes, expected = codec.encode(store.hot(layer)[hot].flatten(-2))
+            ours = store.codes(layer)[cold - NUM_BLOCKS].flatten(-2)
+            assert ours.view(torch.uint8).any()
+            assert torch.equal(ours.view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(scales[cold - NUM_BLOCKS], expected)
+
+
+@codecs
+def test_attends_over_compressed_blocks(tmp_path: Path, codec: Codec) -> None:
+    """As PyTorch does over the same ones, up to bf16's rounding, and not as over blocks that were not."""
+    directory = make_model(tmp_path, "llama", head_dim=32)
+    results = []
+    for native, compressed in ((True, True), (False, True), (True, False)):
+        runner = runner_of(directory, native=native, codec=codec)
+        script = Script([47, 25, 14])
+        for tokens in ({0: 16, 2: 11}, {2: 1, 0: 16, 1: 7}, {0: 13, 1: 16}):
+            runner.forward(script.step(tokens)[0])
+        if compressed:
+            seal(script, runner._store, {0: 45, 1: 23, 2: 12})
+        logits = runner.forward(script.step({2: 1, 0: 1, 1: 1})[0])
+        assert isinstance(logits, Tensor)
+        results.append(logits)
+    ours, theirs, plain = results
+    assert (ours - theirs).abs().mean() < 0.03 * theirs.std()
+    assert not torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
+def test_rings_that_sum_in_shared_memory(tmp_path: Path, model_type: str, world_size: int) -> None:
+    directory = make_model(tmp_path, model_type, **{"head_dim": 32, **CHANGES.get(model_type, {})})
+    expected = truth(directory, mixed_script()[0].sequences)
+    theirs = errors(runner_of(directory, native=False), expected)
+    area = make_area(world_size, 2)
+
+    def work(rank: int) -> Tensor:
+        ring = SharedMemory(area, rank, world_size, lanes=2, timeout=60)
+        runner = runner_of(directory, native=True, collectives=ring)
+        assert runner.is_native
+        return errors(runner, expected)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        ours = list(pool.map(work, range(world_size)))
+    assert [part.numel() > 0 for part in ours] == [rank == 0 for rank in range(world_size)]
+    assert ours[0].mean() < theirs.mean()
+    assert ours[0].max() < 2 * theirs.max()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 16},
+        {"hidden_act": "relu"},
+        {"rope_parameters": DYNAMIC},
+        {"intermediate_size": 100},
+        {"num_attention_heads": 49, "num_key_value_heads": 1, "hidden_size": 98},
+    ],
+    ids=["narrow heads", "unknown activation", "rotation by length", "odd inner width", "many heads on one"],
+)
+def test_what_does_not_fit_runs_through_pytorch(tmp_path: Path, changes: dict[str, Any]) -> None:
+    runner = runner_of(make_model(tmp_path, "llama", **{"head_dim": 32, **changes}), native=True)
+    assert not runner.is_native
+    runner.warm_up()

@@ -1,0 +1,147 @@
+"""What a position comes to does not depend on how its step was cut: to the bit, whatever else happens (ADR 0024)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.native.library import why_not
+from shared.messages import GenerationRequest, SamplingParams
+from tests.unit.executor.cpu.exact_ring import Cuts, ExactRing, Ranks, Said
+from tests.unit.executor.model.tiny import make_model
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+
+ALONE = Cuts(400, 4096, 1, 0, lookahead=False, spills=False, session_ttl=0.0, seed=0)
+"""One after the other, each prompt in one piece, no drafts, and room for all."""
+
+
+class Case(NamedTuple):
+    model: dict[str, object]
+    model_type: str
+    codecs: list[Codec | None]
+    block_size: int
+    world_size: int
+    prompts: tuple[int, ...]
+    outputs: int
+
+
+SMALL = {"head_dim": 32}
+CASES = {
+    "int8": Case(SMALL, "llama", [INT8] * 3, 4, 1, (9, 23, 40), 24),
+    "fp8": Case(SMALL, "llama", [FP8] * 3, 4, 1, (9, 23, 40), 24),
+    "mixed": Case(SMALL, "llama", [INT8, None, FP8], 4, 1, (9, 23, 40), 24),
+    "heads of their own": Case(
+        {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 2},
+        "llama",
+        [INT8] * 3,
+        16,
+        1,
+        (70, 33),
+        24,
+    ),
+    "windows": Case({**SMALL, "sliding_window": 10}, "mistral", [INT8] * 3, 4, 1, (9, 23, 40), 24),
+    "two ranks": Case(SMALL, "llama", [INT8, FP8, INT8], 4, 2, (9, 23, 40), 24),
+    "three ranks": Case(SMALL, "llama", [INT8, None, INT8], 4, 3, (9, 23, 40), 24),
+    "long": Case(
+        {**SMALL, "max_position_embeddings": 640, "num_hidden_layers": 1},
+        "llama",
+        [INT8],
+        16,
+        1,
+        (500, 530),
+        30,
+    ),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Ring:
+    case: Case
+    ranks: Ranks
+    requests: list[GenerationRequest]
+    said: dict[str, list[Said]]
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    case = CASES[request.param]
+    directory = make_model(Path(tmp_path_factory.mktemp("model")), case.model_type, **case.model)
+    ranks = Ranks(directory, case.codecs, case.block_size, 160, 400, case.world_size)
+    requests = list(_requests(case))
+    alone = ExactRing(ranks, ALONE)
+    alone.run(requests)
+    yield Ring(case, ranks, requests, alone.said)
+    ranks.close()
+
+
+def _requests(case: Case) -> Iterator[GenerationRequest]:
+    """Some greedy, some drawn, with log probabilities; two of each length begin alike, and then differ."""
+    ways = [
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(temperature=0.9, seed=5, logprobs=0),
+        SamplingParams(temperature=0.7, top_k=7, top_p=0.9, seed=6),
+    ]
+    for at, length in enumerate(case.prompts):
+        for twin in (0, 1):
+            prompt = [(7 * i + at) % 120 for i in range(length - twin)] + [3] * twin
+            params = ways[(2 * at + twin) % len(ways)]
+            name = f"{length}-{twin}"
+            yield GenerationRequest(name, "r", "m", "c", prompt, case.outputs, params, session=name)
+
+
+@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
+@given(
+    room=st.sampled_from([1, 1, 2, 8]),
+    budget=st.sampled_from([3, 7, 16, 33, 200]),
+    sequences=st.integers(1, 3),
+    drafts=st.sampled_from([0, 3, 15, 40]),
+    lookahead=st.booleans(),
+    spills=st.booleans(),
+    ttl=st.sampled_from([0.0, 1000.0]),
+    seed=st.integers(0, 1 << 16),
+    visits=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 20)), min_size=2, max_size=5),
+)
+def test_every_position_says_the_same_however_steps_are_cut(
+    ring: Ring,
+    room: int,
+    budget: int,
+    sequences: int,
+    drafts: int,
+    lookahead: bool,
+    spills: bool,
+    ttl: float,
+    seed: int,
+    visits: list[tuple[int, int]],
+) -> None:
+    """`room`: for so many of the longest sequences. `visits`: (which request, how far it has come elsewhere): some come
+    back, and find their prompts' beginnings; some are another ring's heirs, in the middle of their answers."""
+    longest = max(ring.case.prompts) + ring.case.outputs
+    cold = room * -(-longest // ring.case.block_size) + 1
+    cuts = Cuts(cold, max(budget, sequences), sequences, drafts, lookahead, spills, ttl, seed)
+    disturbed = ExactRing(ring.ranks, cuts, ring.said)
+    disturbed.run(_attempt(ring, which, done, number) for number, (which, done) in enumerate(visits))
+    assert disturbed.compared
+
+
+def test_a_request_that_finds_its_prompt_in_the_cache_says_what_it_said_before(ring: Ring) -> None:
+    again = ExactRing(
+        ring.ranks, Cuts(400, 512, 2, 15, lookahead=False, spills=False, session_ttl=60.0, seed=1), ring.said
+    )
+    count = len(ring.requests)
+    again.run(_attempt(ring, which % count, 0, which // count) for which in range(2 * count))
+    assert again.compared >= 2 * count * ring.case.outputs
+    assert again.batcher.cached_tokens > 0
+
+
+def _attempt(ring: Ring, which: int, done: int, number: int) -> GenerationRequest:
+    """The `number`-th attempt at one of the requests, whose earlier ones have come `done` tokens far."""
+    request = ring.requests[which % len(ring.requests)]
+    fields = {name: getattr(request, name) for name in request.__struct_fields__}
+    generated = [one.token for one in ring.said[request.generation_id][:done]]
+    return GenerationRequest(**{**fields, "generated": generated, "attempt": number})

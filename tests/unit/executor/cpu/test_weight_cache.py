@@ -1,0 +1,286 @@
+"""Packed weights in files: what is read computes what was built, and what is not whole, ours or of now is not read."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from services.executor.collectives.base import SingleRank
+from services.executor.core.sharding import HeadCounts, ShardLayout
+from services.executor.cpu import packed_file, weight_cache
+from services.executor.cpu.packed_file import ModelFacts
+from services.executor.cpu.weight_cache import Found, WeightCache
+from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.store import KvStore
+from services.executor.native.library import why_not
+from services.executor.worker.backend import packed_runner
+from services.executor.worker.runner import ModelRunner, widths_of
+from tests.unit.executor.cpu.test_decoder import CHANGES, runner_of
+from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
+from tests.unit.executor.model.tiny import make_model
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+
+LIMIT = 1 << 30
+
+
+def model_of(directory: Path, model_type: str = "llama", **changes: Any) -> Path:
+    return make_model(directory, model_type, **{"head_dim": 32, **CHANGES.get(model_type, {}), **changes})
+
+
+def built(directory: Path) -> tuple[ModelFacts, ModelRunner]:
+    runner = runner_of(directory, native=True)
+    config = runner._model.config
+    heads = HeadCounts.from_config(config)
+    widths = widths_of(runner._model)
+    return ModelFacts(config.num_hidden_layers, config.hidden_size, 64, heads, widths), runner
+
+
+def cache_of(tmp_path: Path, model: Path, limit: int = LIMIT, rank: int = 0) -> WeightCache:
+    return WeightCache(tmp_path / "cache", limit, model, (rank, 1, "bf16"))
+
+
+def kept(tmp_path: Path, model: Path) -> Path:
+    """The file of `model`, written."""
+    facts, runner = built(model)
+    before = set((tmp_path / "cache").glob("*")) if (tmp_path / "cache").exists() else set()
+    assert runner.packed is not None
+    cache_of(tmp_path, model).keep(facts, runner.packed)
+    [file] = set((tmp_path / "cache").glob("*")) - before
+    return file
+
+
+def read(cache: WeightCache) -> Found | None:
+    file = cache.find()
+    return None if file is None else cache.read(file, 2, lambda done, total: None)
+
+
+def logits(runner: ModelRunner) -> list[torch.Tensor]:
+    found = [runner.forward(plan) for plan, _ in mixed_script()[1]]
+    return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "granite"])
+def test_what_is_read_computes_what_was_built(
+    tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_file, "_PIECE", 4096)  # many pieces, and tensors across their borders
+    model = model_of(tmp_path / "model", model_type)
+    facts, runner = built(model)
+    assert runner.packed is not None
+    cache = cache_of(tmp_path, model)
+    assert cache.find() is None
+    cache.keep(facts, runner.packed)
+
+    told: list[tuple[int, int]] = []
+    file = cache.find()
+    assert file is not None
+    found = cache.read(file, 2, lambda *progress: told.append(progress))
+    assert found is not None
+    assert found.facts == facts
+    assert told[0][0] == 0
+    assert told[-1][0] == told[-1][1] > 4096
+
+    layout = ShardLayout.of(facts.heads, 1, 0)
+    shape = StoreShape(
+        facts.layers,
+        BLOCK_SIZE,
+        layout.kv_heads.size,
+        layout.head_dim,
+        torch.bfloat16,
+        (None,) * facts.layers,
+    )
+    store = KvStore(shape, NUM_BLOCKS, CPU)
+    again = packed_runner(found.model, facts.widths, store, layout, SingleRank(), threads=2)
+    for ours, theirs in zip(logits(again), logits(runner), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    file = kept(tmp_path, model)
+    whole = file.read_bytes()
+    places = [
+        0,
+        1,
+        len(whole) // 3,
+        len(whole) // 2,
+        len(whole) - 400,
+        *range(len(whole) - 40, len(whole), 3),
+    ]
+    for place in places:
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        file.chmod(0o600)
+        with capture_logs() as log:
+            assert read(cache_of(tmp_path, model)) is None, place
+        assert [line["event"] for line in log] == ["weight_cache_damaged"]
+        assert not file.exists(), "it is of no use to anybody"
+
+
+@pytest.mark.parametrize("length", [0, 10, 23, 24, 1000, -1])
+def test_a_file_that_is_cut_off_is_not_read(tmp_path: Path, length: int) -> None:
+    model = model_of(tmp_path / "model")
+    file = kept(tmp_path, model)
+    file.write_bytes(file.read_bytes()[:length])
+    assert read(cache_of(tmp_path, model)) is None
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    file = kept(tmp_path, model)
+    cache = cache_of(tmp_path, model)
+    found = cache.find()
+    assert found is not None
+    os.truncate(file, 1000)
+    assert cache.read(found, 2, lambda done, total: None) is None
+
+
+def test_other_weights_under_the_same_name(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    file = kept(tmp_path, model)
+    assert read(cache_of(tmp_path, model)) is not None
+    shutil.rmtree(model)
+    model_of(tmp_path / "model", rms_norm_eps=1e-3)
+    assert read(cache_of(tmp_path, model)) is None
+    facts, runner = built(model)
+    assert runner.packed is not None
+    cache_of(tmp_path, model).keep(facts, runner.packed)
+    assert [*(tmp_path / "cache").iterdir()] == [file], "what is stale is replaced, not kept beside"
+    found = read(cache_of(tmp_path, model))
+    assert found is not None
+    assert found.model.scalars.eps == pytest.approx(1e-3)
+
+
+def test_a_file_of_the_model_that_is_written_to_later(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    kept(tmp_path, model)
+    weights = model / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+    assert cache_of(tmp_path, model).find() is None
+
+
+def test_other_code_packs_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(tmp_path / "model")
+    kept(tmp_path, model)
+    monkeypatch.setattr(weight_cache, "_of_code", lambda: ("another version",))
+    assert cache_of(tmp_path, model).find() is None
+
+
+def test_another_users_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(tmp_path / "model")
+    file = kept(tmp_path, model)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    assert cache_of(tmp_path, model).find() is None
+    monkeypatch.undo()
+    assert file.exists(), "it is not ours to delete"
+
+    file.chmod(0o660)
+    assert cache_of(tmp_path, model).find() is None
+    file.chmod(0o600)
+    elsewhere = tmp_path / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    assert cache_of(tmp_path, model).find() is None
+
+
+def test_models_and_ranks_have_files_of_their_own(tmp_path: Path) -> None:
+    models = [model_of(tmp_path / name, rms_norm_eps=eps) for name, eps in (("a", 1e-5), ("b", 1e-3))]
+    for model in models:
+        kept(tmp_path, model)
+    for model, eps in zip(models, (1e-5, 1e-3), strict=True):
+        found = read(cache_of(tmp_path, model))
+        assert found is not None
+        assert found.model.scalars.eps == pytest.approx(eps)
+        assert cache_of(tmp_path, model, rank=1).find() is None
+
+
+def test_those_unused_for_the_longest_time_make_room(tmp_path: Path) -> None:
+    models = [model_of(tmp_path / name) for name in "abc"]
+    facts, runner = built(models[0])
+    assert runner.packed is not None
+    one = weight_cache._size_of(runner.packed)
+    limit = 5 * one // 2  # a file is somewhat more than its weights
+    for age, model in enumerate(models[:2]):
+        cache_of(tmp_path, model, limit).keep(facts, runner.packed)
+        [file] = (tmp_path / "cache").glob(f"{model.name}-*.packed")
+        os.utime(file, (age, age))
+    assert read(cache_of(tmp_path, models[0], limit)) is not None  # which makes it the youngest
+    cache_of(tmp_path, models[2], limit).keep(facts, runner.packed)
+    left = sorted(path.name[0] for path in (tmp_path / "cache").iterdir())
+    assert left == ["a", "c"]
+
+
+def test_more_than_there_may_be_is_not_kept(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    facts, runner = built(model)
+    assert runner.packed is not None
+    with capture_logs() as log:
+        cache_of(tmp_path, model, limit=1000).keep(facts, runner.packed)
+    [line] = [line for line in log if line["event"] == "weights_not_kept"]
+    assert "RYZANSTEIN_WEIGHT_CACHE_BYTES (1000)" in line["reason"]
+    assert not [*(tmp_path / "cache").iterdir()]
+
+
+def test_a_full_disk_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(tmp_path / "model")
+    facts, runner = built(model)
+    assert runner.packed is not None
+    monkeypatch.setattr(packed_file, "_write_all", _no_room)
+    with capture_logs() as log:
+        cache_of(tmp_path, model).keep(facts, runner.packed)
+    assert [line["event"] for line in log] == ["weights_not_kept"]
+    assert cache_of(tmp_path, model).find() is None
+    monkeypatch.undo()
+    cache_of(tmp_path, model).keep(facts, runner.packed)  # what was begun is in nobody's way
+    assert read(cache_of(tmp_path, model)) is not None
+
+
+def _no_room(fd: int, content: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    facts, runner = built(model)
+    assert runner.packed is not None
+    cache = cache_of(tmp_path, model)
+    (tmp_path / "cache").mkdir()
+    partial = cache._path.with_suffix(".partial")
+    with partial.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        cache.keep(facts, runner.packed)
+        assert cache.find() is None
+    cache.keep(facts, runner.packed)
+    assert read(cache) is not None
+
+
+WATCHED = (
+    "transformers",
+    "accelerate",
+    "gguf",
+    "huggingface_hub",
+    "sympy",
+    "triton",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "uvicorn",
+)
+
+
+def test_a_native_rank_imports_no_modelling_code() -> None:
+    """What a start from the cache imports: each of these would add a tenth of a second or more."""
+    code = (
+        "import sys, services.executor.rank, services.executor.leader.leader, services.executor.worker.engine; "
+        f"print([name for name in {WATCHED} if name in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"

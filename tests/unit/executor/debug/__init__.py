@@ -1,1 +1,0 @@
-"""Tests of what looks into rings."""

@@ -1,0 +1,133 @@
+"""Launches that are compiled and run as PTX; their sizes are those of the tests that give them numbers."""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from benchmarks.on_gpu.compiled_kernels.launched import meta
+from services.executor.gpu.kernels import (
+    attention_launch,
+    codes,
+    elementwise_launch,
+    matmul_launch,
+    sampling_launch,
+)
+from services.executor.gpu.kernels.codes import word_to_floats
+from services.executor.gpu.kernels.tiles import rows_for
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
+
+WORDS = 512
+VOCABULARY, ROWS = 5000, 3
+KV_HEADS, GROUP, SIZE, WIDTH = 2, 4, 16, 64
+HOT_BLOCKS, COLD_BLOCKS = 20_000_000, 12_000_000
+"""164 and 49 GB of each layer: what counts them in 32 bits finds nothing."""
+SPLITS = 4
+CHUNK = 40
+"""Tokens: two tiles of the largest size, which two groups of warps multiply."""
+
+
+@triton.jit
+def widen_words(words, out, WORDS: tl.constexpr, CODE: tl.constexpr):  # noqa: N803  # as kernels have them
+    """`words` int32 [WORDS] as float16 [4, WORDS]: all first codes, all second ones ..."""
+    at = tl.arange(0, WORDS)
+    n0, n1, n2, n3 = word_to_floats(tl.load(words + at), CODE, tl.float16, True)
+    tl.store(out + at, n0)
+    tl.store(out + WORDS + at, n1)
+    tl.store(out + 2 * WORDS + at, n2)
+    tl.store(out + 3 * WORDS + at, n3)
+
+
+def widen(code: int) -> None:
+    widen_words[(1,)](
+        meta(WORDS, dtype=torch.int32), meta(4, WORDS, dtype=torch.float16), WORDS=WORDS, CODE=code
+    )
+
+
+def compress(codec: Codec) -> None:
+    hot = meta(2, HOT_BLOCKS, 2, KV_HEADS, SIZE, WIDTH)
+    code = meta(2, COLD_BLOCKS, 2, KV_HEADS, SIZE, WIDTH, dtype=codec.dtype)
+    scales = meta(2, COLD_BLOCKS, 2, KV_HEADS, dtype=torch.float32)
+    pairs, layers = meta(3, 2, dtype=torch.int64), meta(2, dtype=torch.int64)
+    attention_launch.compress(hot, layers, code, scales, codec, pairs)
+
+
+def encode(codec: Codec) -> None:
+    matmul_launch.encode_rows(meta(4, 300), codec)
+
+
+def decode(codec: Codec) -> None:
+    matmul_launch.decode_rows(meta(2, 300, dtype=codec.dtype), meta(2, dtype=torch.float32), meta(2, 300))
+
+
+def one_row(codec: Codec) -> None:
+    codes_of, scales = meta(20, 1040, dtype=codec.dtype), meta(20, dtype=torch.float32)
+    matmul_launch.multiply_few(meta(1, 1040), codes_of, scales, meta(20), meta(8, dtype=torch.int32), 132)
+
+
+def few_rows(codec: Codec) -> None:
+    """Of few tiles, so that their inputs are split."""
+    codes_of, scales = meta(80, 1040, dtype=codec.dtype), meta(80, dtype=torch.float32)
+    matmul_launch.multiply_few(meta(3, 1040), codes_of, scales, meta(80), meta(16, dtype=torch.int32), 132)
+
+
+def draw() -> None:
+    space = sampling_launch.space_for(ROWS, VOCABULARY, torch.device("meta"))
+    params = meta(sampling_launch.NUM_PARAMS * ROWS, dtype=torch.float64)
+    largest, tokens = meta(ROWS, dtype=torch.float32), meta(ROWS, dtype=torch.int64)
+    logits = meta(ROWS, VOCABULARY)
+    sampling_launch.draw(logits, largest, params, tokens, space, 1024, top_k=True, top_p=True)
+
+
+def norm() -> None:
+    weight = meta(320, dtype=torch.float32)
+    elementwise_launch.add_norm(
+        meta(2, 320), meta(2, 320), weight, elementwise_launch.Norms(1e-6, offset=False)
+    )
+
+
+def place() -> None:
+    angles, weight = meta(2, 32, dtype=torch.float32), meta(WIDTH, dtype=torch.float32)
+    elementwise_launch.place(
+        meta(2, (4 + 2 * KV_HEADS) * WIDTH), 4, elementwise_launch.Rotation(angles, angles), meta(2, dtype=torch.int32),
+        meta(HOT_BLOCKS, 2, KV_HEADS, SIZE, WIDTH), (weight, weight), elementwise_launch.Norms(1e-6, offset=False),
+    )  # fmt: skip
+
+
+def gated() -> None:
+    elementwise_launch.gated(meta(2, 600), gelu=True)
+
+
+def attend(codec: Codec | None, splits: int, tokens: int = 1) -> None:
+    """Decodes of two sequences, or two tiles of a chunk."""
+    index = meta(8, dtype=torch.int32)
+    cold = COLD_BLOCKS if codec else 0
+    code = meta(cold, 2, KV_HEADS, SIZE, WIDTH, dtype=codec.dtype if codec else torch.bfloat16)
+    scales: Tensor | None = meta(cold, 2, KV_HEADS, dtype=torch.float32) if codec else None
+    layer = attention_launch.Layer(meta(HOT_BLOCKS, 2, KV_HEADS, SIZE, WIDTH), code, scales, codec)
+    batch = attention_launch.Batch(
+        index, index, index, index, index, index[:2], index[:2], rows_for(GROUP, tokens), splits, 0, 2
+    )
+    query = meta(2, KV_HEADS, GROUP, WIDTH)
+    attention_launch.attend(query, layer, batch, attention_launch.Scores(WIDTH**-0.5), query)
+
+
+CODECS: dict[str, Codec] = {"fp8": FP8, "int8": INT8}
+CASES: dict[str, Callable[[], None]] = {"norm": norm, "place": place, "gated": gated}
+for _name, _codec in CODECS.items():
+    CASES |= {
+        f"widen {_name}": lambda codec=_codec: widen(codes.E4M3 if codec is FP8 else codes.INT8),
+        f"compress {_name}": lambda codec=_codec: compress(codec),
+        f"encode {_name}": lambda codec=_codec: encode(codec),
+        f"decode {_name}": lambda codec=_codec: decode(codec),
+        f"one row {_name}": lambda codec=_codec: one_row(codec),
+        f"few rows {_name}": lambda codec=_codec: few_rows(codec),
+        f"attend {_name}": lambda codec=_codec: attend(codec, SPLITS),
+    }
+CASES |= {
+    "attend hot": lambda: attend(None, SPLITS),
+    "attend chunk": lambda: attend(INT8, 1, CHUNK),
+    "draw": draw,
+}

@@ -1,0 +1,189 @@
+"""The kernels against attention in float64, and against PyTorch's way through the same store."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is (Linux on x86-64)")
+
+from benchmarks.on_gpu.interpreter import interprets
+from benchmarks.on_gpu.kernel_cases import LAYER, Case, Problem, Wrong, cases, check
+from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.gpu.attention import GpuKernels
+from services.executor.gpu.kernels import attention_launch
+from services.executor.gpu.kernels.tiles import (
+    LEAST_KEYS,
+    rows_for,
+    scratch_numbers,
+    splits_of,
+    tile_shape,
+    tiles_of,
+)
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.scores import ScoreRule
+
+DEVICE = torch.device("cpu" if interprets() else "cuda")
+
+
+@pytest.mark.parametrize("case", list(cases(large=False)), ids=str)
+def test_attention_is_what_float64_says(case: Case) -> None:
+    check(case, DEVICE)
+
+
+def test_a_check_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Problem, "attended", lambda problem: problem.expected() * 1.001)
+    with pytest.raises(Wrong, match=r"off by 0\.001"):
+        check(Case(), DEVICE)
+
+
+def test_a_check_sees_a_block_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long context in bf16, whose means are small."""
+
+    def without_a_block(problem: Problem, sequence: int) -> torch.Tensor:
+        return real(problem, sequence).index_fill(2, torch.arange(64, 80), 0.0)
+
+    real = Problem._keys_and_values
+    expected = Problem.expected
+    case = Case(query=(1,), context=(600,), dtype=torch.bfloat16, width=32)
+    right = expected(Problem(case, DEVICE))
+    monkeypatch.setattr(Problem, "attended", lambda problem: right.to(problem.query.dtype))
+    check(case, DEVICE)
+    monkeypatch.setattr(Problem, "_keys_and_values", without_a_block)
+    with pytest.raises(Wrong):
+        check(case, DEVICE)
+
+
+def test_a_graphs_batch_is_cut_into_parts() -> None:
+    problem = Problem(Case(query=(1, 1), context=(3 * LEAST_KEYS, 5), kv_heads=1), DEVICE)
+    assert [batch.splits for batch in problem.batches()] == [4]
+    padded = Problem(replace(problem.case, context=(3 * LEAST_KEYS, 0), splits=8), DEVICE)
+    assert padded.attended()[1].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "what", [{}, {"sinks": True, "window": 30}, {"slopes": True, "softcap": 4.0}], ids=str
+)
+def test_a_plans_step_is_attended_alike(what: dict[str, object]) -> None:
+    case = Case(width=16, **what)  # type: ignore[arg-type]
+    problem = Problem(case, DEVICE)
+    kernels = GpuKernels(problem.store)
+    plan = StepPlan(
+        step=0,
+        num_decodes=2,
+        token_ids=b"",
+        positions=b"",
+        slots=to_bytes(problem.slots.tolist()),
+        query_lens=to_bytes(list(case.query)),
+        context_lens=to_bytes(list(case.context)),
+        block_tables=to_bytes(problem.tables.tolist()),
+        sample_rows=b"",
+    )
+    slopes = problem.slopes
+    bias = None if slopes is None else (lambda keys: slopes[..., None] * keys)
+    rule = ScoreRule(case.width**-0.5, case.softcap, problem.sinks, bias)
+    out = torch.full_like(problem.query, float("nan"))
+    kernels.attend(kernels.begin(plan), LAYER, problem.query, rule, case.window, out)
+    torch.testing.assert_close(out, problem.attended(), rtol=0, atol=1e-6)
+
+
+def test_a_scratch_that_is_too_small_is_refused() -> None:
+    problem = Problem(Case(query=(1,), context=(20,), splits=2), DEVICE)
+    (batch,) = problem.batches()
+    assert batch.scratch is not None
+    assert batch.scratch.numel() == scratch_numbers(2, 1, 6, 20)
+    small = batch._replace(scratch=batch.scratch[:-1])
+    with pytest.raises(ValueError, match="need a scratch of 264 numbers, not 263"):
+        attention_launch.attend(problem.query, problem.layer, small, problem.scores, problem.query)
+
+
+def test_a_store_with_more_lines_than_kernels_count_is_refused() -> None:
+    hot = torch.empty((2**27, 2, 8, 16, 64), dtype=torch.bfloat16, device="meta")
+    none = hot[:0]
+    problem = Problem(Case(query=(1,), context=(20,)), DEVICE)
+    (batch,) = problem.batches()
+    with pytest.raises(ValueError, match=f"{2**27} blocks of 16 tokens"):
+        attention_launch.attend_calls(
+            problem.query, attention_launch.Layer(hot, none, None, None), batch, problem.scores, problem.query
+        )
+
+
+@pytest.mark.parametrize("codec", [INT8, FP8], ids=["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_compressed_as_pytorch_does_it(dtype: torch.dtype, codec: Codec) -> None:
+    shape = StoreShape(3, 16, 2, 20, dtype, (codec, None, codec))
+    ours, theirs = KvStore(shape, 6, DEVICE, 5), KvStore(shape, 6, DEVICE, 5)
+    content = torch.randn(ours.hot_layers().shape, generator=torch.Generator().manual_seed(1))
+    content[:, 1] *= 1e-3
+    content[:, 2] = 0
+    content[:, 3, 0, 0, 0, 0] = float("nan")
+    for store in (ours, theirs):
+        store.hot_layers().copy_(content)
+    GpuKernels(ours)
+    pairs = [(0, 8), (1, 6), (2, 9), (3, 7)]
+    ours.compress(pairs)
+    theirs.compress(pairs)
+    for mine, other in zip(ours.cold_layers(), theirs.cold_layers(), strict=True):
+        if mine.scales is not None and other.scales is not None:
+            torch.testing.assert_close(mine.scales, other.scales, rtol=0, atol=0, equal_nan=True)
+        numbers = [part.codes.clone() for part in (mine, other)]
+        for codes in numbers:
+            codes.view(torch.uint8)[:, 1, 0, 0] = (
+                0  # no code says what a row with a NaN holds: its scale does
+            )
+        assert torch.equal(numbers[0].view(torch.uint8), numbers[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_keys_and_values_are_written_to_their_slots(dtype: torch.dtype) -> None:
+    shape = StoreShape(2, 16, 3, 20, torch.bfloat16, (INT8,) * 2)
+    ours, theirs = KvStore(shape, 6, DEVICE, 2), KvStore(shape, 6, DEVICE, 2)
+    fused = torch.randn((7, 9, 20), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(DEVICE)
+    slots = torch.tensor([5, 90, -1, 0, 33, 95, -1], device=DEVICE)
+    key, value = fused[:, 3:6], fused[:, 6:]
+    kernels, nothing = GpuKernels(ours), StepPlan(0, 0, *[b""] * 7)
+    kernels.write(kernels.begin(nothing), 1, slots.to(dtype), key, value)
+    there = slots >= 0  # the others only fill up a graph's batch
+    theirs.write(1, slots[there], key[there], value[there])
+    assert torch.equal(ours.hot_layers(), theirs.hot_layers())
+
+
+def test_tiles_hold_every_token_once() -> None:
+    lens = np.array([1, 1, 40, 7, 8])
+    tiles = tiles_of(lens, 8)
+    covered = [
+        (sequence, token)
+        for sequence, first in zip(tiles.sequence, tiles.first, strict=True)
+        for token in range(first, min(first + 8, lens[sequence]))
+    ]
+    assert covered == [(sequence, token) for sequence, length in enumerate(lens) for token in range(length)]
+
+
+@pytest.mark.parametrize(
+    ("programs", "longest", "splits"),
+    [(1000, 10**6, 1), (8, 200, 1), (8, 10**6, 64), (8, 1000, 4), (200, 10**6, 4)],
+)
+def test_keys_are_split_where_processors_would_be_idle(programs: int, longest: int, splits: int) -> None:
+    assert splits_of(programs, longest, 132) == splits
+
+
+@pytest.mark.parametrize("group", range(1, 12))
+@pytest.mark.parametrize("tokens", [1, 2, 9, 4000])
+def test_a_tile_has_whole_tokens(group: int, tokens: int) -> None:
+    rows = rows_for(group, tokens)
+    assert rows & (rows - 1) == 0
+    assert 16 <= rows <= 128
+    assert rows // group >= min(tokens, 128 // group) * (group <= rows)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("width", [64, 80, 128, 256, 512])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_turns_fit_into_shared_memory(rows: int, width: int, compressed: bool) -> None:
+    shape = tile_shape(rows, width, 2, compressed)
+    padded = 1 << (width - 1).bit_length()
+    both = 2 * shape.keys * padded * 2
+    assert rows * padded * 2 + shape.hot_stages * both <= 227 << 10

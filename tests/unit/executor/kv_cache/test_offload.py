@@ -1,0 +1,161 @@
+"""A rank's spilled bytes: what was saved last or nothing, whatever the disk does."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.kv_cache.offload import BlockCopier, DiskSlots, SpillStore
+from services.executor.kv_cache.sizes import StoreShape, plan_spill
+from services.executor.kv_cache.store import KvStore
+from shared.errors import ConfigurationError
+from tests.unit.executor.model.ring import on_ring
+
+SIZE = 64
+
+
+def block(value: int) -> bytes:
+    return bytes([value]) * SIZE
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> DiskSlots:
+    return DiskSlots(SIZE, tmp_path / "made")
+
+
+def test_what_was_saved_last_is_loaded_from_memory_and_from_disk(tmp_path: Path) -> None:
+    spill = SpillStore(2, 3, SIZE, tmp_path)
+    for slot in range(5):
+        spill.save(slot, block(9))
+        spill.save(slot, block(slot))
+    assert [spill.load(slot) for slot in range(5)] == [block(slot) for slot in range(5)]
+    assert spill._disk is not None
+    spill._disk.flush()
+    assert [spill.load(slot) for slot in range(5)] == [block(slot) for slot in range(5)]
+    assert list(tmp_path.iterdir()) == [], "the file has no name"
+    spill.close()
+    spill.close()
+    assert spill.load(0) is None
+
+
+def test_what_was_never_saved_is_lost() -> None:
+    spill = SpillStore(1, 0, SIZE)
+    assert spill.load(0) is None
+    assert spill.load(1) is None
+
+
+@pytest.mark.parametrize("damage", [b"\x00", b""])
+def test_bytes_that_have_changed_are_lost(disk: DiskSlots, damage: bytes) -> None:
+    disk.save(0, block(1))
+    disk.save(1, block(2))
+    disk.flush()
+    if damage:
+        os.pwrite(disk._file, damage, SIZE + 5)
+    else:
+        os.ftruncate(disk._file, SIZE + 5)
+    assert disk.load(1) is None
+    assert disk.load(0) == block(1)
+    disk.save(1, block(3))
+    assert disk.load(1) == block(3)
+    disk.close()
+
+
+def test_a_write_that_fails_loses_the_block_and_what_was_there_before(
+    disk: DiskSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.save(0, block(1))
+    disk.flush()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    disk.save(0, block(2))
+    disk.flush()
+    assert disk.load(0) is None
+    disk.close()
+
+
+def test_a_read_that_fails_is_a_loss(disk: DiskSlots, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.save(0, block(1))
+    disk.flush()
+
+    def broken(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", broken)
+    assert disk.load(0) is None
+    disk.close()
+
+
+def test_a_slow_disk_loses_blocks_and_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, began, write = threading.Event(), threading.Event(), os.pwrite
+
+    def slow(*arguments: object) -> int:
+        began.set()
+        gate.wait(30)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    disk = DiskSlots(SIZE, tmp_path, most_waiting=2 * SIZE)
+    monkeypatch.setattr(os, "pwrite", slow)
+    for slot in range(4):
+        disk.save(slot, block(slot))
+    began.wait(30)
+    disk.save(0, block(7))
+    assert [disk.load(slot) for slot in range(4)] == [block(7), block(1), None, None]
+    gate.set()
+    disk.flush()
+    assert [disk.load(slot) for slot in range(4)] == [block(7), block(1), None, None]
+    disk.close()
+
+
+def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="--kv-disk-directory"):
+        SpillStore(0, 1, SIZE, tmp_path / "file")
+
+
+# --- a plan's copies -----------------------------------------------------------------------------
+
+SHAPE = StoreShape(num_layers=2, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
+EMPTY = StepPlan(1, 0, b"", b"", b"", b"", b"", b"", b"")
+
+
+def plan(
+    saves: list[tuple[int, int]] = [],  # noqa: B006
+    restores: list[tuple[int, int]] = [],  # noqa: B006
+) -> StepPlan:
+    return StepPlan(
+        1, 0, b"", b"", b"", b"", b"", b"", b"", saves=to_bytes(saves), restores=to_bytes(restores)
+    )
+
+
+def test_all_ranks_agree_on_what_cannot_be_restored() -> None:
+    def rank(collectives: Collectives) -> tuple[list[int], bool]:
+        store = KvStore(SHAPE, 4, torch.device("cpu"))
+        keys = torch.full((4, 2, 8), 1.0 + collectives.rank)
+        store.write(0, torch.arange(4), keys, keys)
+        spill = SpillStore(3, 0, SHAPE.bytes_per_block)
+        copier = BlockCopier(store, spill, collectives)
+        assert copier.run(plan(saves=[(0, 0), (0, 1), (1, 2)])) == []
+        if collectives.rank == 1:
+            del spill._host[1]
+        failed = copier.run(plan(restores=[(0, 2), (1, 3)]))
+        same = store.save(2) == store.save(0)
+        return failed, same
+
+    assert on_ring(2, rank) == [([1], True)] * 2
+
+
+def test_slots_in_a_budget() -> None:
+    size = SHAPE.bytes_per_block
+    counts = plan_spill(SHAPE, 3 * size - 1, 10 * size)
+    assert (counts.host, counts.disk) == (2, 10)
+    assert counts.copies_per_step >= 1
+    assert np.prod(counts) > 0

@@ -1,0 +1,204 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from services.executor.model.convert import main
+from services.executor.model.loading import checkpoints
+from services.executor.model.loading.checkpoints import convert_gguf, resolve_model
+from shared.errors import ModelLoadError
+
+HIDDEN, LAYERS, FEED, CONTEXT = 32, 2, 64, 256
+
+
+def write_gguf(path: Path, **changes: object) -> Path:
+    """A tiny Llama in Q8_0 with a byte-level tokenizer."""
+    byte_tokens = [chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256)]]
+    byte_tokens += [chr(256 + extra) for extra in range(68)]
+    tokens = ["<end>", "<start>", "<turn>", "12", "ab", *byte_tokens]
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FEED)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (2 + len(byte_tokens)))
+    writer.add_token_merges(["1 2", "a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_eot_token_id(2)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    random = np.random.default_rng(0)
+
+    def tensor(name: str, *shape: int) -> None:
+        values = random.standard_normal(shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+        else:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+
+    tensor("token_embd.weight", len(tokens), HIDDEN)
+    tensor("output_norm.weight", HIDDEN)
+    for layer in range(LAYERS):
+        for name, shape in {
+            "attn_norm": (HIDDEN,),
+            "ffn_norm": (HIDDEN,),
+            "attn_q": (HIDDEN, HIDDEN),
+            "attn_k": (HIDDEN // 2, HIDDEN),
+            "attn_v": (HIDDEN // 2, HIDDEN),
+            "attn_output": (HIDDEN, HIDDEN),
+            "ffn_gate": (FEED, HIDDEN),
+            "ffn_up": (FEED, HIDDEN),
+            "ffn_down": (HIDDEN, FEED),
+        }.items():
+            tensor(f"blk.{layer}.{name}.weight", *shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def ignore(stage: str, done: int, total: int) -> None:
+    return
+
+
+def test_a_gguf_file_becomes_a_model_directory_once(file: Path, tmp_path: Path) -> None:
+    stages: list[tuple[str, int, int]] = []
+    directory = resolve_model(str(file), tmp_path, lambda *stage: stages.append(stage))
+    assert stages[0] == ("header", 0, 4)
+    assert stages[-1] == ("done", 4, 4)
+    assert list(tmp_path.iterdir()) == [directory]
+    model = AutoModelForCausalLM.from_pretrained(str(directory))
+    assert model.dtype == torch.bfloat16
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [0, 2]
+    assert (directory / "chat_template.jinja").read_text().startswith("{% for m")
+    assert json.loads((directory / "tokenizer_config.json").read_text())["model_max_length"] == CONTEXT
+    # Digits stand alone in this tokenizer, whatever the merges say.
+    assert Tokenizer.from_file(str(directory / "tokenizer.json")).encode("12ab").tokens == ["1", "2", "ab"]
+    again: list[tuple[str, int, int]] = []
+    assert resolve_model(str(file), tmp_path, lambda *stage: again.append(stage)) == directory
+    assert again == []
+
+
+def test_dequantised_weights_are_those_of_the_file(file: Path, tmp_path: Path) -> None:
+    convert_gguf(file, tmp_path / "out", ignore)
+    model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"), dtype=torch.float32)
+    tensor = next(t for t in gguf.GGUFReader(str(file)).tensors if t.name == "blk.1.ffn_down.weight")
+    expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).bfloat16().float()
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, expected)
+
+
+def test_an_interrupted_conversion_leaves_nothing(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "_mend_tokenizer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert_gguf(file, tmp_path / "out", ignore)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_conversions_at_once_agree(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("first")
+    convert_gguf(file, tmp_path / "out", ignore)
+    assert (tmp_path / "out" / "config.json").read_text() == "first"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_damaged_files(file: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    for content, reason in [
+        (file.read_bytes()[:-2000], "cannot be converted"),
+        (file.read_bytes()[:200], "cannot be converted"),
+        (b"not a model", "not a GGUF file"),
+    ]:
+        damaged.write_bytes(content)
+        with pytest.raises(ModelLoadError, match=reason) as raised:
+            resolve_model(str(damaged), tmp_path / "cache", ignore)
+        assert "\n" not in str(raised.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_names_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "weights.bin").touch()
+    for name, reason in [
+        (str(tmp_path / "none.gguf"), "does not exist"),
+        (str(tmp_path / "weights.bin"), "neither a model directory nor a .gguf"),
+        (str(tmp_path / "none"), "does not exist"),
+        ("no-such-owner/no-such-model", "cannot be fetched from the hub"),
+    ]:
+        with pytest.raises(ModelLoadError, match=reason):
+            resolve_model(name, tmp_path / "cache", ignore)
+    assert resolve_model(str(tmp_path), tmp_path / "cache", ignore) == tmp_path
+
+
+@pytest.mark.parametrize(("weights", "fetches"), [("model.safetensors", 1), ("pytorch_model.bin", 2)])
+def test_pickled_weights_are_fetched_where_there_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, fetches: int
+) -> None:
+    asked: list[list[str]] = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        if any(Path(weights).match(pattern) for pattern in allow_patterns):
+            (tmp_path / weights).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert resolve_model("owner/name", tmp_path / "cache", ignore) == tmp_path
+    assert len(asked) == fetches
+    assert (tmp_path / weights).is_file()
+
+
+def test_command_reports_stages_and_errors(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(file), str(tmp_path / "out")]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1] == {"stage": "done", "done": 4, "total": 4}
+    assert main([str(file), str(tmp_path / "out")]) == 0
+    (tmp_path / "file").touch()
+    assert main([str(file), str(tmp_path / "file" / "out")]) == 1
+    assert "cannot be written" in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+
+
+def test_command_fails_as_a_process(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "services.executor.model.convert",
+        str(tmp_path / "x.gguf"),
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=dict(os.environ), check=False
+    )
+    assert done.returncode == 1
+    assert "cannot be read" in json.loads(done.stdout)["error"]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,63 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.executor.core.sharding import Span
+from services.executor.model.loading.composition import Composition, concatenated, stacked
+
+
+def built(content: Composition, stored: dict[str, Tensor]) -> Tensor:
+    """What `content` says, with a check that its parts cover it once."""
+    made = torch.full(content.shape, -1)
+    for part in content.parts:
+        place = part.place(made)
+        assert bool((place == -1).all())
+        place.copy_(part.view(stored[part.source]))
+    assert bool((made != -1).all())
+    return made
+
+
+@st.composite
+def compositions(draw: st.DrawFn) -> tuple[Composition, Tensor, dict[str, Tensor]]:
+    """A composition made by random steps, the tensor that the same steps make, and the stored tensors."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    stored = {
+        name: torch.arange(torch.Size(shape).numel()).view(shape) + 1000 * index
+        for index, name in enumerate(("a", "b", "c"))
+    }
+    made = [(Composition.whole(name, tensor.shape), tensor) for name, tensor in stored.items()]
+    content, tensor = made[0]
+    for step in draw(st.lists(st.sampled_from(["stack", "cat", "swap", "cut", "split"]), max_size=4)):
+        dim = draw(st.integers(0, tensor.dim() - 1))
+        fitting = [(other, value) for other, value in made if value.shape == tensor.shape]
+        if step == "stack" and tensor.dim() < 4:
+            pieces = [(content, tensor), *fitting]
+            content = stacked([piece for piece, _ in pieces], dim)
+            tensor = torch.stack([value for _, value in pieces], dim)
+        elif step == "cat":
+            pieces = [*fitting, (content, tensor)]
+            content = concatenated([piece for piece, _ in pieces], dim)
+            tensor = torch.cat([value for _, value in pieces], dim)
+        elif step == "swap":
+            other = draw(st.integers(0, tensor.dim() - 1))
+            content, tensor = content.transposed(dim, other), tensor.transpose(dim, other)
+        elif step == "cut":
+            cuts = draw(st.lists(st.tuples(*[st.integers(0, tensor.shape[dim])] * 2), min_size=1, max_size=3))
+            spans = [Span(min(cut), max(cut)) for cut in cuts]
+            content = content.selected(dim, spans)
+            tensor = torch.cat([tensor.narrow(dim, span.start, span.size) for span in spans], dim)
+        elif step == "split":
+            first = draw(st.integers(0, tensor.shape[dim]))
+            sizes = [first, tensor.shape[dim] - first]
+            content, tensor = content.split(sizes, dim)[1], tensor.split(sizes, dim)[1]
+    return content, tensor, stored
+
+
+@given(compositions())
+def test_boxes_make_the_tensor_that_torch_makes(
+    made: tuple[Composition, Tensor, dict[str, Tensor]],
+) -> None:
+    content, tensor, stored = made
+    assert content.shape == tuple(tensor.shape)
+    assert torch.equal(built(content, stored), tensor)

@@ -1,0 +1,73 @@
+"""Rows of fused projections, against what the names of the rows say."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.executor.core.sharding import HeadCounts, ShardLayout, Span
+from services.executor.model.parallel.fused import blocks, by_group, halves, merged
+
+HEAD_DIM = 2
+
+
+@st.composite
+def rings(draw: st.DrawFn) -> list[ShardLayout]:
+    kv_heads = draw(st.integers(1, 9))
+    total = HeadCounts(kv_heads * draw(st.integers(1, 5)), kv_heads, HEAD_DIM)
+    world_size = draw(st.integers(1, min(total.q_heads, 7)))
+    return [ShardLayout.of(total, world_size, rank) for rank in range(world_size)]
+
+
+def rows(names: list[tuple[str, int]], spans: tuple[Span, ...]) -> list[tuple[str, int]]:
+    """The heads that `spans` read, in order, of a projection whose heads are `names`."""
+    labels = [name for name in names for _ in range(HEAD_DIM)]
+    read = [label for span in spans for label in labels[span.start : span.stop]]
+    heads = read[::HEAD_DIM]
+    assert read == [head for head in heads for _ in range(HEAD_DIM)], "whole heads only"
+    return heads
+
+
+def heads(kind: str, span: Span) -> list[tuple[str, int]]:
+    return [(kind, head) for head in range(span.start, span.stop)]
+
+
+@given(rings())
+def test_blocks(ring: list[ShardLayout]) -> None:
+    total = ring[0].total
+    names = heads("q", Span(0, total.q_heads)) + heads("k", Span(0, total.kv_heads))
+    names += heads("v", Span(0, total.kv_heads))
+    for layout in ring:
+        expected = heads("q", layout.q_heads) + heads("k", layout.kv_heads) + heads("v", layout.kv_heads)
+        assert rows(names, blocks(layout)) == expected
+
+
+@given(rings())
+def test_by_group(ring: list[ShardLayout]) -> None:
+    total = ring[0].total
+    group = total.q_heads // total.kv_heads
+    names = []
+    for kv_head in range(total.kv_heads):
+        names += heads("q", Span(0, group).scaled(1))
+        names[-group:] = heads("q", Span(kv_head * group, (kv_head + 1) * group))
+        names += [("k", kv_head), ("v", kv_head)]
+    for layout in ring:
+        expected = []
+        for index in range(layout.kv_heads.size):
+            first = layout.q_heads.start + index * layout.q_per_kv
+            kv_head = layout.kv_heads.start + index
+            expected += heads("q", Span(first, first + layout.q_per_kv))
+            expected += [("k", kv_head), ("v", kv_head)]
+        assert rows(names, by_group(layout)) == expected
+
+
+@given(rings())
+def test_every_kv_head_counts_once(ring: list[ShardLayout]) -> None:
+    counted = [head for layout in ring for _, head in heads("k", layout.counted_kv_heads)]
+    assert counted == list(range(ring[0].total.kv_heads))
+
+
+def test_neighbours_are_read_at_once() -> None:
+    assert merged([Span(0, 2), Span(2, 5), Span(7, 8)]) == (Span(0, 5), Span(7, 8))
+    assert halves(Span(2, 4), 6) == (Span(2, 4), Span(8, 10))
+    assert halves(Span(0, 6), 6) == (Span(0, 12),)
+    whole = ShardLayout.of(HeadCounts(6, 3, HEAD_DIM), 1, 0)
+    assert by_group(whole) == blocks(whole) == (Span(0, 24),)

@@ -1,0 +1,40 @@
+"""A drafter that knows what the fake engine will say, and is wrong when it likes."""
+
+import random
+from collections.abc import Sequence as Seq
+
+from services.executor.core.engine import EngineSpec
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.sequence import Sequence
+from tests.unit.executor.scheduler.fake_engine import VOCAB, next_token
+
+
+class FakeDrafter(Drafter):
+    """Proposes as much as it may, of tokens that are right with a set probability."""
+
+    def __init__(
+        self, spec: EngineSpec, settings: BatchSettings, rng: random.Random, right: float = 0.7
+    ) -> None:
+        super().__init__(spec, settings)
+        self._rng = rng
+        self._right = right
+
+    def may_rest(self, sequences: Seq[Sequence]) -> bool:
+        return self._rng.random() < 0.5
+
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int) -> list[list[int]]:
+        found = []
+        for sequence, limit in zip(sequences, limits, strict=True):
+            count = self._rng.randint(0, min(limit, budget))
+            budget -= count
+            found.append(self._tokens(sequence, count))
+        return found
+
+    def _tokens(self, sequence: Sequence, count: int) -> list[int]:
+        drafts: list[int] = []
+        seed = sequence.request.sampling.seed
+        for position in range(sequence.output_tokens, sequence.output_tokens + count):
+            token = next_token(list(sequence.tokens) + drafts, seed, position)
+            drafts.append(token if self._rng.random() < self._right else self._rng.randrange(VOCAB))
+        return drafts

@@ -1,0 +1,214 @@
+"""A rank that executes plans on a model of its memory, and reads its answers out of it.
+
+Each slot holds the (token, position, mark) that was last written there, where the mark stands for the
+whole beginning that was read when the token was computed, as a real key does. Every read checks the
+marks of the whole context. The next token of a sequence is a function of its seed, its output position
+and everything that its block table leads to. So a wrong slot, a shared block that was overwritten, a
+stale cache hit, or a copy that was made too late or to a wrong place changes the text or fails at once.
+So does a block that is read in another form than its reader's position tells (docs/adr/0024).
+"""
+
+from hashlib import blake2b
+from typing import NamedTuple
+
+from services.executor.core.engine import BadLogits, EngineSpec, RestoreFailed, SampledToken
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.step_plan import StepPlan, as_int32
+from shared.messages import GenerationRequest
+
+VOCAB = 50
+
+Slot = tuple[int, int, int]
+"""(token, position, mark)"""
+
+
+def next_token(content: list[int], seed: int, position: int) -> int:
+    payload = repr((content, seed, position)).encode()
+    return int.from_bytes(blake2b(payload, digest_size=4).digest(), "little") % VOCAB
+
+
+def undisturbed(request: GenerationRequest, length: int) -> list[int]:
+    """Output tokens up to `length` in all, as one ring alone would compute them."""
+    output = list(request.generated)
+    while len(output) < length and not (output and output[-1] in request.stop_token_ids):
+        output.append(next_token(request.prompt + output, request.sampling.seed, len(output)))
+    return output
+
+
+def pairs(payload: bytes) -> list[tuple[int, int]]:
+    values = as_int32(payload).tolist()
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+class FakeEngine:
+    """Executes plans, and asserts that they are well formed."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.blocks: list[list[Slot | None]] = [[None] * spec.block_size for _ in range(spec.total_blocks)]
+        self.spilled: dict[int, list[Slot | None]] = {}
+        self.landing: dict[int, list[Slot | None]] = {}
+        """What another ring has given."""
+        self.unreadable: set[int] = set()
+        """Spill slots whose bytes have been lost since they were written."""
+        self.bad_rows: set[int] = set()
+        """Rows of the next step that are no numbers."""
+        self.largest = 0
+        self.saves = self.compressions = self.restores = 0
+        """Copies in all."""
+
+    def execute(self, plan: StepPlan, states: list[SamplingState]) -> list[SampledToken]:
+        self._copy(plan)
+        tokens, positions, slots = (
+            as_int32(payload).tolist() for payload in (plan.token_ids, plan.positions, plan.slots)
+        )
+        lengths = as_int32(plan.query_lens).tolist()
+        assert len(tokens) == len(positions) == len(slots) == sum(lengths)
+        assert len(set(slots)) == len(slots), "two tokens go to one slot"
+        assert all(slot < self.spec.num_blocks * self.block_size for slot in slots), "a cold block is written"
+        assert lengths == sorted(lengths, key=lambda length: length > 1), "single tokens do not come first"
+        assert plan.num_decodes == lengths.count(1)
+        self.largest = max(self.largest, len(tokens))
+        found = self._compute(plan, lengths, states)
+        if bad := sorted(self.bad_rows):
+            self.bad_rows = set()
+            raise BadLogits(bad)
+        return found
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def _copy(self, plan: StepPlan) -> None:
+        saves, adoptions, restores = pairs(plan.saves), pairs(plan.adoptions), pairs(plan.restores)
+        self._check_targets(saves, pairs(plan.compressions) + adoptions, restores)
+        for block, slot in saves:
+            assert None not in self.blocks[block], "a block is saved that is not full"
+            self.spilled[slot] = list(self.blocks[block])
+            self.unreadable.discard(slot)
+        for block in {block for block, _ in saves}:
+            self._wipe(block)
+        for slot, block in adoptions:
+            self.blocks[block] = list(self.landing.pop(slot))
+        for slot, block in restores:
+            self.blocks[block] = list(self.spilled[slot])
+        self.saves, self.restores = self.saves + len(saves), self.restores + len(restores)
+        failed = [slot for slot, _ in restores if slot in self.unreadable]
+        if failed:
+            for slot, block in restores:
+                if slot in failed:
+                    self._wipe(block)
+            raise RestoreFailed(failed)
+
+    def _compress(self, plan: StepPlan) -> None:
+        """In the step, behind its writes."""
+        for hot, cold in pairs(plan.compressions):
+            assert hot < self.spec.num_blocks <= cold
+            assert None not in self.blocks[hot], "a block is compressed that is not full"
+            self.blocks[cold] = list(self.blocks[hot])
+            self.compressions += 1
+
+    def _check_targets(self, *copies: list[tuple[int, int]]) -> None:
+        saves, compressions, restores = copies
+        assert len(restores) <= self.spec.copies_per_step
+        assert len({slot for _, slot in saves}) == len(saves), "two blocks are saved to one slot"
+        written = [cold for _, cold in compressions] + [block for _, block in restores]
+        assert len(set(written)) == len(written), "a block is written by two copies"
+        for slot in (*(slot for _, slot in saves), *(slot for slot, _ in restores)):
+            assert 0 <= slot < self.spec.num_host + self.spec.num_disk
+
+    def _wipe(self, block: int) -> None:
+        """Whoever reads the block before it is written again is wrong."""
+        self.blocks[block] = [None] * self.block_size
+
+    # --- forward pass ----------------------------------------------------------------------------
+
+    def _compute(self, plan: StepPlan, lengths: list[int], states: list[SamplingState]) -> list[SampledToken]:
+        contexts, rows = as_int32(plan.context_lens).tolist(), as_int32(plan.sample_rows).tolist()
+        flat, results, row, waiting = as_int32(plan.block_tables).tolist(), [], 0, list(states)
+        chunks = []
+        for length, context in zip(lengths, contexts, strict=True):
+            table = [flat.pop(0) for _ in range(-(-context // self.block_size))]
+            chunks.append(self._write(plan, table, range(row, row + length), context))
+            row += length
+        assert not flat
+        self._check_writers(chunks)
+        self._compress(plan)
+        row = 0
+        for chunk in chunks:
+            content = chunk.read(self)
+            for seen in range(chunk.begin + 1, chunk.context + 1):
+                if row in rows:
+                    results.append(self.sample(content[:seen], waiting.pop(0)))
+                row += 1
+        assert not waiting
+        assert len(results) == len(rows)
+        return results
+
+    def sample(self, content: list[int], state: SamplingState) -> SampledToken:
+        """The token after `content`."""
+        return SampledToken(next_token(content, state.params.seed, state.position))
+
+    def _write(self, plan: StepPlan, table: list[int], rows: range, context: int) -> "Chunk":
+        tokens, positions, slots = (
+            as_int32(payload)[rows.start : rows.stop].tolist()
+            for payload in (plan.token_ids, plan.positions, plan.slots)
+        )
+        assert positions == list(range(context - len(rows), context)), "not the context's last tokens"
+        kept = dict(pairs(plan.compressions))
+        chunk = Chunk(table, {}, positions[0], context)
+        for token, position, slot in zip(tokens, positions, slots, strict=True):
+            at = position // self.block_size
+            block, offset = divmod(slot, self.block_size)
+            assert offset == position % self.block_size
+            # The last block is read as it is written, the others that the step fills as it compresses them.
+            read_from = block if at == len(table) - 1 else kept.get(block, block)
+            assert read_from == table[at], "what is written is not what later positions read"
+            chunk.own[at] = block
+            before = chunk.written(self, position - 1)[2] if position else 0
+            self.blocks[block][offset] = (token, position, hash((before, token)))
+        return chunk
+
+    def _check_writers(self, chunks: "list[Chunk]") -> None:
+        for chunk in chunks:
+            for other in chunks:
+                assert other is chunk or not set(chunk.own.values()) & {*other.table, *other.own.values()}, (
+                    "a block is written that another reads"
+                )
+
+    def at(self, block: int, offset: int) -> Slot:
+        stored = self.blocks[block][offset]
+        assert stored is not None, "a slot is read that was not written, or whose content has moved"
+        return stored
+
+
+class Chunk(NamedTuple):
+    """What a step computes of one sequence: the positions [begin, context)."""
+
+    table: list[int]
+    own: dict[int, int]
+    """The blocks that are written to, by their places in the table."""
+    begin: int
+    context: int
+
+    def written(self, engine: FakeEngine, position: int) -> Slot:
+        """What is at `position`, before the step has compressed anything."""
+        at, offset = divmod(position, engine.block_size)
+        return engine.at(self.own.get(at, self.table[at]), offset)
+
+    def read(self, engine: FakeEngine) -> list[int]:
+        """The tokens of the whole context, as each position that is computed reads it."""
+        content: list[int] = []
+        for reader in range(self.begin, self.context):
+            home = reader // engine.block_size
+            content, mark = [], 0
+            for position in range(reader + 1):
+                at, offset = divmod(position, engine.block_size)
+                block = self.own[at] if at == home else self.table[at]
+                cold = block >= engine.spec.num_blocks
+                assert cold == (at < home and engine.spec.num_cold > 0), "a block is read in the wrong form"
+                token, written_at, stored = engine.at(block, offset)
+                mark = hash((mark, token))
+                assert written_at == position, "a slot holds another position's token"
+                assert stored == mark, "a slot holds what was computed after another beginning"
+                content.append(token)
+        return content

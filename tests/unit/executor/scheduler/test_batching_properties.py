@@ -1,0 +1,333 @@
+"""Continuous batching under any order of requests, cancellations, failures, steps and returns.
+
+Steps are planned ahead where they may be, or not, as it happens: the texts must be the same.
+The fake rank executes every plan on a model of its memory: whatever moves to a cold block, to a spill
+slot and back, each sequence must read exactly its own tokens.
+"""
+
+import random
+from collections import deque
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.executor.core.engine import BadLogits, EngineSpec, RestoreFailed, SampledToken
+from services.executor.core.step_plan import StepPlan
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher, Entries
+from services.executor.scheduler.sequence import Sequence
+from services.executor.scheduler.steps import Row
+from services.executor.worker.launches import HostLaunches
+from shared.errors import InternalError
+from shared.messages import LANES, GenerationRequest, SamplingParams
+from tests.unit.executor.scheduler.fake_drafter import FakeDrafter
+from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
+
+BLOCK = 4
+
+requests = st.builds(
+    GenerationRequest,
+    generation_id=st.integers(0, 11).map(str),
+    request_id=st.just("r"),
+    model=st.just("m"),
+    consumer=st.sampled_from(["gateway-a", "gateway-b"]),
+    # Few beginnings, so that prefixes are shared.
+    prompt=st.builds(
+        lambda start, n: [(start + i // 3) % VOCAB for i in range(n)], st.integers(0, 2), st.integers(1, 30)
+    ),
+    max_tokens=st.integers(1, 14),
+    sampling=st.builds(SamplingParams, seed=st.integers(0, 5)),
+    stop_token_ids=st.sampled_from([[], [3, 7, 11]]),
+    session=st.sampled_from(["", "", "x", "y", "z"]),
+    lane=st.sampled_from(LANES),
+    cache_salt=st.sampled_from(["", "", "s", "t"]),
+    attempt=st.integers(0, 2),
+    suspected=st.sampled_from(["", "", "", "crashed"]),
+)
+
+
+class BatcherMachine(RuleBasedStateMachine):
+    """A tiny pool of blocks, so that preemption, eviction and spilling are the rule."""
+
+    @initialize(
+        blocks=st.integers(2, 12),
+        cold=st.sampled_from([0, 0, 3, 6, 12]),
+        host=st.sampled_from([0, 3, 12]),
+        disk=st.sampled_from([0, 4, 20]),
+        copies=st.integers(1, 6),
+        budget=st.integers(4, 20),
+        sequences=st.integers(1, 4),
+        context=st.integers(16, 60),
+        ttl=st.sampled_from([0.0, 5.0, 100.0]),
+        drafts=st.sampled_from([0, 0, 1, 3, 9]),
+        lookahead=st.booleans(),
+        rng=st.randoms(use_true_random=False),
+    )
+    def build(
+        self,
+        blocks: int,
+        cold: int,
+        host: int,
+        disk: int,
+        copies: int,
+        budget: int,
+        sequences: int,
+        context: int,
+        ttl: float,
+        drafts: int,
+        lookahead: bool,
+        rng: random.Random,
+    ) -> None:
+        hot = blocks if cold else max(blocks, 5)
+        self.spec = EngineSpec(BLOCK, hot, context, VOCAB, cold, host, disk, copies)
+        self.settings = BatchSettings(budget, sequences, max_waiting=8, session_ttl=ttl, max_drafts=drafts)
+        # Drafts are right or wrong as it happens: the text must be the same.
+        self.drafter = FakeDrafter(self.spec, self.settings, rng) if drafts else None
+        self.batcher = ContinuousBatcher(self.spec, self.settings, "m", self.drafter)
+        self.engine = FakeEngine(self.spec)
+        self.launches = HostLaunches(self.engine.execute)
+        self.lookahead = lookahead
+        self.now = 0.0
+        self.flying: deque[tuple[StepPlan, list[Row]]] = deque()
+        self.open: dict[tuple[str, int], tuple[GenerationRequest, list[int]]] = {}
+        self.newest: dict[str, int] = {}
+        self.interfered: set[tuple[str, int]] = set()
+        self.replaced: set[tuple[str, int]] = set()
+        self.turns: list[tuple[str, list[int]]] = []
+
+    @property
+    def capacity(self) -> int:
+        return self.spec.capacity
+
+    @rule(request=requests, continued=st.integers(0, 3))
+    def add(self, request: GenerationRequest, continued: int) -> None:
+        if request.attempt:
+            generated = undisturbed(request, continued)
+            request = _with(request, generated=generated)
+        known = self.newest.get(request.generation_id, -1)
+        refusal = self.batcher.add(request)
+        if request.attempt <= known:
+            assert refusal is None
+            return
+        for key in [key for key in self.open if key[0] == request.generation_id]:
+            del self.open[key]
+            self.replaced.add(key)
+        total = len(request.prompt) + len(request.generated)
+        if refusal is None:
+            self.newest[request.generation_id] = request.attempt
+            self.open[request.generation_id, request.attempt] = (request, list(request.generated))
+        else:
+            assert refusal.retryable == (refusal.code == "queue_full")
+            longest = min(self.spec.context_length - 1, self.capacity)
+            assert (refusal.code == "context_length_exceeded") == (total > longest)
+
+    @precondition(lambda self: self.turns)
+    @rule(request=requests, data=st.data(), new=st.integers(1, 6))
+    def come_back(self, request: GenerationRequest, data: st.DataObject, new: int) -> None:
+        """A session's next turn: all that was said, and something new."""
+        session, said = data.draw(st.sampled_from(self.turns))
+        name = f"turn-{len(self.newest)}"
+        prompt = said + [(new + i) % VOCAB for i in range(new)]
+        self.add(_with(request, generation_id=name, session=session, prompt=prompt, attempt=0), 0)
+
+    @rule(ids=st.lists(st.integers(0, 11).map(str), min_size=1, max_size=3))
+    def cancel(self, ids: list[str]) -> None:
+        self.interfered |= {(i, self.newest[i]) for i in ids if i in self.newest}
+        self.batcher.cancel(ids)
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 50.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.engine.spilled)
+    @rule(data=st.data())
+    def lose_bytes(self, data: st.DataObject) -> None:
+        """What a rank has spilled becomes unreadable."""
+        self.engine.unreadable |= data.draw(st.sets(st.sampled_from(sorted(self.engine.spilled))))
+
+    @precondition(lambda self: not self.flying)
+    @rule()
+    def schedule(self) -> None:
+        running, placeable = list(self.batcher._planner.running), self.placeable()
+        scheduled = self.batcher.schedule(self.now)
+        if scheduled is None:
+            self.receive(self.batcher.take_entries())
+            return
+        self.flying.append(scheduled)
+        self.check_isolation()
+        self.check_lanes(running, placeable)
+
+    @precondition(lambda self: len(self.flying) == 1 and self.lookahead)
+    @rule()
+    def look_ahead(self) -> None:
+        preemptions = self.batcher.preemptions
+        scheduled = self.batcher.schedule_ahead(self.now)
+        assert self.batcher.preemptions == preemptions
+        if scheduled is not None:
+            assert scheduled[0].step == self.flying[0][0].step + 1
+            self.check_isolation()
+            assert scheduled[0].restores + scheduled[0].adoptions + scheduled[0].handover == b""
+            self.flying.append(scheduled)
+
+    def check_isolation(self) -> None:
+        """A suspect is the only one in its step."""
+        computed = [chunk.sequence for chunk in self.batcher.under_way]
+        assert len(computed) == 1 or not any(sequence.alone for sequence in computed)
+
+    def placeable(self) -> Sequence | None:
+        """The first that waits and is not of the batch lane, where that has what it needs."""
+        planner = self.batcher._planner
+        lent = [s for s in planner.running if s.is_batch]
+        first = next((s for s in planner.waiting if not s.is_batch), None)
+        could = first is not None and self.batcher._tables.could_place(first, planner.running, lent)
+        return first if could else None
+
+    def check_lanes(self, before: list[Sequence], placeable: Sequence | None) -> None:
+        """A step has something of the batch lane only where it leaves nobody more urgent without a place or
+        a token that the batch lane could have given. `before`: those that ran before it was planned;
+        `placeable` then. What gets room only because the step gives some up has it in the next one."""
+        planner = self.batcher._planner
+        chunks = {chunk.sequence: chunk for chunk in self.batcher.under_way}
+        if not any(s.is_batch for s in chunks):
+            return
+        if any(s.alone for s in (*before, *planner.running, *planner.waiting)):
+            return  # steps are taken in turns
+        for sequence, chunk in chunks.items():
+            short = not sequence.is_batch and not chunk.samples
+            cut = chunk.end % BLOCK in ((0, BLOCK - 1) if self.spec.num_cold else (0,))
+            assert not short or cut, "a prompt is cut though tokens were left"
+        preempted = [s for s in before if not s.is_batch and s not in planner.running]
+        if not preempted and placeable is not None:
+            assert self.placeable() is not placeable, "batch work is in the way"
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def update(self) -> None:
+        sampled = self.execute()
+        if sampled is not None:
+            self.receive(self.batcher.update(sampled))
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """The step is computed, and some rows are no numbers."""
+        _, sequences = self.flying[0]
+        rows = data.draw(st.sets(st.integers(0, len(sequences) - 1))) if sequences else set()
+        self.engine.bad_rows = rows
+        try:
+            if self.execute() is None:
+                self.engine.bad_rows = set()
+                return
+        except BadLogits:
+            pass
+        self.execute_in_vain()
+        self.interfered |= {
+            (sequences[row].request.generation_id, sequences[row].request.attempt)
+            for row in rows
+            if not sequences[row].ahead
+        }
+        self.receive(self.batcher.fail_step(InternalError("NaN"), rows))
+
+    @rule(count=st.integers(2, 12))
+    def steps(self, count: int) -> None:
+        """Several steps in a row: without them a schedule seldom comes to memory pressure."""
+        for _ in range(count):
+            if not self.flying:
+                self.schedule()
+            if len(self.flying) == 1 and self.lookahead:
+                self.look_ahead()
+            self.holds()
+            if self.flying:
+                self.update()
+            self.holds()
+
+    def execute(self) -> list[SampledToken] | None:
+        """None when the step was not computed, since a restore failed."""
+        plan, sequences = self.flying.popleft()
+        try:
+            return self.launches.launch(plan, [s.sampling for s in sequences]).result()
+        except RestoreFailed as error:
+            self.execute_in_vain()
+            self.receive(self.batcher.fail_restores(error.slots))
+            return None
+
+    def execute_in_vain(self) -> None:
+        """The step behind one that has failed."""
+        while self.flying:
+            plan, sequences = self.flying.popleft()
+            self.launches.launch(plan, [s.sampling for s in sequences]).result()
+
+    def receive(self, entries: Entries) -> None:
+        for consumer, batch in entries.items():
+            for entry in batch:
+                key = (entry.generation_id, entry.attempt)
+                if key in self.replaced:
+                    assert entry.finish, "a replaced attempt goes on"  # it ended before it was replaced
+                    continue
+                assert key in self.open, "an entry of nobody, or of an ended generation"
+                request, output = self.open[key]
+                assert request.consumer == consumer
+                assert entry.position == len(output), "a gap or a repeat"
+                assert entry.cached_tokens <= len(request.prompt)
+                output += entry.tokens
+                if entry.finish:
+                    del self.open[key]
+                    self.verify_end(request, output, entry.finish, entry.error_code)
+
+    def verify_end(self, request: GenerationRequest, output: list[int], finish: str, code: str) -> None:
+        assert output == undisturbed(request, len(output)), "the text is not the undisturbed run's"
+        key = (request.generation_id, request.attempt)
+        total = len(request.prompt) + len(output)
+        if finish == "stop":
+            assert output[-1] in request.stop_token_ids
+        elif finish == "length":
+            assert len(output) >= request.max_tokens or total >= self.spec.context_length
+        elif finish == "cancelled" or code == "internal_error":
+            assert key in self.interfered
+        else:
+            assert code == "context_length_exceeded"
+            assert total > self.capacity
+        if request.session and len(self.turns) < 8:
+            self.turns.append((request.session, request.prompt + output))
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "batcher"):
+            self.batcher.check()
+            assert self.engine.largest <= self.settings.max_batch_tokens
+
+    def teardown(self) -> None:
+        if not hasattr(self, "batcher"):
+            return
+        while self.flying:
+            self.update()
+        steps = 0
+        while self.batcher.has_work or self.flying:
+            if not self.flying:
+                self.schedule()
+            assert self.flying or not self.batcher.has_work, "work that is never scheduled"
+            if len(self.flying) == 1 and self.lookahead:
+                self.look_ahead()
+            if self.flying:
+                self.update()
+            steps += 1
+            assert steps < 3000, "livelock"
+        assert not self.open, "an accepted generation never ended"
+        self.batcher.check()
+        load = self.batcher.load()
+        assert load.free_blocks == load.total_blocks
+        assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
+
+
+def _with(request: GenerationRequest, **changes: object) -> GenerationRequest:
+    return GenerationRequest(
+        **{**{name: getattr(request, name) for name in request.__struct_fields__}, **changes}
+    )
+
+
+TestBatcherMachine = BatcherMachine.TestCase
+TestBatcherMachine.pytestmark = pytest.mark.timeout(400)
+"""A failure is made small before it is shown, and that takes a while."""
+TestBatcherMachine.settings = settings(max_examples=150, stateful_step_count=60)

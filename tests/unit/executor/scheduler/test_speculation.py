@@ -1,0 +1,197 @@
+"""How many drafts a step carries: as many as pay."""
+
+import random
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.executor.core.setting_values import MOST_DRAFTS, MOST_EVER, most_drafts
+from services.executor.core.settings import ExecutorSettings
+from services.executor.scheduler.speculation import Estimates, Guesser, Speculation, StepCost
+from shared.config import load_settings
+from shared.errors import ConfigurationError
+
+BASE, PER_TOKEN = 0.0067, 0.0003
+"""Seconds, as measured for SmolLM2-135M on two cores."""
+
+
+def speculation(most: int = MOST_DRAFTS, sequences: int = 1, per_token: float = PER_TOKEN) -> Speculation:
+    """One that has seen steps of so many sequences, with and without drafts."""
+    made = Speculation(most)
+    for drafts in (0, 3, 8, 0) * 10:
+        made.cost.observe(sequences + drafts, BASE + per_token * (sequences + drafts))
+    return made
+
+
+def talk(made: Speculation, tokens: "array[int]", say: list[int]) -> list[int]:
+    """Drafts of each step of a sequence alone that says `say`, whatever is drafted."""
+    guesser, counts = made.guesser(tokens), []
+    while say:
+        [drafts] = made.choose([guesser], [len(say)], 100)
+        right = next((at for at, draft in enumerate(drafts) if draft != say[at]), len(drafts))
+        new, say = say[: right + 1], say[right + 1 :]
+        tokens.extend(new)
+        guesser.learn(new)
+        counts.append(len(drafts))
+    return counts
+
+
+# --- the cost of a step ---------------------------------------------------------------------------
+
+
+@given(
+    st.floats(1e-4, 0.1),
+    st.floats(0.01, 1.0),
+    st.lists(st.integers(1, 64), min_size=60, max_size=80).filter(lambda sizes: len(set(sizes)) > 5),
+)
+def test_the_cost_of_a_step_is_fitted(base: float, share: float, sizes: list[int]) -> None:
+    cost = StepCost()
+    for size in sizes:
+        cost.observe(size, base * (1 + share * size))
+    assert cost.rise == pytest.approx(base * share, rel=0.3)
+    assert cost.of(10) == pytest.approx(base * (1 + share * 10), rel=0.35)
+
+
+def test_without_a_timed_step_there_are_no_drafts() -> None:
+    made = Speculation(8)
+    guesser = made.guesser(array("i", [1, 2, 3] * 9))
+    assert made.choose([guesser], [100], 100) == [[]]
+    made.cost.observe(0, 1.0)
+    made.cost.observe(1, 0.0)
+    assert made.choose([guesser], [100], 100) == [[]]
+    made.cost.observe(1, 0.01)
+    assert made.choose([guesser], [100], 100) != [[]]
+
+
+def test_a_hiccup_changes_little() -> None:
+    made = speculation()
+    before = made.cost.of(9)
+    made.cost.observe(1, 5.0)
+    assert made.cost.of(9) < 1.5 * before
+
+
+# --- experience -----------------------------------------------------------------------------------
+
+
+def test_a_sequence_begins_with_the_experience_of_its_ring() -> None:
+    ring = Estimates()
+    first = Estimates(ring)
+    for _ in range(100):
+        first.add(4, False)
+        first.add(8, True)
+    second = Estimates(ring)
+    assert second.of(4) < 0.05
+    assert second.of(8) > 0.9
+    assert second.of(30) == second.of(8)
+    for _ in range(10):
+        second.add(4, True)
+    assert second.of(4) > 0.6 > first.of(4)
+
+
+def test_a_repeated_text_gets_long_drafts() -> None:
+    rng = random.Random(1)
+    text = [rng.randrange(1000) for _ in range(150)]
+    counts = talk(speculation(), array("i", text), list(text))
+    assert len(counts) < 40
+    assert max(counts) == MOST_DRAFTS
+
+
+def test_a_text_that_never_goes_on_as_before_gets_no_drafts_any_more() -> None:
+    rng = random.Random(2)
+    made = speculation()
+    # Pairs repeat all the time, and what follows them is always another token.
+    say = [token for at in range(300) for token in (7, 8, 100 + at)]
+    counts = talk(made, array("i", [1, 2]), say)
+    assert sum(counts[400:]) <= 0.35 * len(counts[400:])
+    noise = [rng.randrange(12) for _ in range(600)]
+    counts = talk(made, array("i", [1, 2]), noise)
+    assert sum(counts[300:]) <= len(counts[300:])
+
+
+def test_a_sequence_without_drafts_is_watched_and_comes_back() -> None:
+    made, rng = speculation(), random.Random(3)
+    tokens = array("i", [1, 2])
+    talk(made, tokens, [token for at in range(200) for token in (7, 8, 100 + at)])
+    song = [rng.randrange(2000, 3000) for _ in range(40)]
+    counts = talk(made, tokens, song * 5)
+    assert max(counts) == MOST_DRAFTS
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def singers(made: Speculation, count: int, right: float = 1.0) -> list[Guesser]:
+    """Sequences that repeat themselves, each with some experience of being right."""
+    rng, found = random.Random(4), []
+    for _ in range(count):
+        guesser = made.guesser(array("i", list(range(20)) * 3))
+        for _ in range(40):
+            guesser.guess(0)
+            [token] = guesser.drafts(1)
+            guesser.learn([token if rng.random() < right else 99])
+        found.append(guesser)
+    return found
+
+
+def test_the_more_sequences_the_fewer_drafts() -> None:
+    totals = []
+    for sequences in (1, 4, 16, 64):
+        made = speculation(sequences=sequences)
+        guessers = singers(made, sequences, right=0.6)
+        totals.append(sum(map(len, made.choose(guessers, [99] * sequences, 400))) / sequences)
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] >= 2
+    assert totals[-1] < 0.2
+
+
+def test_where_tokens_cost_what_steps_cost_there_are_no_drafts() -> None:
+    made = Speculation(8)
+    for size in range(1, 40):
+        made.cost.observe(size, 0.001 * size)
+    assert made.choose(singers(made, 4), [99] * 4, 400) == [[]] * 4
+
+
+@given(
+    sequences=st.integers(1, 12),
+    most=st.integers(1, 15),
+    limits=st.lists(st.integers(0, 20), min_size=12, max_size=12),
+    budget=st.integers(-1, 40),
+    right=st.floats(0, 1),
+    per_token=st.floats(1e-5, 5e-3),
+)
+def test_limits_hold_and_drafts_pay(
+    sequences: int, most: int, limits: list[int], budget: int, right: float, per_token: float
+) -> None:
+    made = speculation(most, sequences, per_token)
+    guessers = singers(made, sequences, right)
+    drafts = made.choose(guessers, limits[:sequences], budget)
+    counts = [len(of_one) for of_one in drafts]
+    assert all(count <= min(most, limit) for count, limit in zip(counts, limits, strict=False))
+    assert sum(counts) <= max(budget, 0)
+    expected = sequences + sum(
+        sum(guesser.chances(count, 0.0)) for guesser, count in zip(guessers, counts, strict=True)
+    )
+    with_drafts = expected / made.cost.of(sequences + sum(counts))
+    assert with_drafts >= sequences / made.cost.of(sequences) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("setting", "most"), [("auto", MOST_DRAFTS), ("off", 0), ("0", 0), ("4", 4)])
+def test_the_setting(setting: str, most: int) -> None:
+    assert most_drafts(setting) == most
+
+
+def test_executors_take_the_setting() -> None:
+    assert load_settings(ExecutorSettings).max_drafts == MOST_DRAFTS
+    assert load_settings(ExecutorSettings, speculation="off").max_drafts == 0
+    with pytest.raises(
+        ConfigurationError, match=r"RYZANSTEIN_SPECULATION.*'always' is not auto, off or a number"
+    ):
+        load_settings(ExecutorSettings, speculation="always")
+
+
+@pytest.mark.parametrize("setting", ["", "on", "-1", "1.5", str(MOST_EVER + 1), "٣"])
+def test_the_setting_says_what_it_takes(setting: str) -> None:
+    with pytest.raises(ValueError, match=f"auto, off or a number from 0 to {MOST_EVER}"):
+        most_drafts(setting)

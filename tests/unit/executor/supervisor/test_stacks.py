@@ -1,0 +1,133 @@
+"""Stacks and threads of real processes: busy, stuck in native code, stopped, without a handler."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.executor.ipc.rank_pipe import STACK_SIGNAL
+from services.executor.supervisor.diagnostics import processes
+from services.executor.supervisor.diagnostics.stacks import StackRequest, parse
+from shared.messages.debugging import ThreadDump
+
+STUCK = """
+import ctypes, pathlib, sys, threading
+from services.executor.debug.rank_side import install_stacks
+file = install_stacks(pathlib.Path(sys.argv[1]))
+def held_up():
+    print("ready", flush=True)
+    ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock
+threading.Thread(target=held_up).start()
+threading.Event().wait()
+"""
+
+
+@contextlib.contextmanager
+def process(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def test_a_process_that_is_stuck_in_native_code_with_the_lock_shows_its_stacks(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    with process(STUCK, str(path)) as child:
+        for _ in range(2):  # it can be asked again
+            request = StackRequest(child.pid, path)
+            assert request.missing == ""
+            until(request.poll)
+            found = request.read()
+            assert any("<string>" in stack.frames[0] and "held_up" in stack.frames[0] for stack in found), (
+                found
+            )
+            assert len(found) == 2
+        assert child.poll() is None, "it goes on"
+
+
+def test_a_process_without_a_handler_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    path.touch()
+    with process("print('ready', flush=True); import time; time.sleep(600)") as child:
+        request = StackRequest(child.pid, path)
+        assert "just starting" in request.missing
+        assert (request.poll(), request.read()) == (True, [])
+        assert child.poll() is None
+    assert "has ended" in StackRequest(child.pid, path).missing
+
+
+def test_files_are_named_below_the_nearest_directory() -> None:
+    text = (
+        "Thread 0x00007f1 (most recent call first):\n"
+        '  File "/a/b/c.py", line 3 in run\n'
+        '  File "/elsewhere/d.py", line ??? in <module>\n'
+        "\n"
+        "Current thread 0x00007f2 [main] (most recent call first):\n"
+        "  <no Python frame>\n"
+        "not one of its lines\n"
+    )
+    first, second = parse(text, ["", "/a", "/a/b"])
+    assert (first.thread, first.frames) == ("0x00007f1", ["c.py:3 run", "/elsewhere/d.py:??? <module>"])
+    assert (second.thread, second.frames) == ("main", [])
+
+
+def test_a_process_is_seen_as_it_is() -> None:
+    catching = "import signal; signal.signal(signal.SIGTERM, lambda *_: None);"
+    with process(f"{catching} print('ready', flush=True); import time; time.sleep(600)") as child:
+        sleeping = processes.sample(child.pid)
+        assert sleeping.memory_bytes > 1 << 20
+        assert [thread.tid for thread in sleeping.threads] == [child.pid]
+        assert not processes.catches(child.pid, STACK_SIGNAL)
+        assert processes.catches(child.pid, signal.SIGTERM)
+        os.kill(child.pid, signal.SIGSTOP)
+        until(lambda: processes.sample(child.pid).state == "stopped")
+        child.kill()
+        until(lambda: processes.sample(child.pid).state == processes.ENDED)
+    assert processes.sample(child.pid).threads == []
+
+
+def test_threads_that_compute_are_told_from_those_that_wait() -> None:
+    end = threading.Event()
+    waiting = threading.Thread(target=end.wait)
+    waiting.start()
+    try:
+        before = processes.sample(os.getpid())
+        began = time.thread_time()
+        until(lambda: sum(range(100_000)) > 0 and time.thread_time() - began >= 0.2)
+        after = processes.sample(os.getpid())
+        busy = {thread.tid: thread.busy for thread in processes.with_usage(before, after, 0.1)}
+        assert busy[threading.get_native_id()] >= 1
+        assert waiting.native_id is not None
+        assert busy[waiting.native_id] == 0
+    finally:
+        end.set()
+        waiting.join()
+
+
+@pytest.mark.parametrize("text", ["running", "", "-1 0x7f 0x1", "99999 0x1"])
+def test_calls_without_a_name_are_no_failure(text: str) -> None:
+    assert processes._syscall(text) in ("", "-1", "99999")
+
+
+def test_a_thread_that_has_just_come_has_used_nothing() -> None:
+    one = processes.ProcessSample(1, "running", 0, [ThreadDump(7, "a", "R", 5.0)])
+    none = processes.ProcessSample(1, "running", 0, [])
+    assert [thread.busy for thread in processes.with_usage(none, one, 0.1)] == [0.0]

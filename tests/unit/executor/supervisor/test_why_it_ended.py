@@ -1,0 +1,73 @@
+"""What is told of a ring that has ended, when several things were seen at once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.rank_pipe import Failed
+from services.executor.supervisor import ring
+from services.executor.supervisor.ring import Ring, RingEnd
+from shared.config import load_settings
+from shared.errors import RingLost
+
+MISSED = Failed(RingLost.code, "A rank of the ring is gone (connection reset).", missed=True)
+
+
+class Ended:
+    """A process that has ended."""
+
+    where = "on host 1"
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    async def wait(self) -> int:
+        return self._code
+
+
+@pytest.fixture
+async def made() -> AsyncIterator[Ring]:
+    made = Ring(load_settings(ExecutorSettings, engine="stub", tp=2), "g", "i", 1)
+    for rank in range(2):
+        made._events[rank] = asyncio.create_task(asyncio.sleep(0))
+    yield made
+    await made.kill()
+
+
+async def end_of(made: Ring) -> RingEnd:
+    async with asyncio.timeout(10):
+        return await made.wait_end()
+
+
+async def exits(made: Ring, rank: int, code: int) -> None:
+    process: Any = Ended(code)
+    await made._follow_exit(rank, process)
+
+
+async def test_the_rank_that_ended_is_named_although_another_missed_it_first(made: Ring) -> None:
+    made._on_event(0, MISSED)
+    await exits(made, 0, 1)
+    await exits(made, 1, -9)
+    assert await end_of(made) == RingEnd("died", "rank 1 (on host 1) ended with signal SIGKILL")
+
+
+async def test_who_missed_another_is_told_where_none_has_ended(
+    made: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "NAMING_PATIENCE", 0.01)
+    made._on_event(0, MISSED)
+    await exits(made, 0, 1)
+    await exits(made, 1, 0)  # it is told nothing any more, and leaves
+    assert await end_of(made) == RingEnd("failed", MISSED.message, MISSED.code)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [("model_load_error", "No weights."), (RingLost.code, "Rank 1 has lost its GPU.")]
+)
+async def test_what_a_rank_says_of_itself_is_told_at_once(made: Ring, code: str, message: str) -> None:
+    made._on_event(1, Failed(code, message))
+    await exits(made, 0, -6)
+    assert await end_of(made) == RingEnd("failed", message, code)
