@@ -18,7 +18,7 @@ choose()
 
 from services.executor.core.setting_values import BlockDType  # noqa: E402
 from services.executor.gpu.kernels import attention_launch  # noqa: E402
-from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, splits_of, tiles_of
+from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, splits_of, tiles_of  # noqa: E402
 from services.executor.kv_cache.codecs import FP8, INT8, Codec  # noqa: E402
 from services.executor.kv_cache.sizes import StoreShape  # noqa: E402
 from services.executor.kv_cache.store import KvStore  # noqa: E402

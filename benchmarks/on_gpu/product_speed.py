@@ -1,7 +1,7 @@
 """How fast products are, each way at each number of rows: `python -m benchmarks.on_gpu.product_speed`.
 
-It shows where `services/executor/gpu/quantized_matmul.py` should change from one way to the other, and what a product of few rows
-reaches of the rate at which weights can be read.
+It shows where `services/executor/gpu/quantized_matmul.py` should change from one way to the other, and what a product
+of few rows reaches of the rate at which weights can be read.
 """
 
 import json

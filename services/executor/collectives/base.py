@@ -3,9 +3,9 @@
 Two operations are enough: a sum that every rank gets, and a gather that only the leader gets.
 Step plans do not travel here.
 
-    CUDA                 NCCL            collectives_torch.py
-    CPU, one host        shared memory   collectives_shm.py
-    CPU, on request      gloo            collectives_torch.py
+    CUDA                 NCCL            torch_distributed.py
+    CPU, one host        shared memory   shared_memory.py
+    CPU, on request      gloo            torch_distributed.py
 """
 
 from collections.abc import Sequence

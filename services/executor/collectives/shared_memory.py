@@ -1,10 +1,8 @@
-"""The memory that the ranks of a ring on one host share.
+"""Collectives between the ranks of one host, through shared memory (`native/shared_memory.h`).
 
-It is a memfd: it has no name in any directory, and is gone with the last process that has it mapped or
+The memory is a memfd: it has no name in any directory, and is gone with the last process that has it mapped or
 open, however that one ends. The other ranks reach it through /proc/<pid of rank 0>/fd, which only the
 same user may open.
-
-Collectives between the ranks of one host, through shared memory (`native/shared_memory.h`).
 """
 
 import ctypes

@@ -1,13 +1,12 @@
 """Collectives over `torch.distributed`: NCCL between GPUs; gloo between CPUs, over sockets.
 
 On a GPU an operation is queued and the call returns: one that another rank does not come to is a kernel that does not
-end. It is seen as any kernel that hangs is (`gpu/device_progress.py`), and ended as any process is that hangs.
+end. It is seen as any kernel that hangs is (`core/progress.py`), and ended as any process is that hangs.
 
-How long the operations of `torch.distributed` take, measured without making them take longer.
-
-On a CPU an operation ends when it returns: two looks at the clock. On a GPU it has only been queued then, so a pair
-of CUDA events is queued around it, and read when both have happened; that for one operation of `SAMPLE`, which then
-stands for all of them. `SAMPLE` is a prime, so that every place in a model is measured in turn.
+How long operations take is measured without making them take longer. On a CPU an operation ends when it returns: two
+looks at the clock. On a GPU it has only been queued then, so a pair of CUDA events is queued around it, and read when
+both have happened; that for one operation of `SAMPLE`, which then stands for all of them. `SAMPLE` is a prime, so that
+every place in a model is measured in turn.
 
 Operations within a CUDA graph are not counted: what is told of steps that are replayed lacks their communication.
 """

@@ -39,7 +39,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     copies_per_step: int = 32
     """Blocks that a step restores at most."""
     pooling: str = ""
-    """How a prompt becomes a vector (`model/pooling.py`); empty: it does not."""
+    """How a prompt becomes a vector (`model/card.py`); empty: it does not."""
     embedding_size: int = 0
     """Numbers in such a vector."""
     kv_format: str = ""

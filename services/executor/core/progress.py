@@ -1,14 +1,12 @@
-"""A counter that grows with each layer that a rank computes: its sign of life within a step.
+"""Counters that grow with each layer that a rank computes: its sign of life within a step.
 
-It lies in memory that another process may read, and native code counts in it by its address: a call back
-into Python would wait for whatever else the interpreter does, once per layer. GPUs have a counter of their own:
-`gpu/device_progress.py`.
+`Progress` lies in memory that another process may read, and native code counts in it by its address: a call back
+into Python would wait for whatever else the interpreter does, once per layer.
 
-A rank's progress on a GPU: what the device has done, not what has been launched.
-
-A launch returns at once, and the thread that launches is ahead of the device by a whole step. Were progress counted at
-the launch, a kernel that never ends (a collective that another rank does not come to) would look like a finished step.
-So marks are queued between the kernels, and the board is told of those that the device has passed:
+`DeviceProgress` counts what a GPU has done, not what has been launched. A launch returns at once, and the thread that
+launches is ahead of the device by a whole step. Were progress counted at the launch, a kernel that never ends (a
+collective that another rank does not come to) would look like a finished step. So marks are queued between the kernels,
+and the board is told of those that the device has passed:
 
     launching thread   tick()   tick()    end(step)
                          │ every Nth │        │

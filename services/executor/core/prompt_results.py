@@ -1,10 +1,9 @@
-"""The vector of one prompt, summed up as the prompt is computed (`embedding.py` draws how). Free of torch.
+"""What is wanted of a prompt beside its first token, gathered as the prompt is computed: its vector, or the log
+probabilities of its tokens. Which rows of a step count is decided in `scheduler/prompt_outputs.py`. Free of torch.
 
-Log probabilities of one prompt's tokens, as the prompt is computed (`scoring.py` says which rows). Free of torch.
+    row of p0 gives those of p1, that of p1 those of p2 ...      the last row's are the first output token's
 
-row of p0 gives those of p1, that of p1 those of p2 ...      the last row's are the first output token's
-
-bytes     float32 log probability | int32 rank | top x (int32 token | float32 log probability)     of each of p1, p2 ...
+    bytes     float32 log probability | int32 rank | top x (int32 token | float32 log probability)     of each of p1 ...
 """
 
 from typing import NamedTuple
@@ -21,7 +20,7 @@ class Vector:
     """The sum of what has been computed of one prompt."""
 
     def __init__(self, pooling: str, tokens: int) -> None:
-        """`pooling` as `model/pooling.py` has it; `tokens`: of the prompt."""
+        """`pooling` as `model/card.py` has it; `tokens`: of the prompt."""
         first, last = {"mean": (0, tokens), "cls": (0, 1), "last": (tokens - 1, tokens)}[pooling]
         self._next, self._end = first, last
         """Rows that are still to be counted, by their positions."""

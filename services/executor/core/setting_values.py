@@ -1,10 +1,8 @@
-"""How each layer keeps its full KV blocks, by name: from the settings to one name per layer. Knows no torch.
+"""What settings that are written as text mean: KV block formats per layer, drafts per step, slow steps. Free of torch.
 
 --kv-dtype int8 --kv-dtype-layers "0=bf16,-1=bf16"     of 4 layers     bf16 int8 int8 bf16
-
-The setting `speculation`: `auto`, `off`, or the most drafts of one sequence in a step.
-
-Which steps are worth a line in the log because they took too long. Pure: time comes in.
+--speculation auto                                     at most MOST_DRAFTS drafts per sequence and step
+--slow-step 4x                                         steps that take 4 times as long as usual are logged
 """
 
 import math

@@ -24,7 +24,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """One forward pass over a flat batch. Every array travels as little-endian int32 bytes.
 
     Sequences with exactly one token in this step (decodes) come first; `num_decodes` says how many.
-    T may be 0: such a plan only copies blocks (`kv_cache/block_copies.py` says why in this order).
+    T may be 0: such a plan only copies blocks (`kv_cache/block_pool.py` says why in this order).
     """
 
     step: int
@@ -54,16 +54,16 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     restores: bytes = b""
     """int32 [n, 2]: (spill slot, block id), copied after the saves and adoptions and before the forward pass."""
     candidates: bytes = b""
-    """`WANT` of `model/candidates.py` [R]: how much of each of these rows it needs; empty: all of all."""
+    """`WANT` of `sampling/candidates.py` [R]: how much of each of these rows it needs; empty: all of all."""
     pools: bytes = b""
     """int32 [P, 2]: (first, end) rows of the flat batch whose final hidden states are summed up; none is in two,
     and none is sampled."""
     traced: bool = False
-    """Whether somebody traces a sequence of the step: each rank notes what it spends on it (`rank_times.py`)."""
+    """Whether somebody traces a sequence of the step: each rank notes what it spends on it (`ipc/board.py`)."""
     adoptions: bytes = b""
     """int32 [n, 2]: (landing slot, block id), copied after the saves: what another ring has given."""
     handover: bytes = b""
-    """What the ranks' sides of a hand-over are to do (`handover/commands.py`), after these copies; empty: nothing."""
+    """What the ranks' sides of a hand-over are to do (`kv_transfer/board.py`), after these copies; empty: nothing."""
     on_device: bool = False
     """Whether the rows are sampled on the ranks' devices, where token ids of -1 - k in the next plan find them
     (`gpu/steps.py`)."""

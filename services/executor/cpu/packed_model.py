@@ -1,6 +1,5 @@
-"""What the kernels for CPUs ask of a model beyond its shape (`model/lowering.py`), and how they pack its linears.
-
-A lowered model with its linears packed: all that the native kernels need of one rank's share, and its files.
+"""A lowered model with its linears packed: all that the native kernels need of one rank's share; and what they ask of a
+model beyond its shape (`model/lowering.py`).
 
 model ──lower──▶ modules and numbers ──pack──▶ PackedModel ──▶ kernels
                                                  ▲  │

@@ -34,8 +34,8 @@ _SAMPLE = 1 << 16
 """Bytes of the end of each large file that are looked at."""
 _SMALL = 1 << 26
 """Bytes up to which a file of JSON is read whole."""
-_CODE = ("model", "native")
-"""The packages that decide what is in a file."""
+_CODE = ("cpu", "model", "native", "core/sharding.py")
+"""The packages and files that decide what is in a file of packed weights."""
 _NICENESS = 10
 """Of the thread that writes: about a tenth of a core beside others that are busy."""
 
@@ -211,12 +211,18 @@ def _of_files(model: Path) -> str:
     return repr(parts)
 
 
+def sources() -> list[Path]:
+    """Our own code that decides it."""
+    places = (Path(__file__).parents[1] / name for name in _CODE)
+    return [
+        path for place in places for path in ([place] if place.is_file() else sorted(place.rglob("*.py")))
+    ]
+
+
 @cache
 def _of_code() -> tuple[str, ...]:
     """Of all that decides how weights are packed: our code, the kernels, and the libraries whose models they are."""
-    here = Path(__file__).parent.parent
-    sources = [path for package in _CODE for path in sorted((here / package).glob("*.py"))]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources())).hexdigest()
     library = library_file()
     kernels = repr((library.stat().st_size, library.stat().st_mtime_ns) if library else None)
     return digest, kernels, *map(_version, ("torch", "transformers"))

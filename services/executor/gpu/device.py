@@ -1,13 +1,8 @@
-"""Which GPU a rank takes, and the CPU cores near it.
+"""A rank's GPU: which it takes, the CPU cores near it, and what makes it watchable.
 
-What makes a rank on a GPU watchable: everything that the board needs to know of its device.
-
-Marks in the work of a GPU: see `device_progress.py`.
-
-A kernel that is compiled in the middle of a step is no hang.
-
-Triton compiles a kernel when it is first launched with arguments of a new kind, which takes seconds: longer than a rank
-may stand still. `warm_up` meets most of them before the ring is ready, and cannot meet all.
+Marks in its work tell the board what the device has done (`core/progress.py`). Triton compiles a kernel when it is
+first launched with arguments of a new kind, which takes seconds: longer than a rank may stand still, so it is excused
+meanwhile. `warm_up` meets most of them before the ring is ready, and cannot meet all.
 """
 
 import os

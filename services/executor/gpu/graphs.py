@@ -6,10 +6,10 @@ A row that only fills up has token 0, position 0, slot -1 (nothing is written) a
 it changes no other row, and nobody looks at it. What is no decode of all its sequences (prefill chunks, drafts, sums
 for embeddings) and what is larger than the ladder is not replayed: `replay` says so, and the caller computes it.
 
-A GPU decoder whose decode steps are replayed from graphs; of other steps it launches the kernels one by one.
+`GraphedDecoder` is a decoder that replays them, and of other steps launches the kernels one by one:
 
-plan ─┬─ decodes, no more than the top of the ladder ─▶ padded, staged, replayed     graphs.py
-      └─ everything else ─────────────────────────────▶ staged, launched by kernels
+    plan ─┬─ decodes, no more than the top of the ladder ─▶ padded, staged, replayed
+          └─ everything else ─────────────────────────────▶ staged, launched by kernels
 """
 
 import time

@@ -1,8 +1,7 @@
-"""Matrix products of a decoder's layers.
+"""Matrix products of a decoder's layers, and whether weights can be kept as `--weight-dtype` says.
 
-What a product multiplies by says how: a plain weight by the library's product, a quantised one by one of `coded.py`.
-
-Whether the weights can be kept as `--weight-dtype` says.
+What a product multiplies by says how: a plain weight by the library's product, a quantised one by one of
+`quantized_matmul.py`.
 """
 
 import importlib.util

@@ -7,7 +7,7 @@ restores from host memory. What comes from disk is read first.
 
     load     slots ─▶ packed ─▶ blocks            the step's stream, once what was saved before is there
 
-What the CPU's `kv_cache/spill.py` says of slots holds here. Memory is pinned at start: what cannot be had is told
+What the CPU's `kv_cache/offload.py` says of slots holds here. Memory is pinned at start: what cannot be had is told
 then, and no step waits until it is.
 """
 

@@ -1,7 +1,7 @@
 """Products with quantised weights, by how many rows `x` has.
 
                 rows          e4m3                                     int8
-    few         to 32, 128    weights widened in registers, activations in bf16 (`triton_kernels/products.py`)
+    few         to 32, 128    weights widened in registers, activations in bf16 (`kernels/matmul.py`)
     many        more          activations to e4m3, a scale for each    weights widened into a scratch, a part at
                               row, torch._scaled_mm                    a time, torch.addmm in bf16
 

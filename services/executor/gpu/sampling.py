@@ -1,7 +1,7 @@
-"""Tokens of a step on the device: the same as `engine/sampling.py` gives, without waiting for it.
+"""Tokens of a step on the device: the same as `sampling/sampler.py` gives, without waiting for it.
 
     logits ─▶ largest, its token ─▶ draws of the rows that are not greedy ─▶ tokens ─┬─▶ token ids of the next step
-              (a graph has them)    (triton_kernels/drawing.py)                      └─▶ pinned memory, read later
+              (a graph has them)    (kernels/sampling_launch.py)                      └─▶ pinned memory, read later
 
 For rows whose logits nobody edits: greedy ones, and those with a temperature, top-k, top-p, min-p and a seed. What
 they need of the host is known before their step is computed: the random number is a function of seed and position.

@@ -1,11 +1,4 @@
-"""What a rank spends on steps that somebody traces: three words of its row on the board.
-
-    | steps | nanoseconds | of these communicating |
-
-A rank adds to them after a step whose plan is `traced`; the leader reads all rows when a traced attempt ends. A step
-that nobody traces costs a look at a flag.
-
-The ring's board: counters that every rank writes and the orchestrator reads, in shared memory.
+"""The board: counters that every rank writes and the orchestrator reads, in shared memory.
 
 It stays readable when a rank is stopped or dead, and writing costs no message. One writer per
 field, each field an aligned 64-bit integer, so that no lock is needed:
@@ -13,7 +6,14 @@ field, each field an aligned 64-bit integer, so that no lock is needed:
     | header: state, load, totals          (leader) |
     | rank 0: pid, started, finished, ...  (rank 0) |
     | rank 1: ...                          (rank 1) |
-    | figures: histograms, GPUs (leader, each rank) |   figures.py
+    | figures: histograms, GPUs (leader, each rank) |   `board_metrics.py`
+
+Of steps that somebody traces a rank's row counts three words more:
+
+    | steps | nanoseconds | of these communicating |
+
+A rank adds to them after a step whose plan is `traced`; the leader reads all rows when a traced attempt ends. A step
+that nobody traces costs a look at a flag.
 """
 
 import mmap
@@ -128,7 +128,7 @@ class _Rank(IntEnum):
     LOADED = 4
     TO_LOAD = 5
     TRACED = 8
-    """And the words behind it: `rank_times.py`."""
+    """And the words behind it: `ipc/board.py`."""
     SIZE = 16
 
 

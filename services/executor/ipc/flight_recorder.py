@@ -4,11 +4,11 @@ As with the board, one process writes and another reads, and writing costs a few
 of ranks that are busy, stopped, stuck in native code or dead.
 
     row of a rank   | words: the collective under way, counters | steps: the last STEPS | log: the last lines |
-    behind them     | plans: the leader's last PLANS step plans (`plan_records.py`) |
+    behind them     | plans: the leader's last PLANS step plans |
 
 Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
 
-The leader's last step plans, as they are kept in the flight recorder: sizes and block ids, never tokens.
+Of the leader's plans sizes and block ids are kept, never tokens:
 
     slot   | step, times, sizes (words) | S, table blocks kept | query lens | context lens | block table | ids |
 

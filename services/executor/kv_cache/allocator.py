@@ -22,7 +22,7 @@ whoever is in it the hot one (docs/adr/0024). At its seal, when the step is over
 the hot id is empty at once; where another block holds the same tokens already, so is the cold one.
 
 What is evicted and may be wanted again (a session's, or a preempted sequence's) is saved to a spill slot
-(`tiers.py`).
+(`offload_tiers.py`).
 
 Invariant: every block is in exactly one region; one with two references or more is in the index, hence
 full: nothing that is shared is ever written. With cold ids no hot block is in the index.
@@ -256,7 +256,7 @@ class BlockAllocator:
         for block in reversed(self._pins.expire(now)):
             self._pool(block).expire(block)
 
-    # --- to and from other rings (`services/executor/handover`) ----------------------------------
+    # --- to and from other rings (`services/executor/kv_transfer`) ----------------------------------
 
     def sessions(self) -> list[tuple[str, float]]:
         """The sessions that blocks are kept for, and when they were used, the last used first."""

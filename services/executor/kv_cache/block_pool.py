@@ -1,23 +1,19 @@
-"""The unused blocks of one format (hot or cold): what is handed out next, and what is evicted for it.
+"""Blocks of one format (hot or cold): what is handed out next, what is evicted for it, and what the ranks must copy.
 
 empty     no content worth keeping                handed out first
 cached    full and findable, longest unused first
 pinned    cached, and kept for a session          handed out last: a pin delays eviction, and never
                                                   keeps a block from whoever needs one
 
-Copies of blocks that the ranks must make before they compute the next step.
-
-Decided by the leader between two plans, executed by every rank in this order:
+Copies (`PendingCopies`) are decided by the leader between two plans, executed by every rank in this order:
 
     1. saves         block ──▶ spill slot     what is evicted, before its id is written again
-    2. adoptions     landing slot ──▶ block   what another ring has given (`handover/arrivals.py`)
+    2. adoptions     landing slot ──▶ block   what another ring has given (`kv_transfer/exchange.py`)
     3. restores      spill slot ──▶ block     what the step is going to read
     4. the forward pass, which in each layer writes hot blocks, compresses those that it fills, and attends
 
 Source of a save is only what earlier plans have written; so the order makes it safe to hand an id or a slot
 out again in the very plan that saves what it held.
-
-The blocks of an allocator, counted and checked. Pure.
 """
 
 from collections import Counter, OrderedDict

@@ -1,6 +1,7 @@
-"""One rank's bytes of the blocks that were evicted: in host memory, then on disk.
+"""One rank's bytes of the blocks that were evicted, in host memory, then on disk; and the copies of blocks that a plan
+carries.
 
-Which block is in which slot is the leader's to know (`tiers.py`); a slot here is just bytes. They are worth
+Which block is in which slot is the leader's to know (`offload_tiers.py`); a slot here is just bytes. They are worth
 nothing without the leader's map, so they live as long as the rank: the file on disk has no name and goes
 with the process, however it ends.
 
@@ -9,7 +10,7 @@ with the process, however it ends.
 
 What cannot be read, or is not what was saved, is lost: `load` returns None, and never wrong bytes.
 
-Executes on one rank the copies of blocks that a plan carries; `block_copies.py` says why in this order.
+`BlockCopier` executes the copies of a plan; `block_pool.py` says why in this order.
 """
 
 import os
@@ -226,7 +227,7 @@ class Sum(Protocol):
 
 
 class Endpoint(Protocol):
-    """What is needed of the rank's side of hand-overs (`services/executor/handover`)."""
+    """What is needed of the rank's side of hand-overs (`services/executor/kv_transfer`)."""
 
     def obey(self, payload: bytes) -> None: ...
 

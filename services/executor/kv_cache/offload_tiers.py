@@ -1,7 +1,7 @@
 """Where evicted blocks are kept: who is in which slot of host memory and disk.
 
 The leader alone decides, for all ranks: a slot's number means the same block on each of them, and every
-rank keeps its own bytes of it (`spill.py`). A block that is spilled is written to both tiers, to disk
+rank keeps its own bytes of it (`offload.py`). A block that is spilled is written to both tiers, to disk
 behind the step's back: so nothing is ever moved from host memory to disk, and either tier just forgets
 its longest unused slot when it needs one.
 

@@ -1,14 +1,11 @@
-"""The cold blocks of the layers that share a codec, as codes and scales (or as they were, without a codec).
-
-codes    [layers, num_cold, 2, kv_heads, block_size, head_dim]
-scales   [layers, num_cold, 2, kv_heads] float32                  value = code * scale
-
-One rank's share of the KV cache: its heads' keys and values, under the ring's block ids.
+"""One rank's share of the KV cache: its heads' keys and values, under the ring's block ids.
 
     ids     [0, num_hot)                     hot: as the model computes them, can be written to
-            [num_hot, num_hot + num_cold)    cold: full, compressed after their layer's codec (`cold.py`)
+            [num_hot, num_hot + num_cold)    cold: full, compressed after their layer's codec
     hot     per layer [num_hot, 2, kv_heads, block_size, head_dim]      2: key, value
                        └─ block    └─ head    └─ tokens of one head
+    cold    codes  [layers, num_cold, 2, kv_heads, block_size, head_dim]    of the layers that share a codec
+            scales [layers, num_cold, 2, kv_heads] float32                  value = code * scale
     slot    block id * block_size + offset in the block
 
 A block of a layer is one contiguous run of bytes; so are the tokens of one head in it, which is what

@@ -1,6 +1,6 @@
-"""What the ranks of a ring report of a hand-over, in shared memory beside the ring's board.
-
-One writer per field, each an aligned 64-bit integer, so that no lock is needed:
+"""What a leader and its ranks tell each other of a transfer: commands in step plans (`StepPlan.handover`), and in
+shared memory beside the ring's board how far each rank has come. One writer per field, each an aligned 64-bit integer,
+so that no lock is needed:
 
     | totals: blocks sent, received, failed; nanoseconds; hand-overs   (leader) |
     | rank 0: listening, landed, sent, ended                           (rank 0) |
@@ -8,10 +8,6 @@ One writer per field, each an aligned 64-bit integer, so that no lock is needed:
 
 A rank's field is the number of the batch that it is about, and a number below 2^32: so nothing is read of a batch
 that is over.
-
-What a leader tells its ranks about a hand-over. Travels in step plans (`StepPlan.handover`).
-
-Waiting for what only shared memory shows: another process cannot wake an event loop through it.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Both directions of a ring's hand-over, as the batcher sees them: what the next plan must carry. No clock, no I/O.
+"""Both directions of KV transfer, as the batcher sees them: what the next plan must carry. No clock, no I/O.
 
-What a ring takes over from one that leaves: from the offer to the prefix index.
+`Arrivals`: what a ring takes over from one that leaves, from the offer to the prefix index.
 
     offered ──▶ reserved ──▶ landed ──▶ adopted ──▶ findable           one batch at a time
        │            │      on every rank   in a plan      ▲
@@ -11,7 +11,8 @@ block. Ranks receive in order, so what all have received is a beginning of the b
 (landing slot, block id) pairs, a bounded number per step, and a block can be found once every rank has been sent
 the plan that brings its bytes: ranks execute plans in order, hence before any step that reads it.
 
-What a leaving ring has to give: the full blocks of its sessions, in batches, the last used sessions first.
+`Departures`: what a leaving ring has to give, the full blocks of its sessions, in batches, the last used sessions
+first.
 
     sessions, last used first     s3 [b0 b1 b2]   s2 [b0 b4]   s1 [b0 b5 b6]
     batches for one peer              b0 b1 b2 │ b4 b5 │ b6            a block after its whole beginning, and once

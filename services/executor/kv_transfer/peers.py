@@ -1,6 +1,5 @@
-"""Who gets which session of a ring that leaves. Pure.
-
-Session pins of a ring that leaves: each is moved to who has the session's blocks by now, by compare-and-set.
+"""Who gets which session of a ring that leaves, and the sessions' pins: each is moved to who has the session's blocks
+by now, by compare-and-set.
 """
 
 import asyncio

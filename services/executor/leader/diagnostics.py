@@ -1,6 +1,5 @@
-"""The leader's part of the debugging: keeps its plans, tells of its queues, logs slow steps.
-
-What a leader tells whoever looks into its ring: queues and KV blocks, never a prompt or a token.
+"""The leader's part of diagnostics: keeps its plans, logs slow steps, and tells whoever looks into its ring of queues
+and KV blocks, never a prompt or a token.
 """
 
 import asyncio

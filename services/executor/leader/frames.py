@@ -8,12 +8,10 @@ Each frame costs the broker, the journal and every reader the same, however many
 steps take longer than the interval publishes each step at once; a faster one publishes steps together.
 Time (seconds, monotonic) comes in as an argument.
 
-The frames that a leader has published lately, to be published again after the connection was lost.
-
-A core publish that was on its way when the broker died is lost without an error, and a lost last
-frame leaves no gap that a reader could see. Positions make a repeat harmless. While the broker is away
-the newest are kept, in bounded number and size; readers see the gap before those, and their gateways have
-what is missing computed again.
+Frames published lately are kept, to be published again after the connection was lost. A core publish that was on its
+way when the broker died is lost without an error, and a lost last frame leaves no gap that a reader could see.
+Positions make a repeat harmless. While the broker is away the newest are kept, in bounded number and size; readers see
+the gap before those, and their gateways have what is missing computed again.
 """
 
 from collections import deque

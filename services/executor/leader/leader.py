@@ -1,7 +1,7 @@
 """The leader of a ring: takes requests from NATS, runs step after step, publishes the tokens.
 
     dispatch ──▶ batcher.add           event loop: answers NATS while a step is computed
-                 batcher.schedule ──▶ engine   (its thread; `stepping.py`)
+                 batcher.schedule ──▶ engine   (its thread; `step_loop.py`)
     tokens  ◀── batcher.update    ◀──┘          published while the next step is computed
 
 All decisions are the batcher's; this shell only moves messages and time.

@@ -1,6 +1,5 @@
-"""What a group tells the others of its model: the card, and the tokenizer's files for the gateways.
-
-How a model's hidden states become one vector, after the files that sentence-transformers saves.
+"""What the files of a model directory tell beside the weights: the card that the others get, the tokenizer's files for
+the gateways, and how hidden states become one vector, after the files that sentence-transformers saves.
 
     modules.json           [{"path": "", ...Transformer}, {"path": "1_Pooling", ...Pooling}, {... "Normalize"}]
     1_Pooling/config.json  {"pooling_mode_mean_tokens": true, ...}

@@ -3,12 +3,8 @@ prints docs/models.md.
 
 An architecture stands here when tests/unit/executor/model/test_architectures.py proves it: its logits equal
 transformers' own. Others are refused at load, because a model that computes something else than its
-authors meant answers without an error.
-
-Which models can be served: everything that a configuration alone tells.
-
-A model that would run but compute something else than its authors meant is refused here, with the
-reason, before a byte of its weights is read.
+authors meant answers without an error. A model is refused by its configuration alone, with
+the reason, before a byte of its weights is read.
 """
 
 import sys
@@ -283,7 +279,8 @@ def document() -> str:
     ]
     lines += [
         "",
-        "How each is split stands in `services/executor/model/parallel/plans.py`; what a plan does not name is replicated.",
+        "How each is split stands in `services/executor/model/parallel/plans.py`; what a plan does not name is "
+        "replicated.",
         "",
         "## Refused",
         "",

@@ -1,13 +1,13 @@
-"""What computes a rank's steps in place of transformers' modules: one decoder per kind of machine.
-
-CPU    native/decoder.py     our kernels in C
-GPU    gpu/decoder.py        our kernels in Triton between PyTorch's products
-
-Which models our own decoders can run, and what they need to know of them.
+"""Which models our own decoders can run, and what they need to know of them.
 
 A model is lowered when its layers have the shape that `native/decoder.h` and docs/adr/0020 draw. Its type must be
 listed here: structure alone does not tell what a forward pass does between its modules. Everything else is read
 from the modules, so that one function serves all of them. What only one decoder asks for, it checks itself.
+
+One `Decoder` per kind of machine computes a lowered model in place of transformers' modules:
+
+    CPU    cpu/decoder.py    kernels in C
+    GPU    gpu/decoder.py    kernels in Triton between PyTorch's products
 """
 
 from collections.abc import Iterator

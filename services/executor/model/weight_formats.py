@@ -1,15 +1,14 @@
-"""Weights of eight bits: codes, and one scale for each row, which is one output of the layer.
+"""Weights in other forms than a plain tensor.
 
-A scale of its own per row costs 4 bytes in thousands and keeps one large weight from coarsening the others' rows. A
-rank's columns of a row-parallel weight are rows of their own, with scales of their own. Embedding, head and norms are
-not kept so: of the embedding a step reads a few rows; the head's errors fall on the logits themselves, where no later
-layer evens them out, and it is often the embedding; norms are vectors.
+Eight bits: codes, and one scale for each row, which is one output of the layer. A scale of its own per row costs 4
+bytes in thousands and keeps one large weight from coarsening the others' rows. A rank's columns of a row-parallel
+weight are rows of their own, with scales of their own. Embedding, head and norms are not kept so: of the embedding a
+step reads a few rows; the head's errors fall on the logits themselves, where no later layer evens them out, and it is
+often the embedding; norms are vectors.
 
-Weights in the order in which the CPU's matrix kernels read them.
-
-oneDNN re-orders a plain bf16 weight on every product, which costs as much as the product itself when
-only a few rows are multiplied. Packed once at load, one row runs at the speed of memory. The two
-operators are those that torch's own compiler emits for frozen linears.
+Packed: in the order in which the CPU's matrix kernels read them. oneDNN re-orders a plain bf16 weight on every product,
+which costs as much as the product itself when only a few rows are multiplied. Packed once at load, one row runs at the
+speed of memory. The two operators are those that torch's own compiler emits for frozen linears.
 """
 
 from collections.abc import Sequence

@@ -79,7 +79,7 @@ typedef struct {
     int64_t ring_timeout_ns; /* that one wait may take */
 } rz_model;
 
-/* Arrays as in a StepPlan (engine/plan.py). */
+/* Arrays as in a StepPlan (core/step_plan.py). */
 typedef struct {
     int32_t tokens, sequences, sampled, table_blocks;
     const int32_t *token_ids, *positions, *slots, *query_lens, *context_lens, *block_tables, *sample_rows;

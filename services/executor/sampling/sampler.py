@@ -10,7 +10,7 @@ Per row, in this order; each stage is skipped where its parameter is off:
 Top-k, top-p and min-p each keep the tokens at or above a threshold probability, so tokens that tie
 at the threshold are all kept; the draw walks the kept tokens in the order of their ids. So a row's
 token is a function of its own logits and parameters, and never of the batch around it, nor of how
-many ranks the logits come from (see `model/candidates.py`).
+many ranks the logits come from (see `sampling/candidates.py`).
 
 Log probabilities are those of the model: log-softmax of the logits before any of the above, the grammar
 included, as in OpenAI's API and vLLM.

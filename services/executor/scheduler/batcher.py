@@ -10,15 +10,13 @@ calls, `schedule()` and `update()`; requests may be added and cancelled between 
 
     one step:  1. recovery and interactive requests: decodes, then prompts in chunks, running or admitted
                   now; where there is no room, the least urgent running sequence gives up its blocks, and
-                  one of the batch lane its place too, and is computed again later (`step_planning.py`)
+                  one of the batch lane its place too, and is computed again later (`step_planner.py`)
                2. what is left of the token budget: the same for the batch lane
                3. what is left then: drafts of the decodes' next tokens (`drafting.py`)
 
 No hang: each step advances some sequence, or restores spilled blocks of one. The most urgent running
 sequence may take every other's blocks, and one that does not fit the whole cache ends with an error.
 With none running, the first that waits is admitted, since it fits the whole cache.
-
-Which generations have ended lately, so that a redelivered request is not computed again.
 """
 
 from collections import OrderedDict
@@ -53,7 +51,7 @@ class ContinuousBatcher:
     """Decides every step of one ring, and owns its sequences and KV blocks. No clock, no I/O.
 
     Life of a step: `schedule()` → the engine executes the plan, in any thread → `update()` or
-    `fail_step()`. While it is under way `schedule_ahead()` may give the next one (`lookahead.py`); both are
+    `fail_step()`. While it is under way `schedule_ahead()` may give the next one (`overlap.py`); both are
     executed in order, and the calls that end a step end the older one. A sequence that is cancelled
     meanwhile keeps its blocks until its steps are over, since the ranks still write to them.
     """

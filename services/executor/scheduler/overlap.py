@@ -1,4 +1,5 @@
-"""Which step may be planned before the tokens of the one under way are known, and its plan. No clock, no I/O.
+"""Steps that overlap: which may be planned before the tokens of the one under way are known, its plan, and those under
+way. No clock, no I/O.
 
     engine     [ step n ........ ][ step n+1 ...... ][ step n+2 ...... ]
     leader          plan n+1 ▸      plan n+2 ▸           a plan is there before the step before it is over
@@ -19,7 +20,7 @@ fails takes the later one with it: `StepsUnderWay.drop`.
 Full blocks are sealed when the step that has filled them is over, and can be found then. Where they are compressed
 that step does it, so the later one reads them under their cold ids, as it would without lookahead.
 
-The steps that have been scheduled and are not over: none, one, or two, of which the later was planned ahead.
+`StepsUnderWay` has those that were scheduled and are not over: none, one, or two, the later planned ahead.
 
     schedule ──▶ oldest ──close──▶          the engine computes them in this order, and they are closed in it
     schedule_ahead ──▶ later ──▶ oldest

@@ -46,7 +46,7 @@ class Ending(Enum):
 
 
 class StageTimes:
-    """When a sequence has come how far, in seconds of any steady clock; 0: not yet (`stages.py`)."""
+    """When a sequence has come how far, in seconds of any steady clock; 0: not yet (`stats.py`)."""
 
     __slots__ = ("accepted", "admitted", "first_token")
 

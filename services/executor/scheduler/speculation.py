@@ -1,10 +1,9 @@
 """Speculative decoding without a draft model: which tokens are worth checking ahead, and how many.
 
-Pure: no clock, no I/O. A step computes a sequence's last token and, behind it, drafts of the next ones
-(`ngrams.py`); at each of them the sampler draws as ever, and drafts count as long as they are what was
-drawn (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", ICML
-2023, for draws that are functions of the position). So drafts change the time that a text takes, and
-never the text. What decides is:
+Pure: no clock, no I/O. A step computes a sequence's last token and, behind it, drafts of the next ones; at each of them
+the sampler draws as ever, and drafts count as long as they are what was drawn (Leviathan, Kalman and Matias, "Fast
+inference from transformers via speculative decoding", ICML 2023, for draws that are functions of the position). So
+drafts change the time that a text takes, and never the text. What decides is:
 
     p(j)     probability that the first j drafts of a sequence are all right     learnt by `Estimates`
     C(T)     seconds of a step of T tokens                                       learnt by `StepCost`
@@ -15,9 +14,8 @@ sequences are taken first. The guesses of a sequence without drafts are compared
 the same: that a text has begun to repeat itself is seen without computing a draft, and a text that does
 not is left alone.
 
-Where a sequence's last tokens have stood before in it, found in constant time per token.
-
-Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): text that repeats itself, or its prompt, is likely
+Drafts come from where a sequence's last tokens have stood before in it (`NgramIndex`), found in constant time per
+token: prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): text that repeats itself, or its prompt, is likely
 to go on as it did before.
 
     tokens   . . . A B C D E . . . A B C        the last 3-gram stood before D E: these are proposed

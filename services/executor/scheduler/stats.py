@@ -1,6 +1,5 @@
-"""A batcher, looked at from outside: for schedulers, and for whoever looks into a ring.
-
-How long requests spend in each stage of a ring.
+"""A batcher, looked at from outside: its load for schedulers, all of it for whoever looks into a ring, and how long
+requests spend in each stage.
 
     accepted ──queue──▶ in the batch ──prefill──▶ first token ──decode──▶ end
                                                        └─ the only one: no decode

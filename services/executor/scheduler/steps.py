@@ -93,7 +93,7 @@ class Step(NamedTuple):
     pools: Seq[Pool] = ()
     """What it sums up."""
     ahead: bool = False
-    """Whether it was planned before the tokens of the step before it were known (`lookahead.py`)."""
+    """Whether it was planned before the tokens of the step before it were known (`overlap.py`)."""
     scored: Seq[ScoredRows] = ()
     """What of its prompts it scores."""
 

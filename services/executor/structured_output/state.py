@@ -1,13 +1,9 @@
-"""A model's tokens, as grammars see them: the bytes that each stands for, and which end a text.
-
-Where one generation stands in its grammar.
+"""Where one generation stands in its grammar, and which tokens of the model's vocabulary may follow.
 
     advance(token) ──▶ position p ──▶ the mask of position p: computed while the ring computes the logits
                                       allowed() waits for it, beside the sampler
 
 The state is a function of grammar and tokens alone: an attempt that continues another's tokens replays them.
-
-Which tokens may follow in the rows of a step that have a grammar.
 """
 
 from collections.abc import Collection, Sequence

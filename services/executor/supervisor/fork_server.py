@@ -1,4 +1,4 @@
-"""A process that has done a rank's imports and forks ranks: `python -m services.executor.supervisor.fork_server SOCKET`.
+"""A process that has done a rank's imports and forks ranks: `python -m services.executor.supervisor.fork_server FD`.
 
     executor ──socket──▶ fork server ──fork──▶ child ──fork──▶ rank      the child ends at once, and the rank becomes
              ◀──pid of the rank──┘                                       the executor's: it outlives the fork server

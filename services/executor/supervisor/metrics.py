@@ -1,8 +1,6 @@
 """Prometheus metrics of a group, read from the ring's board when they are scraped.
 
 So they cost the ring nothing, and are there when the leader is hung.
-
-Prometheus metrics of hand-overs, read from the ring's board when they are scraped.
 """
 
 from collections.abc import Callable, Iterable

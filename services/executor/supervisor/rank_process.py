@@ -8,7 +8,8 @@ import socket
 import sys
 from typing import Protocol
 
-from services.executor.core.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings, thread_count
+from services.executor.supervisor import early_fork_server
 from services.executor.supervisor.early_fork_server import RUNTIME
 from services.executor.supervisor.fork_client import ForkClient, ForkedRank
 from services.executor.supervisor.fork_server import RANK_MODULE
@@ -166,3 +167,12 @@ def variables(threads: int, settings: ExecutorSettings) -> dict[str, str]:
 def environment(threads: int, settings: ExecutorSettings) -> dict[str, str]:
     """Of a rank."""
     return {**variables(threads, settings), **os.environ}
+
+
+def fork_client(settings: ExecutorSettings) -> ForkClient | None:
+    """For ranks of this host that compute; the stub's start as fast by themselves. Its server may not run yet."""
+    client = ForkClient(variables(thread_count(settings), settings), early_fork_server.taken())
+    if settings.engine == "stub" or settings.fork_server == "off":
+        client.close()
+        return None
+    return client

@@ -23,11 +23,10 @@ from services.executor.ipc.board import RingBoard
 from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import Drained, Failed, RankEvent, RankSpec, Ready, Rendezvous
 from services.executor.kv_transfer.board import HandoverBoard
-from services.executor.supervisor import early_fork_server
 from services.executor.supervisor.deaths import cause_of_exit, death_of, oom_kills
 from services.executor.supervisor.fork_client import ForkClient
 from services.executor.supervisor.multinode.head import NodesHead, RemoteRank
-from services.executor.supervisor.rank_process import LocalRank, variables
+from services.executor.supervisor.rank_process import LocalRank
 from shared.messages import RingDeath
 
 log = structlog.get_logger(__name__)
@@ -37,15 +36,6 @@ NAMING_PATIENCE = 1.0
 """Seconds in which the end of a rank is noticed after another has missed it."""
 KILL_PATIENCE = 10.0
 """Seconds after which a process that has been killed and does not end is worth a word."""
-
-
-def fork_client(settings: ExecutorSettings) -> ForkClient | None:
-    """For ranks of this host that compute; the stub's start as fast by themselves. Its server may not run yet."""
-    client = ForkClient(variables(thread_count(settings), settings), early_fork_server.taken())
-    if settings.engine == "stub" or settings.fork_server == "off":
-        client.close()
-        return None
-    return client
 
 
 _event_decoder = msgspec.json.Decoder(RankEvent)

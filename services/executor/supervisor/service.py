@@ -19,7 +19,8 @@ from services.executor.supervisor.diagnostics.processes import is_stopped
 from services.executor.supervisor.hang_detection import LoadWatch, RingWatch
 from services.executor.supervisor.metrics import HandoverCollector, Labels, RingCollector, vllm_aliases
 from services.executor.supervisor.multinode.head import NodesHead
-from services.executor.supervisor.ring import Ring, RingEnd, fork_client
+from services.executor.supervisor.rank_process import fork_client
+from services.executor.supervisor.ring import Ring, RingEnd
 from shared.errors import BrokerUnavailable, ConfigurationError, RingLost, error_from_code
 from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupWork, RankBeat, RingDeath, ServiceName
 from shared.nats import subjects

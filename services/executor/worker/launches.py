@@ -1,13 +1,13 @@
-"""`Engine.launch` for engines that compute in the thread that calls them: a step is computed when its result is asked
-for. Nothing overlaps, and by then the tokens of the step before it are known.
+"""`Engine.launch` for two kinds of engines. Pure but for the calls that they are given.
 
-`Engine.launch` for engines whose device computes while its thread goes on. Pure but for the two calls it is given.
+`HostLaunches`, where the thread that calls computes: a step is computed when its result is asked for. Nothing overlaps,
+and by then the tokens of the step before it are known. `DeviceLaunches`, where a device computes meanwhile:
 
     launch n, launch n+1        both begin at once where the device samples their rows
     result n                    waits for the device
 
-A step that the host samples (penalties, grammars, log probabilities) begins when its result is asked for, as in
-`host_launches.py`; the step behind it begins as soon as its tokens are known.
+A step that the host samples (penalties, grammars, log probabilities) begins when its result is asked for; the
+step behind it begins as soon as its tokens are known.
 """
 
 from collections import deque

@@ -3,9 +3,8 @@
 Its text is a pure function, so that every token of a stream can be checked from outside: the token
 at output position p of a generation is `stub_token(seed, p, vocab_size)`, whatever the prompt, the
 batch, the ring or the attempt; where that may not be drawn, the next letter that may. Tokens are bytes of
-lower-case English letters and spaces; with a grammar, what `stub_choice` makes of the tokens that may follow.
-
-The stub engine on a ring: the other ranks get every plan and compute nothing either.
+lower-case English letters and spaces; with a grammar, what `stub_choice` makes of the tokens that may follow. On a ring
+the other ranks get every plan and compute nothing either.
 """
 
 import os

@@ -193,7 +193,7 @@ async def test_a_rank_that_does_not_come_to_a_collective_is_named_before_the_rin
         assert second is not None
         assert first.in_flight
         assert (first.number, found.ranks[0].in_flight) > (second.number, False)
-        assert any("collectives_shm.py" in frame for stack in found.ranks[0].stacks for frame in stack.frames)
+        assert any("shared_memory.py" in frame for stack in found.ranks[0].stacks for frame in stack.frames)
         assert found.ranks[1].stacks_missing == "a stopped process writes no stacks"
         await process.wait_for(lambda beat: beat.group is not None and beat.group.epoch > before.epoch, 60)
         [path] = (tmp_path / "dumps").iterdir()

@@ -1,8 +1,8 @@
-"""The activation of a gated feed-forward: act(gate) * up, in float32, rounded once.
+"""What lies between a layer's matrix products, one pass over memory each.
 
-Source: Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202.
+`gated`: the activation of a gated feed-forward: act(gate) * up, in float32, rounded once. Source: Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202.
 
-RMS norm of rows, with what stands before it in a decoder: a norm of its own, a factor, the residual's sum.
+`add_norm`: RMS norm of rows, with what stands before it in a decoder: a norm of its own, a factor, the residual's sum.
 
 Computed in float32 and rounded where transformers rounds, so that the residual has its very bits:
 
@@ -12,7 +12,7 @@ Computed in float32 and rounded where transformers rounds, so that the residual 
 
 Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
 
-Queries, keys and values from their product to where attention reads them, in one pass.
+`place`: queries, keys and values from their product to where attention reads them, in one pass.
 
     qkv      [T, q heads | kv heads (keys) | kv heads (values), d]
     query    [T, q heads, d]     normed within each head where the model does, turned by its position

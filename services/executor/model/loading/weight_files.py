@@ -1,16 +1,11 @@
-"""A weight file whose bytes are mapped, and read only where that is faster.
+"""The weight files of a model directory, whatever their format: named tensors over mapped bytes.
 
-A safetensors file as tensors over its mapped bytes: nothing is read until a tensor is.
+Opening them reads headers alone. A rank then touches the bytes of its own slices only, mapped, or read where that is
+faster. Files of torch.save may hold named tensors alone; code is refused. Of safetensors:
 
     8 bytes: length n of the header │ n bytes: JSON, name -> dtype, shape, offsets │ the tensors' bytes
 
 Source: https://github.com/huggingface/safetensors, section "Format".
-
-A file of torch.save as tensors over its mapped bytes. What it pickles is data only; code is refused.
-
-The weight files of a model directory, whatever their format: named tensors over mapped bytes.
-
-Opening them reads headers alone. A rank then touches the bytes of its own slices only.
 """
 
 import json

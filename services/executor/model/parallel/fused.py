@@ -1,4 +1,4 @@
-"""Where a rank's heads lie in projections that compute several things at once.
+"""A rank's share of projections that compute several things at once, and of mixtures of experts.
 
 Pure arithmetic over `ShardLayout`, in rows of the weight (outputs of the projection), head size d:
 
@@ -6,10 +6,8 @@ Pure arithmetic over `ShardLayout`, in rows of the weight (outputs of the projec
     by group    [q0 q1 k0 v0 | q2 q3 k1 v1]               rank 0 of 2: the first group
     halves      [gate | up]                               the same span of each
 
-Splits a mixture of experts: every rank holds a span of the inner width of each expert.
-
-transformers keeps the experts of a layer as two parameters of three dimensions. Their layout is named by the
-module itself:
+Of a mixture of experts every rank holds a span of the inner width of each expert. transformers keeps the experts of a
+layer as two parameters of three dimensions. Their layout is named by the module itself:
 
     gate_up_proj   [experts, 2 * inner, hidden]     is_transposed: [experts, hidden, 2 * inner]
                     [gate | up] along it            not is_concatenated: gate and up values take turns

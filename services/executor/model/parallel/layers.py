@@ -1,4 +1,4 @@
-"""Linear and embedding layers that hold one rank's share of their weights.
+"""Linear, embedding and norm layers that hold one rank's share of their weights.
 
 Each layer says which slice of the checkpoint's tensor it wants, so that the loader reads nothing else.
 
@@ -8,10 +8,10 @@ Each layer says which slice of the checkpoint's tensor it wants, so that the loa
 
 Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
 
-Norms of queries and keys that span several heads, of which a rank holds its own.
+Norms of queries and keys:
 
-wide norm     over all heads' values at once: the ranks add up the squares of theirs
-head norms    within each head, with weights of its own: a rank keeps those of its heads
+    wide norm     over all heads' values at once: the ranks add up the squares of theirs
+    head norms    within each head, with weights of its own: a rank keeps those of its heads
 """
 
 from collections.abc import Callable

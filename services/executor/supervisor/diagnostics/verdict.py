@@ -5,8 +5,6 @@ not come to it.
 
     rank 0   ──#41──#42──▶ waits in #43
     rank 1   ──#41──#42──✗                 the culprit, wherever it is
-
-For how long counters have not moved. Pure: time comes in.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,7 +15,18 @@ from shared.messages.debugging import CollectiveDump, Dump, RankDump, StackDump
 PATIENCE = 1.0
 """Seconds for which a ring that works may stand still in one place."""
 
-_OURS = ("services/executor/engine/", "services/executor/model/", "services/executor/native/")
+_COMPUTING = tuple(
+    f"services/executor/{place}"
+    for place in (
+        "worker/engine.py",
+        "worker/runner.py",
+        "model/",
+        "cpu/",
+        "gpu/",
+        "collectives/",
+        "sampling/",
+    )
+)
 
 
 def verdict(dump: Dump) -> str:
@@ -142,7 +151,7 @@ def _whereabouts(rank: RankDump, choose: Callable[[RankDump], StackDump | None] 
 def _computing_thread(rank: RankDump) -> StackDump | None:
     """The one that is in the engine's code, else the main one."""
     for stack in rank.stacks:
-        if any(frame.startswith(_OURS) for frame in stack.frames):
+        if any(frame.startswith(_COMPUTING) for frame in stack.frames):
             return stack
     return _main_thread(rank)
 

@@ -35,8 +35,7 @@ from services.executor.supervisor.multinode.wire import (
     Welcome,
     to_node,
 )
-from services.executor.supervisor.rank_process import LocalRank
-from services.executor.supervisor.ring import fork_client
+from services.executor.supervisor.rank_process import LocalRank, fork_client
 from shared.messages import ServiceName
 from shared.service.endpoints import Health
 from shared.service.lifecycle import Service

@@ -4,8 +4,7 @@
 
 The listening thread needs the interpreter's lock, so a rank that is stuck with it does not answer; its stacks and
 its row in the flight recorder are there all the same.
-
-Keeps the last lines of a rank's log where they survive it.
+So are the last lines of its log.
 """
 
 import faulthandler

@@ -1,11 +1,4 @@
-"""From the ranges of a profile to a table of operators. Pure.
-
-    thread   |---- compute ----------------|     total of compute: the whole; self: without what is inside
-               |-- mm --|   |- softmax -|
-
-torch has such a table too, which takes a hundred times as long to make, while the rank serves.
-
-torch's profiler over the next steps of one rank, while it serves.
+"""torch's profiler over the next steps of one rank, while it serves.
 
     listening thread   begin ─ waits for the end, gives up after `timeout`
     engine's thread       └─▶ before_step: start ─ step ─ step ─ ... ─ before_step or idle: stop
@@ -13,6 +6,13 @@ torch's profiler over the next steps of one rank, while it serves.
 
 Starting and stopping belong to the thread that computes, since torch watches operations by thread. They take a
 moment in which no step is computed, so the rank is excused for it: nobody takes it for hung.
+
+The ranges of a profile become a table of operators:
+
+    thread   |---- compute ----------------|     total of compute: the whole; self: without what is inside
+               |-- mm --|   |- softmax -|
+
+torch has such a table too, which takes a hundred times as long to make, while the rank serves.
 """
 
 import threading

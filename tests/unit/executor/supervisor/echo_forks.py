@@ -1,4 +1,4 @@
-"""A fork server of ranks that echo what they are told: `python -m tests.unit.executor.ring.echo_forks SOCKET`.
+"""A fork server of ranks that echo what they are told: `python -m tests.unit.executor.supervisor.echo_forks SOCKET`.
 
 ECHO_FORKS in its environment says what is wrong with it: `threads` (it has two), `version` (it is another's), `mute`
 (it ends before it says anything).
@@ -40,6 +40,6 @@ if __name__ == "__main__":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     if FAULT == "version":
         fork_server.VERSION = "0.0.0-another"  # type: ignore[misc]
-    fork_server.MODULES = ("tests.unit.executor.ring.echo_forks",)  # type: ignore[assignment]
-    fork_server.RANK_MODULE = "tests.unit.executor.ring.echo_forks"
+    fork_server.MODULES = ("tests.unit.executor.supervisor.echo_forks",)  # type: ignore[assignment]
+    fork_server.RANK_MODULE = "tests.unit.executor.supervisor.echo_forks"
     ForkServer(socket.socket(fileno=int(sys.argv[1]))).run()

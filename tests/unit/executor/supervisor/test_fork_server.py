@@ -19,7 +19,7 @@ from services.executor.supervisor.fork_client import ForkClient
 from services.executor.supervisor.rank_process import LocalRank
 from shared.config import load_settings
 
-DOUBLE = "tests.unit.executor.ring.echo_forks"
+DOUBLE = "tests.unit.executor.supervisor.echo_forks"
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forked ranks are for Linux")
 
@@ -156,14 +156,14 @@ async def test_what_a_rank_has_started_ends_with_it(
 
 EXECUTOR = """
 import asyncio, os, signal, sys
-from services.executor import early_fork_server
-from services.executor.forked_ranks import ForkClient
-from services.executor.rank_process import LocalRank
-from services.executor.settings import ExecutorSettings
+from services.executor.supervisor import early_fork_server
+from services.executor.supervisor.fork_client import ForkClient
+from services.executor.supervisor.rank_process import LocalRank
+from services.executor.core.settings import ExecutorSettings
 from shared.config import load_settings
 
 async def main():
-    early_fork_server.MODULE = "tests.unit.executor.ring.echo_forks"
+    early_fork_server.MODULE = "tests.unit.executor.supervisor.echo_forks"
     forks = ForkClient({})
     forks.start()
     rank = await LocalRank.start(1, load_settings(ExecutorSettings, model="m"), forks)
@@ -236,7 +236,7 @@ async def test_imports_are_asked_for_once_and_again_of_a_new_server(
 def test_the_real_imports_leave_one_thread_and_little_memory() -> None:
     """What is forked must be, and what it costs to keep it."""
     code = (
-        "import importlib, psutil; from services.executor import fork_server; "
+        "import importlib, psutil; from services.executor.supervisor import fork_server; "
         "[importlib.import_module(name) for name in fork_server.MODULES]; "
         "print(fork_server.why_not_to_fork() or 'none'); print(psutil.Process().memory_full_info().uss >> 20)"
     )
