@@ -37,7 +37,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
 def test_what_rules_and_runbooks_read_is_told_by_the_services(stack: Stack) -> None:
     told = asyncio.run(families(stack))
     read = {name for rule in rules.rules(rules.load()) for name in rules.names_in(rule["expr"])}

@@ -14,7 +14,7 @@ from tests.chaos.house import House, Plan
 from tests.chaos.load import CHAT, Load, Record, Wrong
 from tests.chaos.streams import Answer
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 SLOW_CLIENTS = 8
 SLOW_BUFFER = 4096

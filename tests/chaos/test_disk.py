@@ -16,7 +16,7 @@ from tests.chaos.expected import stub_tasks
 from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240), pytest.mark.chaos]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.chaos]
 
 
 def load_of(house: House) -> Load:

@@ -17,7 +17,6 @@ INNOCENT = 19
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "fault", ["crash", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("exit", "error", "hang"))]
 )

@@ -9,7 +9,7 @@ from tests.chaos.exercise import Row, exercise
 from tests.chaos.faults import all_faults
 from tests.chaos.house import House
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 ALWAYS = ("kill-rank-0", "kill-gateway", "kill-scheduler", "kill-nats")
 """The few that `make test-slow` runs; the rest needs `make chaos`."""

@@ -17,7 +17,7 @@ from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 from tests.chaos.mischief import FrameMischief, Repeater
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 SMALL = {"gateways": 1, "schedulers": 1, "monitors": 1, "tp": 1}
 REQUESTS = 120

@@ -23,7 +23,7 @@ from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
 from services.cli.settings import LocalSettings
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 HERE = Path(__file__).parent
 MODEL = "stub"

@@ -15,7 +15,7 @@ from services.cli.target import read_run_file
 from shared.version import VERSION
 from tests.e2e.stack import CLI, Stack, run_cli
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 
 def test_up_proves_itself_and_leaves_nothing_behind(tmp_path: Path, model_directory: Path) -> None:
@@ -31,7 +31,7 @@ def test_up_proves_itself_and_leaves_nothing_behind(tmp_path: Path, model_direct
         assert second.stderr.startswith("error: Another stack already runs on the data directory")
         stack.process.send_signal(signal.SIGINT)
         assert stack.process.wait(60) == 0
-        _, alive = psutil.wait_procs(processes, timeout=5)
+        _, alive = psutil.wait_procs(processes, timeout=30)
         assert not alive
     assert read_run_file(tmp_path) is None
     assert "Stopped." in stack.output

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.stack import Stack, run_cli
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 STUB = ("--engine", "stub", "--no-smoke-test", "--replicas", "2")
 SLOW = {"RYZANSTEIN_STUB_STEP_MS": "20"}

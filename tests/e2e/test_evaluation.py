@@ -16,7 +16,7 @@ import pytest
 from services.cli.models.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TOLERANCE = 1e-3
 """Of a sum over some tokens."""

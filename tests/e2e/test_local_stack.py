@@ -16,7 +16,7 @@ from services.gateway.api.grpc.generated import inference_pb2 as pb
 from shared.config import CommonSettings
 from tests.e2e.stack import Stack, run_cli
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.e2e
 
 STUB = ("--engine", "stub", "--no-smoke-test")
 

@@ -17,7 +17,7 @@ from services.cli.models.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 from tests.monitoring.observed import targets_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 PROMPTS = [

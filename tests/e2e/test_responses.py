@@ -11,7 +11,7 @@ from services.cli.models.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 from tests.e2e.test_real_model import Connect, answer, connect
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 __all__ = ["connect"]
 

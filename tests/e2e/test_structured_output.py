@@ -18,7 +18,7 @@ from websockets.sync.client import connect as connect_socket
 from services.cli.models.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 CHAIN = 'start: "x" r0\n' + "".join(f'r{at}: "x" r{at + 1}\n' for at in range(12_000)) + 'r12000: "a"'
 """Kills a compiler by its stack."""

@@ -12,7 +12,7 @@ import pytest
 from services.cli.models.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris for the next two days?"}]
 

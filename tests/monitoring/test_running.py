@@ -15,7 +15,7 @@ from tests.monitoring.dashboards import Dashboard, Panel, dashboards, expanded
 from tests.monitoring.observed import JOBS, RULES, Observed, Traffic, observed, seconds_until_shown
 from tests.monitoring.prometheus import Prometheus, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 INTERVAL = "4s"
 """Of a rate: four scrapes."""

@@ -79,7 +79,7 @@ def ring(process: ServiceProcess) -> GroupBeat:
 
 
 async def ask(bus: Bus, command: DebugCommand) -> JobReply:
-    return await bus.request(subjects.debug("g"), command, JobReply, timeout=5)
+    return await bus.request(subjects.debug("g"), command, JobReply, timeout=30)
 
 
 async def logged(process: ServiceProcess, event: str) -> list[str]:

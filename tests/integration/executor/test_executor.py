@@ -83,11 +83,11 @@ def expected(seed: int, start: int, stop: int) -> list[int]:
 
 
 async def dispatch(bus: Bus, *requests: GenerationRequest) -> DispatchReply:
-    return await bus.request(subjects.dispatch("g"), DispatchBatch(list(requests)), DispatchReply, timeout=5)
+    return await bus.request(subjects.dispatch("g"), DispatchBatch(list(requests)), DispatchReply, timeout=30)
 
 
 async def control(bus: Bus, command: ControlCommand) -> ControlReply:
-    return await bus.request(subjects.control("g"), command, ControlReply, timeout=5)
+    return await bus.request(subjects.control("g"), command, ControlReply, timeout=30)
 
 
 async def test_a_ring_is_newer_than_the_groups_last_one_whatever_its_clock_says(
@@ -111,7 +111,7 @@ async def test_a_ring_that_was_replaced_takes_nothing_more_and_leaves(
         beat = await process.wait_ready()
         assert beat.group is not None
         older = DispatchBatch([request("a", max_tokens=4000)], beat.group.epoch - 1)
-        reply = await bus.request(subjects.dispatch("g"), older, DispatchReply, timeout=5)
+        reply = await bus.request(subjects.dispatch("g"), older, DispatchReply, timeout=30)
         assert reply.accepted == ["a"], "a scheduler may lag behind"
         later = DispatchBatch([request("b")], beat.group.epoch + 1)
         with pytest.raises(BrokerUnavailable):

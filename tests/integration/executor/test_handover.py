@@ -8,8 +8,6 @@ from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import Session, make_served_model, rings
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.mark.parametrize(("tp", "kv_dtype"), [(1, "int8"), pytest.param(2, "bf16", marks=pytest.mark.slow)])
 async def test_sessions_find_their_cache_at_the_peer(

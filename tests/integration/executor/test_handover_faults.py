@@ -20,8 +20,6 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import MODEL, Rings, Session, make_served_model, rings
 
-pytestmark = pytest.mark.timeout(240)
-
 DAMAGED = 20_580
 """Offset of the byte that is flipped, in the bytes of the second connection."""
 Change = Callable[[int, int, bytes], bytes | None]

@@ -24,7 +24,7 @@ from tests.processes import service_process
 async def dispatch(bus: Bus, name: str, max_tokens: int) -> None:
     sampling = SamplingParams(seed=1)
     request = GenerationRequest(name, name, "stub", "me", [1, 2, 3], max_tokens, sampling=sampling)
-    reply = await bus.request(subjects.dispatch("g"), DispatchBatch([request]), DispatchReply, timeout=5)
+    reply = await bus.request(subjects.dispatch("g"), DispatchBatch([request]), DispatchReply, timeout=30)
     assert reply.accepted == [name]
 
 

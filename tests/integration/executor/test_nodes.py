@@ -24,8 +24,6 @@ from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 __all__ = ["reader"]
 
-pytestmark = pytest.mark.timeout(180)
-
 
 class Hosts:
     """Settings that make processes hosts of one ring."""

@@ -14,8 +14,6 @@ from shared.nats.bus import Bus
 from tests import pretend_gpu
 from tests.integration.executor.rings import Rings, make_served_model, request_of, rings
 
-pytestmark = pytest.mark.timeout(300)
-
 ROOT = Path(__file__).parents[3]
 SITE = Path(pretend_gpu.__file__).with_name("site")
 SAMPLINGS = [

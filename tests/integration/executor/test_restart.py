@@ -19,7 +19,6 @@ from tests.unit.executor.model.tiny import make_model
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 pytestmark = [
-    pytest.mark.timeout(180),
     pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forked ranks are for Linux"),
 ]

@@ -51,7 +51,7 @@ async def executor(bus: Bus, settings: CommonSettings, directory: Path) -> Async
     ) as process:
         await process.wait_ready()
         work = GenerationRequest("long", "r", "stub", "me", [1, 2, 3], 8000)
-        reply = await bus.request(subjects.dispatch("g"), DispatchBatch([work]), DispatchReply, timeout=5)
+        reply = await bus.request(subjects.dispatch("g"), DispatchBatch([work]), DispatchReply, timeout=30)
         assert reply.accepted == ["long"]
         yield process
 

@@ -26,8 +26,6 @@ from tests.processes import ServiceProcess, service_process
 from tests.unit.k8s import manifests
 from tests.unit.k8s.manifests import Pod, environment
 
-pytestmark = pytest.mark.timeout(180)
-
 BUILD = "overlays/cpu"
 ELSEWHERE = {
     "RYZANSTEIN_HOST": "127.0.0.1",

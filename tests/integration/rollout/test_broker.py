@@ -20,8 +20,6 @@ from tests.integration.executor.test_executor import expected as stub_tokens
 from tests.integration.rollout.house import House, Load
 from tests.nats_cluster import NatsCluster
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[NatsCluster]:
@@ -118,7 +116,7 @@ async def test_the_journal_has_every_token_whoever_led_it(
         )
         work = GenerationRequest("a", "r", "stub", "me", [1], 2000, SamplingParams(seed=4))
         reply = await cluster_bus.request(
-            subjects.dispatch("g"), DispatchBatch([work]), DispatchReply, timeout=5
+            subjects.dispatch("g"), DispatchBatch([work]), DispatchReply, timeout=30
         )
         assert reply.accepted == ["a"]
         await cluster.kill_leader(cluster_bus, subjects.JOURNAL_STREAM)

@@ -21,8 +21,6 @@ from shared.nats.kv import Bucket
 from shared.nats.permissions import User
 from tests.integration.rollout.house import House, Load
 
-pytestmark = pytest.mark.timeout(300)
-
 LONG = {"model": "stub", "prompt": "x", "max_tokens": 400, "stream": True}
 
 

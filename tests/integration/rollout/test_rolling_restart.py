@@ -2,13 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from tests.integration.rollout.house import House, Load, long_answer
-
-pytestmark = pytest.mark.timeout(300)
 
 CONTROL = ("gateway", "scheduler", "monitor")
 

@@ -46,4 +46,4 @@ async def test_so_many_bytes_are_held(bus: Bus, nats_settings: CommonSettings) -
             await held.pop(name).delivery.ack()
     assert seen == {f"g{number}" for number in range(COUNT)}
     await intake.stop_pulling()
-    await asyncio.wait_for(looking, 5)
+    await asyncio.wait_for(looking, 30)

@@ -18,8 +18,6 @@ from tests.integration.gateway.fake_ring import until
 from tests.integration.rollout.house import House, until_answered
 from tests.prometheus import PROMETHEUS, scraping, serving
 
-pytestmark = pytest.mark.timeout(240)
-
 TOKENS = 12
 SCRAPE = 1.0
 """Seconds between two samples of Prometheus here."""

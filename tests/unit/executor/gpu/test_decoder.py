@@ -224,7 +224,7 @@ def test_what_is_not_lowered_attends_with_triton(tmp_path: Path) -> None:
     directory = small_model(tmp_path, "llama", rope_parameters=rope)
     runner = runner_of(directory, SingleRank())
     assert runner._decoder is None
-    assert runner._kernels is not None
+    assert runner._attention is not None
     plan, _ = small_script().step({0: 5})
     ours, theirs = runner.forward(plan), runner_of(directory, SingleRank(), gpu=False).forward(plan)
     assert isinstance(ours, Tensor)

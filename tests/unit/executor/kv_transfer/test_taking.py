@@ -138,7 +138,7 @@ async def test_what_has_landed_is_adopted_before_the_answer(peer: Peer) -> None:
     await peer.taker.answer(offer())
     peer.ring.engine.landing = {0: [(0, position, 0) for position in range(BLOCK)]}
     peer.rank.write(Field.LANDED, 1, 1)
-    answer = await asyncio.wait_for(peer.taker.answer(BlocksSent("a", 1)), 5)
+    answer = await asyncio.wait_for(peer.taker.answer(BlocksSent("a", 1)), 30)
     assert answer.held == b"\x01"
     assert peer.board.totals.received == 1
     again = await peer.taker.answer(offer())
