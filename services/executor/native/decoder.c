@@ -335,11 +335,3 @@ void rz_decoder_free(rz_decoder *decoder)
     rz_workspace_free(&decoder->space);
     free(decoder);
 }
-
-void rz_sizes(int64_t *sizes)
-{
-    sizes[0] = sizeof(rz_linear);
-    sizes[1] = sizeof(rz_layer);
-    sizes[2] = sizeof(rz_model);
-    sizes[3] = sizeof(rz_step);
-}

@@ -133,12 +133,19 @@ def why_not() -> str:
         return f"{DISABLE} is 0"
     library = compiled()
     if library is None:
-        return "they were not compiled, or not since they were changed: install the package again, with a C compiler"
+        return (
+            "they were not compiled, or not since they were changed; with gcc on the path, install the package again: "
+            "pip install --force-reinstall --no-deps --no-cache-dir ryzanstein (in a checkout: --no-deps --editable .)"
+        )
     return "" if library.rz_supported() else "this processor lacks AVX512-BF16"
 
 
 def library_file() -> Path | None:
-    """Where the library lies; None where it was not compiled."""
+    """Where the library lies; None where it was not compiled. It is named for all Pythons; a free-threaded one, which
+    has no stable ABI, names it after itself."""
+    every = Path(__file__).with_name("_kernels.abi3.so")
+    if every.is_file():
+        return every
     spec = importlib.util.find_spec(MODULE)
     return None if spec is None or spec.origin is None else Path(spec.origin)
 

@@ -1,5 +1,7 @@
-/* Whether this processor runs the kernels. Compiled for any processor: the one question asked before all. */
+/* What is asked before any kernel runs. Compiled for any x86-64 processor, so without vector.h. */
+#include "decoder.h"
 
+/* Whether this processor runs the kernels. */
 int rz_supported(void)
 {
 #if defined(__x86_64__)
@@ -9,4 +11,12 @@ int rz_supported(void)
 #else
     return 0;
 #endif
+}
+
+void rz_sizes(int64_t *sizes)
+{
+    sizes[0] = sizeof(rz_linear);
+    sizes[1] = sizeof(rz_layer);
+    sizes[2] = sizeof(rz_model);
+    sizes[3] = sizeof(rz_step);
 }

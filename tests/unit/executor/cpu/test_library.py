@@ -1,6 +1,9 @@
 """A compiled library that is older than the Python beside it is not used."""
 
 import ctypes
+import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -33,10 +36,25 @@ def test_structures_of_other_sizes_are_refused() -> None:
 def test_what_was_not_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(library.DISABLE, raising=False)
     monkeypatch.setattr(library, "compiled", lambda: None)
-    assert "install the package again" in library.why_not.__wrapped__()
+    assert "pip install --force-reinstall" in library.why_not.__wrapped__()
 
 
 def test_the_library_that_is_here_has_our_structures() -> None:
     if library.compiled() is None:
         pytest.skip("no C compiler was there when the package was installed")
     assert library._has_our_structures(library.compiled())
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed")
+def test_what_runs_on_every_processor_has_instructions_of_every_processor() -> None:
+    """A wheel is compiled elsewhere: what is called before `rz_supported`, and shared memory, which asks nothing of
+    the processor, must not begin with AVX."""
+    file = library.library_file()
+    if file is None:
+        pytest.skip("no C compiler was there when the package was installed")
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(file)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    bodies = dict(re.findall(r"^[0-9a-f]+ <(\w+)>:\n((?:.+\n)*)", listing, re.MULTILINE))
+    for name in ("rz_supported", "rz_sizes", *library._RING_FUNCTIONS):
+        assert not re.search(r"\tv[a-z0-9]+ .*", bodies[name]), name
+    assert re.search(r"\tv[a-z0-9]+ .*", bodies["rz_attend"]), "the search finds AVX where there is some"
