@@ -147,6 +147,26 @@ lint-images: $(INSTALLED) ## Lint the Dockerfile, and check the images and the c
 	@$(BIN)/hadolint Dockerfile
 	@$(BIN)/pytest tests/unit/compose --quiet
 
+# From the last commit, by the pinned setuptools: the same commit and gcc give the same wheel, byte for byte, wherever
+# the checkout lies. auditwheel names the oldest glibc it runs on, and refuses a wheel without kernels.
+# REPOSITORY gives the metadata its addresses, and makes the README's links absolute, as a package index wants them.
+.PHONY: dist
+dist: $(INSTALLED) ## Make the wheel and the sdist in dist/ (make dist REPOSITORY=https://github.com/OWNER/NAME)
+	@rm -rf build/release dist && mkdir -p build/release/source dist
+	@git archive HEAD | tar -x -C build/release/source
+	@if [ -n "$(REPOSITORY)" ]; then \
+	  sed -E -i -e 's#\]\(([a-zA-Z][^:)]*\.(gif|png|svg))\)#]($(REPOSITORY)/raw/HEAD/\1)#g' \
+	    -e 's#\]\(([a-zA-Z][^:)]*)\)#]($(REPOSITORY)/blob/HEAD/\1)#g' build/release/source/README.md; \
+	  printf '\n[project.urls]\nSource = "%s"\nDocumentation = "%s"\nChangelog = "%s"\nIssues = "%s"\n' "$(REPOSITORY)" \
+	    "$(REPOSITORY)/tree/HEAD/docs" "$(REPOSITORY)/blob/HEAD/CHANGELOG.md" "$(REPOSITORY)/issues" \
+	    >> build/release/source/pyproject.toml; \
+	fi
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) CFLAGS=-g0 LDSHARED="$${CC:-gcc} -shared" \
+	  $(BIN)/python -m build --no-isolation --outdir build/release build/release/source > build/release/log 2>&1 \
+	  || { tail -50 build/release/log; exit 1; }
+	@PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --wheel-dir dist build/release/*.whl >> build/release/log 2>&1
+	@cp build/release/*.tar.gz dist/ && ls dist
+
 .PHONY: clean
 clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* .import_linter_cache *.egg-info
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* .import_linter_cache *.egg-info

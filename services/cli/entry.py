@@ -57,7 +57,7 @@ def _ignore_working_directory() -> None:
     except OSError:  # it was removed
         ours = False
     if not ours:
-        os.environ.setdefault("PYTHONSAFEPATH", "1")
+        os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def _run(command_line: Callable[[], object]) -> None:

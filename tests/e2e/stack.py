@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,19 @@ CLI = [sys.executable, "-m", "services.cli"]
 class Stack:
     """A local stack on a data directory of its own. Use as a context manager."""
 
-    def __init__(self, data_dir: Path, *arguments: str, **environment: str) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *arguments: str,
+        command: Sequence[str] = CLI,
+        cwd: Path | None = None,
+        **environment: str,
+    ) -> None:
         self.data_dir = data_dir
         self.output = ""
         self._environment = {**os.environ, **environment}
-        self._arguments = [*CLI, "up", "--data-dir", str(data_dir), "--port", "0", *arguments]
+        self._cwd = cwd
+        self._arguments = [*command, "up", "--data-dir", str(data_dir), "--port", "0", *arguments]
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -53,6 +62,7 @@ class Stack:
             stderr=subprocess.STDOUT,
             text=True,
             env=self._environment,
+            cwd=self._cwd,
         )
 
     def __exit__(self, *_: object) -> None:
