@@ -11,6 +11,7 @@ _NOT_OURS = {"node_modules", "target", "build", "dist", "wheels", "__pycache__"}
 _FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _SPAN = re.compile(r"`([\w*][\w./*-]*)`")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#[^)\s]*)?\)")
 _MODULE = re.compile(r"python3? -m ([\w.]+)")
 
 
@@ -37,6 +38,13 @@ def modules_named(text: str) -> Iterator[str]:
     for name in _MODULE.findall(text):
         if name.partition(".")[0] in PACKAGES:
             yield name.rstrip(".")
+
+
+def links(text: str) -> Iterator[str]:
+    """Files of ours that it links to, without anchors."""
+    for target in _LINK.findall(_FENCED.sub("", text)):
+        if target and "://" not in target and not target.startswith("mailto:"):
+            yield target
 
 
 def all_paths() -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, all_paths, modules_named, pages, paths_named, prose
+from tests.docs.pages import ROOT, all_paths, links, modules_named, pages, paths_named, prose
 
 WIDTH = 160
 GENERATED = {"openai-compatibility.md"}
@@ -33,6 +33,12 @@ def test_what_it_names_is_there(page: Path) -> None:
         for module, path in files.items()
         if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file()
     ] == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    """Anchors are MkDocs' to check, in `make lint`."""
+    assert [target for target in links(page.read_text()) if not (page.parent / target).exists()] == []
 
 
 def test_prose_is_wrapped() -> None:
