@@ -12,7 +12,7 @@ WIDTH = 160
 GENERATED = {"openai-compatibility.md"}
 """By commands that wrap nothing."""
 
-MADE = {"wheels/"}
+MADE = {"dist/", "wheels/"}
 """By commands on the pages."""
 PATHS = all_paths()
 
