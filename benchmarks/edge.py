@@ -21,6 +21,7 @@ from benchmarks.errors import BenchError
 from benchmarks.peers.servers import free_port
 from services.gateway.api.app import GatewayApp
 from services.gateway.api.backend import Backend
+from services.gateway.api.backend import Parts as BackendParts
 from services.gateway.api.grpc.api import make_server
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.core.metrics import GatewayMetrics
@@ -112,8 +113,8 @@ def edge_parts() -> EdgeParts:
     authenticator.complete()
     backend = Backend(authenticator)
     limiter = Limiter(nobody, "gateway-edge", settings)
-    intake = Intake(parts, catalog, tokenizers, nobody, nobody, nobody, authenticator, limiter)
-    backend.open(intake, nobody, catalog, nobody, nobody)
+    intake = Intake(parts, catalog, tokenizers, nobody, nobody, nobody, authenticator, limiter, nobody)
+    backend.open(BackendParts(intake, nobody, catalog, nobody, nobody, nobody, nobody, nobody))
 
     def health() -> Health:
         return Health("gateway", "edge", "ready", True, "")

@@ -30,6 +30,7 @@ from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.leader.frames import Gathering
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.gateway.core.catalog import Catalog
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.lifecycle.generation import Generation
@@ -124,7 +125,8 @@ def request(number: int, *, prompt: int, output: int) -> GenerationRequest:
 def shared_frames(generations: int, frames: int) -> int:
     """Calls of a gateway that takes frames apart in which each of its generations has a token."""
     bus = Bus(Client(), CommonSettings())  # never connected: nothing here is said to anybody
-    life = Generations(bus, "gateway-0", GatewaySettings(), GatewayMetrics(CollectorRegistry()))
+    rings = Catalog(bus, on_card=lambda card: None)
+    life = Generations(bus, "gateway-0", GatewaySettings(), GatewayMetrics(CollectorRegistry()), rings)
     limits = Limits(5, 600.0, 5.0, 0.0)
     each = [request(number, prompt=4, output=1000) for number in range(generations)]
     life.add([Generation(one, 0, limits, now=0.0, started_at=0.0) for one in each])

@@ -1,6 +1,6 @@
 """What the gateway works with behind its routes: made, started and stopped in this order.
 
-groups, models, keys ──known──▶ generations, answers, heirs ──▶ intake ──▶ requests are taken ──▶ files, batches
+groups, models, keys ──known──▶ generations, answers, heirs ──▶ files, batches ──▶ requests are taken
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from services.gateway.api.backend import Backend, shutting_down
+from services.gateway.api.backend import Backend, Parts, shutting_down
 from services.gateway.api.cluster import Cluster
 from services.gateway.auth.authenticator import Authenticator, KeyWatch
 from services.gateway.batches.dependencies import BatchMetrics, BatchParts, line_endpoints
@@ -23,8 +23,8 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Intake
-from services.gateway.intake.record import Parts
-from services.gateway.intake.responses.intake import History, ResponseIntake
+from services.gateway.intake.record import Parts as IntakeParts
+from services.gateway.intake.responses.intake import History
 from services.gateway.intake.structured_output import Grammars
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.failover import Heirs
@@ -35,7 +35,7 @@ from services.gateway.persistence.keeper import Keeper, ResponseShelf
 from services.gateway.persistence.responses import ResponseLookup
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.ratelimit.limiter import Limiter
-from services.gateway.streams.reading import Reading
+from services.gateway.streams.reading import Reading, Runs
 from services.gateway.tokenizer.store import TokenizerStore
 from shared.errors import BrokerUnavailable
 from shared.nats.bus import Bus
@@ -64,61 +64,57 @@ class Work:
         self._backend = backend
         self._spawn = spawn
         self._opened = False
-        self.generations = Generations(bus, instance, settings, metrics)
-        self._tokenizers = tokenizers = TokenizerStore(
+        keys = self._idempotency = IdempotencyKeys(bus, settings.idempotency_ttl)
+        tokenizers = self._tokenizers = TokenizerStore(
             bus, special_tokens_in_messages=settings.special_tokens_in_messages
         )
-        self.catalog = Catalog(
-            bus,
-            on_card=tokenizers.prefetch,
-            on_lost=self.generations.on_group_lost,
-            on_alive=self.generations.on_group_alive,
-        )
-        self._api_keys = KeyWatch(bus, backend.authenticator)
-        self.answers = Answers(bus, instance, settings, metrics, self.generations)
-        self._idempotency = IdempotencyKeys(bus, settings.idempotency_ttl)
-        self._reading = Reading(self.answers, self.catalog, tokenizers, metrics)
-        self.heirs = Heirs(bus, instance, self.answers, self.answers.owners, settings.journal_max_age)
+        catalog = self.catalog = Catalog(bus, on_card=tokenizers.prefetch)
+        runs = Runs(catalog, tokenizers)
         quota = Quota(settings.tenant_response_bytes, settings.tenant_responses)
-        self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes, quota)
-        self._chat_index = ChatIndex(bus, settings.response_ttl, quota)
-        self._lookup, self._stored_chats = self._kept(tokenizers)
-        self._cluster = Cluster(bus, self.catalog, self.answers)
+        store = self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes, quota)
+        chats = self._chat_index = ChatIndex(bus, settings.response_ttl, quota)
+        keeper = Keeper(ResponseShelf(store, runs), ChatShelf(chats, store, runs))
+        self.generations = Generations(bus, instance, settings, metrics, catalog)
+        answers = self.answers = Answers(
+            bus, instance, settings, metrics, self.generations, keys, keeper, runs
+        )
+        self.heirs = Heirs(bus, instance, answers, answers.owners, keeper, settings.journal_max_age)
+        reading = Reading(answers, runs, metrics, store.is_deleted)
+        lookup = ResponseLookup(store, keeper, answers, runs)
+        self._api_keys = KeyWatch(bus, backend.authenticator)
         self.limiter = Limiter(bus, instance, settings)
         self._grammars = Grammars()
-        self._intake = Intake(
-            Parts(settings, self.answers, metrics),
-            self.catalog,
+        intake = Intake(
+            IntakeParts(settings, answers, metrics),
+            catalog,
             tokenizers,
-            self._idempotency,
-            self._reading,
+            keys,
+            reading,
             self._grammars,
             backend.authenticator,
             self.limiter,
-        )
-        self._intake.responses = ResponseIntake(
-            self._intake, History(self._lookup), settings, self.answers.writer
+            History(lookup),
         )
         self._jobs = FilesAndBatches(
-            bus, instance, settings, registry, self._intake, self.catalog, backend.authenticator
+            bus, instance, settings, registry, intake, catalog, backend.authenticator
         )
-
-    def _kept(self, tokenizers: TokenizerStore) -> tuple[ResponseLookup, StoredChats]:
-        """Where answers are found that outlive the journal, and who keeps them; the others are told."""
-        answers, reading, store = self.answers, self._reading, self._store
-        keeper = Keeper(answers, ResponseShelf(store, reading), ChatShelf(self._chat_index, store, reading))
-        lookup = ResponseLookup(store, keeper, answers, reading, self.catalog, tokenizers)
-        answers.watch_silently, answers.free_key = reading.watch, self._idempotency.free
-        answers.keep, reading.is_deleted = keeper.keep, lookup.is_deleted
-        self.heirs.keep_of_lost = keeper.keep_of_lost
-        return lookup, StoredChats(self._chat_index, store, keeper, answers)
+        self._parts = Parts(
+            intake,
+            reading,
+            catalog,
+            lookup,
+            StoredChats(chats, store, keeper, answers),
+            self._jobs.files,
+            self._jobs.batches,
+            Cluster(bus, catalog, answers),
+        )
 
     async def start(self) -> None:
         """Raises `BrokerUnavailable`, `ConfigurationError`."""
-        await self.generations.start(self.catalog)
+        await self.generations.start()
         self._spawn(self._api_keys.run(), "keys")
         self._spawn(self.catalog.watch_models(), "models")
-        self._spawn(self.catalog.watch_groups(), "groups")
+        self._spawn(self.catalog.watch_groups(self.generations), "groups")
         self._spawn(self.generations.tokens.run(), "journal")
         self._spawn(self.generations.run(), "timeouts")
         self._spawn(self.generations.suspects.run(), "suspects")
@@ -149,9 +145,8 @@ class Work:
         self._spawn(self.heirs.watch(), "heirs")
         self._spawn(self.limiter.run(), "in use")
         self._spawn(self.limiter.windows.run(), "limits")
-        self._backend.cluster = self._cluster
-        self._backend.open(self._intake, self._reading, self.catalog, self._lookup, self._stored_chats)
-        await self._jobs.start(self._backend, self._spawn)
+        await self._jobs.start(self._spawn)
+        self._backend.open(self._parts)
 
     async def stop(self) -> None:
         """No new connections come by now. What they brought is answered and streams may end within their time, then
@@ -179,7 +174,7 @@ class Work:
 
 
 class FilesAndBatches:
-    """Opened by `start`, once requests are taken."""
+    """Opened by `start`, before requests are taken."""
 
     def __init__(
         self,
@@ -192,13 +187,13 @@ class FilesAndBatches:
         authenticator: Authenticator,
     ) -> None:
         self._bus = bus
-        self._files = Files(bus, settings)
+        self.files = Files(bus, settings)
         self._jobs = Jobs(bus, settings.tenant_batches)
-        self._results = Results(bus, self._files.objects, settings.batch_window_limit)
+        self._results = Results(bus, self.files.objects, settings.batch_window_limit)
         endpoints = line_endpoints(intake, catalog)
-        self._batches = Batches(self._jobs, self._files, endpoints, settings)
+        self.batches = Batches(self._jobs, self.files, endpoints, settings)
         parts = BatchParts(
-            self._files,
+            self.files,
             self._results,
             endpoints,
             catalog,
@@ -209,15 +204,14 @@ class FilesAndBatches:
         )
         self._runners = Runners(bus, self._jobs, parts)
 
-    async def start(self, backend: Backend, spawn: Spawn) -> None:
+    async def start(self, spawn: Spawn) -> None:
         """Raises `BrokerUnavailable`, `ConfigurationError`."""
-        await self._files.start()
+        await self.files.start()
         await self._jobs.start()
         await self._results.start()
-        backend.open_jobs(self._files, self._batches)
-        await BatchQueue(self._bus, self._batches, self._files).start()
-        spawn(self._files.watch(), "files of tenants")
-        spawn(self._files.run(), "files")
+        await BatchQueue(self._bus, self.batches, self.files).start()
+        spawn(self.files.watch(), "files of tenants")
+        spawn(self.files.run(), "files")
         spawn(self._runners.watch(), "batches")
         spawn(self._runners.run(), "batch runners")
         spawn(self._runners.sweep(), "batches that are forgotten")

@@ -8,8 +8,10 @@ everything         everything         nothing new         everything
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
+from services.gateway.api.cluster import Cluster
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.batches.files import Files
 from services.gateway.batches.service import Batches
@@ -19,9 +21,6 @@ from services.gateway.persistence.chats import StoredChats
 from services.gateway.persistence.responses import ResponseLookup
 from services.gateway.streams.reading import Reading
 from shared.errors import Unavailable
-
-if TYPE_CHECKING:
-    from services.gateway.api.cluster import Cluster
 
 
 def shutting_down() -> Unavailable:
@@ -33,49 +32,34 @@ def shutting_down() -> Unavailable:
     )
 
 
-T = TypeVar("T")
+class Parts(msgspec.Struct, frozen=True):
+    """What is there once the gateway has started."""
 
-
-def _started(part: T | None) -> T:
-    if part is None:
-        raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
-    return part
+    intake: Intake
+    reading: Reading
+    catalog: Catalog
+    responses: ResponseLookup
+    stored_chats: StoredChats
+    files: Files
+    batches: Batches
+    cluster: Cluster
 
 
 class Backend:
-    """Opened by the service, asked by the routes, which are built before NATS is connected."""
+    """Opened by the service, asked by the routes, which are built before NATS is connected. What is refused is refused
+    here: the properties raise `Unavailable` before it is open, and most of them once it is closed."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self.authenticator = authenticator
-        self._intake: Intake | None = None
-        self._reading: Reading | None = None
-        self._catalog: Catalog | None = None
-        self._responses: ResponseLookup | None = None
-        self._stored_chats: StoredChats | None = None
-        self._files: Files | None = None
-        self._batches: Batches | None = None
-        self.cluster: Cluster | None = None
-        """For the console; None until the gateway has started."""
+        self._parts: Parts | None = None
         self._draining = self._closed = False
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(
-        self,
-        intake: Intake,
-        reading: Reading,
-        catalog: Catalog,
-        responses: ResponseLookup,
-        stored_chats: StoredChats,
-    ) -> None:
+    def open(self, parts: Parts) -> None:
         """From now on requests are taken."""
-        self._intake, self._reading, self._catalog = intake, reading, catalog
-        self._responses, self._stored_chats = responses, stored_chats
-
-    def open_jobs(self, files: Files, batches: Batches) -> None:
-        """From now on files and batches are served."""
-        self._files, self._batches = files, batches
+        self._parts = parts
 
     def drain(self) -> None:
         """From now on sessions, which outlast their requests, begin nothing new. What came over a connection that
@@ -93,43 +77,51 @@ class Backend:
 
     @property
     def intake(self) -> Intake:
-        """For a new request. Raises `Unavailable`."""
-        return self._there(self._intake)
+        """For a new request."""
+        return self._open().intake
 
     @property
     def reading(self) -> Reading:
-        """For a generation that exists. Raises `Unavailable`."""
-        return self._there(self._reading)
+        """For a generation that exists."""
+        return self._open().reading
 
     @property
     def responses(self) -> ResponseLookup:
-        """For a response that exists. Raises `Unavailable`."""
-        return self._there(self._responses)
+        """For a response that exists."""
+        return self._open().responses
 
     @property
     def stored_chats(self) -> StoredChats:
-        """For a chat completion that was stored. Raises `Unavailable`."""
-        return self._there(self._stored_chats)
+        """For a chat completion that was stored."""
+        return self._open().stored_chats
 
     @property
     def files(self) -> Files:
-        """Raises `Unavailable`."""
-        return self._there(self._files)
+        return self._open().files
 
     @property
     def batches(self) -> Batches:
-        """Raises `Unavailable`."""
-        return self._there(self._batches)
+        return self._open().batches
 
     @property
     def catalog(self) -> Catalog:
-        """To its end: what is there may be asked for as long as anybody listens. Raises `Unavailable`."""
-        return _started(self._catalog)
+        """To its end: what is there may be asked for as long as anybody listens."""
+        return self._started().catalog
 
-    def _there(self, part: T | None) -> T:
+    @property
+    def cluster(self) -> Cluster:
+        """To its end, as the catalog."""
+        return self._started().cluster
+
+    def _open(self) -> Parts:
         if self._closed:
             raise shutting_down()
-        return _started(part)
+        return self._started()
+
+    def _started(self) -> Parts:
+        if self._parts is None:
+            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
+        return self._parts
 
     @property
     def active_now(self) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
@@ -13,10 +14,18 @@ from shared.nats.kv import Bucket
 
 log = structlog.get_logger(__name__)
 
-OnLost = Callable[[str, int, str, float], None]
-"""Called with (group, epoch, model, at): that life of the ring, and all before it, are over."""
-OnAlive = Callable[[str, int, float], None]
-"""Called with (group, epoch, at): that life of the ring is at work. `at`: unix seconds, 0 if not known."""
+
+class RingListener(Protocol):
+    """Who is told which rings live. `at`: unix seconds, 0 if not known."""
+
+    def on_group_lost(self, group: str, epoch: int, model: str, at: float = 0.0) -> None:
+        """That life of the ring, and all before it, are over."""
+        ...
+
+    def on_group_alive(self, group: str, epoch: int, at: float = 0.0) -> None:
+        """That life of the ring is at work."""
+        ...
+
 
 _SERVING = ("ready", "busy")
 _AT_WORK = (*_SERVING, "draining")
@@ -32,13 +41,10 @@ class Catalog:
     has not come up yet, or is of an earlier start, is not listed.
     """
 
-    def __init__(
-        self, bus: Bus, *, on_card: Callable[[ModelCard], None], on_lost: OnLost, on_alive: OnAlive
-    ) -> None:
+    def __init__(self, bus: Bus, *, on_card: Callable[[ModelCard], None]) -> None:
+        """`on_card` gets the card of each model that is served, and again when it changes."""
         self._bus = bus
         self._on_card = on_card
-        self._on_lost = on_lost
-        self._on_alive = on_alive
         self.cards: dict[str, ModelCard] = {}
         self._worked: set[str] = set()
         """Models that had a group at work since this gateway started."""
@@ -129,7 +135,7 @@ class Catalog:
         if any(record.model == model and record.state != "gone" for record in self._groups.values()):
             self._tell(card)
 
-    async def watch_groups(self) -> None:
+    async def watch_groups(self, listener: RingListener) -> None:
         """Runs until it is cancelled."""
         groups = await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)
         async for update in groups.watch():
@@ -138,22 +144,22 @@ class Catalog:
             if update is None:
                 self._caught_up[1].set()
                 continue
-            self._group_changed(*update)
+            self._group_changed(*update, listener)
 
-    def _group_changed(self, group: str, record: GroupRecord | None) -> None:
+    def _group_changed(self, group: str, record: GroupRecord | None, listener: RingListener) -> None:
         """A loss is seen here too: events on `health.events` can be missed, records cannot."""
         if record is None:
             gone = self._groups.pop(group, None)
             if gone is not None:
-                self._on_lost(group, gone.epoch, gone.model, 0.0)
+                listener.on_group_lost(group, gone.epoch, gone.model, 0.0)
             return
         self._groups[group] = record
         if record.state in (*_AT_WORK, "hung"):
             self._worked.add(record.model)
         over = record.epoch if record.state in ("hung", "gone") else record.epoch - 1
-        self._on_lost(group, over, record.model, record.updated_at)
+        listener.on_group_lost(group, over, record.model, record.updated_at)
         if record.state in _AT_WORK:
-            self._on_alive(group, record.epoch, record.updated_at)
+            listener.on_group_alive(group, record.epoch, record.updated_at)
         if record.state != "gone" and record.model not in self._told and record.model in self.cards:
             self._tell(self.cards[record.model])
 

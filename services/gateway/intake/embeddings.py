@@ -181,8 +181,15 @@ def embedding_run(
         Generation(wire, index, limits, now=now, started_at=started_at)
         for index, wire in enumerate(record.requests)
     ]
-    answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=now)
-    answer.trace = trace
-    answer.admission, answer.may_cost = context.admission, sum(map(len, prompts))
+    answer = Answer(
+        record,
+        generations,
+        owner=parts.answers.consumer,
+        owned=True,
+        now=now,
+        trace=trace,
+        admission=context.admission,
+        may_cost=sum(map(len, prompts)),
+    )
     metrics = parts.metrics.of_model(card.model)
     return new_run(answer, tokenizer, parts.answers, metrics=metrics, view=context.view)

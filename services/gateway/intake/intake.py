@@ -11,10 +11,9 @@ from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.intake import embeddings, extra_fields, sampling, validation
-from services.gateway.intake import extra_fields as ignored
 from services.gateway.intake.chat import ChatPlan, check_conversation, demanded, rendered, schemas_of
 from services.gateway.intake.record import Build, Context, OuterResponse, Parts
-from services.gateway.intake.responses.intake import ResponseIntake
+from services.gateway.intake.responses.intake import History, ResponseIntake
 from services.gateway.intake.responses.schemas import ResponseRequest
 from services.gateway.intake.sampling import cache_key, conversation_key
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
@@ -50,6 +49,7 @@ class Intake:
         grammars: Grammars,
         authenticator: Authenticator,
         limiter: Limiter,
+        history: History,
     ) -> None:
         self._authenticator = authenticator
         self._limiter = limiter
@@ -63,8 +63,8 @@ class Intake:
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._embedding = msgspec.json.Decoder(embeddings.EmbeddingRequest)
-        self.responses: ResponseIntake | None = None
-        """Set before the first request: it comes back here with the chat that a response is inside."""
+        self.responses = ResponseIntake(self, history, parts.settings, parts.answers.writer)
+        """It comes back here with the chat that a response is inside."""
 
     async def prepare(
         self,
@@ -118,7 +118,6 @@ class Intake:
     ) -> GenerationFields | ResponseRequest | embeddings.EmbeddingRequest:
         """`body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
         if endpoint == "responses":
-            assert self.responses is not None, "it is set before the first request"
             return self.responses.check(body)
         if endpoint == "embeddings":
             wanted = validation.decode(body, self._embedding)
@@ -126,11 +125,11 @@ class Intake:
             return wanted
         if endpoint == "chat.completions":
             chat = validation.decode(body, self._chat, None if self._strict else [])
-            self._tell_ignored(ignored.ignored_fields(chat), {})
+            self._tell_ignored(extra_fields.ignored_fields(chat), {})
             validation.check_chat(chat)
             return chat
         completion = validation.decode(body, self._completion)
-        self._tell_ignored(ignored.ignored_fields(completion), {})
+        self._tell_ignored(extra_fields.ignored_fields(completion), {})
         validation.check_completion(completion)
         return completion
 
@@ -203,7 +202,6 @@ class Intake:
     ) -> Run:
         context = await self._admitted(context)
         if endpoint == "responses":
-            assert self.responses is not None, "it is set before the first request"
             return await self.responses.prepare(body, context, always_streamed=always_streamed)
         if endpoint == "embeddings":
             return await self._prepare_embedding(body, context, always_streamed)
@@ -288,7 +286,7 @@ class Intake:
 
     def _named(self, request: GenerationFields, context: Context) -> Context:
         """`context` under the request's own id. Tells of fields that change nothing. Raises `InvalidParameter`."""
-        self._tell_ignored(ignored.ignored_fields(request), context.answer_headers)
+        self._tell_ignored(extra_fields.ignored_fields(request), context.answer_headers)
         name = validation.check_request_id_field(request.request_id)
         if not name:
             return context
@@ -296,7 +294,7 @@ class Intake:
         return msgspec.structs.replace(context, request_id=name)
 
     def _tell_ignored(self, names: Iterable[str], headers: dict[str, str]) -> None:
-        ignored.tell_ignored(names, headers, strict=self._strict)
+        extra_fields.tell_ignored(names, headers, strict=self._strict)
 
     async def _prepare_embedding(
         self, body: bytes | msgspec.Raw, context: Context, always_streamed: bool

@@ -161,9 +161,16 @@ class Build:
             Generation(wire, index, limits, now=self._now, started_at=self._started_at)
             for index, wire in enumerate(requests_of(record))
         ]
-        answer = Answer(record, generations, owner=parts.answers.consumer, owned=True, now=self._now)
-        answer.trace = trace
-        answer.admission, answer.may_cost = self._context.admission, self._may_cost(record)
+        answer = Answer(
+            record,
+            generations,
+            owner=parts.answers.consumer,
+            owned=True,
+            now=self._now,
+            trace=trace,
+            admission=self._context.admission,
+            may_cost=self._may_cost(record),
+        )
         metrics = parts.metrics.of_model(self._card.model)
         return new_run(answer, self._tokenizer, parts.answers, metrics=metrics, view=self._context.view)
 

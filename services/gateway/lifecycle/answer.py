@@ -130,7 +130,12 @@ class Answer:
         owner: str,
         owned: bool,
         now: float,
+        trace: AnswerTrace | None = None,
+        admission: Reservation | None = None,
+        may_cost: int = 0,
     ) -> None:
+        """`trace`: what is traced of it; None: nothing. `admission`: what it takes of its owner's limits, where it
+        begins here; `may_cost`: tokens that it may come to."""
         self.record = record
         self.generations = generations
         self.owned = owned
@@ -149,20 +154,15 @@ class Answer:
         """How often its owner has not answered in a row."""
         self.watched = False
         """Whether it is read here for its stop strings' sake, by no client."""
-        self.admission: Reservation | None = None
-        """What it has taken of its owner's limits, where it began here."""
-        self.may_cost = 0
-        """Tokens that it may come to."""
+        self.admission = admission
+        self.may_cost = may_cost
+        for generation in generations:
+            generation.trace = trace
 
     @property
     def trace(self) -> AnswerTrace | None:
         """What is traced of it; None: nothing."""
         return self.generations[0].trace
-
-    @trace.setter
-    def trace(self, trace: AnswerTrace | None) -> None:
-        for generation in self.generations:
-            generation.trace = trace
 
     @property
     def identity(self) -> str:

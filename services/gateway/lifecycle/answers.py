@@ -5,7 +5,7 @@ import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -16,6 +16,7 @@ from services.gateway.core.settings import GatewaySettings
 from services.gateway.lifecycle.answer import Answer, followed_answer, writer_of
 from services.gateway.lifecycle.generation import Deliver
 from services.gateway.lifecycle.generations import SWEEP_INTERVAL, Generations
+from services.gateway.lifecycle.idempotency import IdempotencyKeys
 from services.gateway.lifecycle.ownership import Owners
 from services.gateway.lifecycle.records import LargeRecords, Misses, RecordReader, RecordWriter
 from services.gateway.lifecycle.token_stream import limits_of
@@ -42,6 +43,26 @@ def unknown_generation(public_id: str) -> RouteError:
     )
 
 
+class Keeper(Protocol):
+    """Where answers go that outlive the journal."""
+
+    async def keep(self, answer: Answer) -> None:
+        """Writes an answer that has ended, if it is to be kept."""
+        ...
+
+    async def has(self, record: GenerationRecord) -> bool:
+        """Whether it is there, or was deleted. Raises `BrokerUnavailable`."""
+        ...
+
+
+class SilentReader(Protocol):
+    """Reads answers that nobody listens to."""
+
+    async def watch(self, answer: Answer, owner: "Answers") -> None:
+        """Up to its stop string."""
+        ...
+
+
 class Answers:
     """One entry per generation that is read here, or that this gateway decides about."""
 
@@ -52,8 +73,14 @@ class Answers:
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         generations: Generations,
+        keys: IdempotencyKeys,
+        keeper: Keeper,
+        reader: SilentReader,
     ) -> None:
         """`consumer`: the gateway's instance, whose token subject the rings publish to."""
+        self._keys = keys
+        self._keeper = keeper
+        self._reader = reader
         self.consumer = consumer
         self.writer = writer_of(consumer)
         self._settings = settings
@@ -72,12 +99,6 @@ class Answers:
         """Answers whose owner is being asked for, before they are cancelled."""
         self._giving_up_gate = asyncio.Semaphore(ASKED_AT_ONCE)
         self._stopping = False
-        self.watch_silently: Callable[[Answer], Awaitable[None]] | None = None
-        """Reads an answer that nobody listens to, up to its stop string."""
-        self.free_key: Callable[[GenerationRecord], Awaitable[None]] | None = None
-        """Called with the record of a generation that failed and has an idempotency key."""
-        self.keep: Callable[[Answer], Awaitable[None]] | None = None
-        """Called with an answer that outlives the journal, once it has ended and nobody reads it here any more."""
 
     def all(self) -> list[Answer]:
         return list(self._by_identity.values())
@@ -148,8 +169,8 @@ class Answers:
             self._by_identity.pop(answer.identity, None)
             if answer.admission is not None:
                 answer.admission.end(0)
-            if answer.record.idempotency and self.free_key is not None:
-                self.spawn(self.free_key(answer.record))
+            if answer.record.idempotency:
+                self.spawn(self._keys.free(answer.record))
             raise
         return stored
 
@@ -341,14 +362,14 @@ class Answers:
             self._generations.sources.release(name)
         for generation in answer.generations:
             generation.sources = ()
-        if answer.owned and answer.record.idempotency and answer.failed and self.free_key is not None:
-            self.spawn(self.free_key(answer.record))
+        if answer.owned and answer.record.idempotency and answer.failed:
+            self.spawn(self._keys.free(answer.record))
         self._keep(answer)
 
     def _keep(self, answer: Answer) -> None:
         """What outlives the journal is written by its owner."""
-        if answer.owned and answer.ended and answer.record.outlives and self.keep is not None:
-            self.spawn(self.keep(answer))
+        if answer.owned and answer.ended and answer.record.outlives:
+            self.spawn(self._keeper.keep(answer))
 
     def _sweep(self, now: float) -> None:
         for answer in self.all():
@@ -390,9 +411,9 @@ class Answers:
 
     def _watch(self, answer: Answer) -> None:
         """A ring knows nothing of stop strings: somebody has to read for them."""
-        if answer.record.stop and not answer.watched and self.watch_silently is not None:
+        if answer.record.stop and not answer.watched:
             answer.watched = True
-            self.spawn(self.watch_silently(answer))
+            self.spawn(self._reader.watch(answer, self))
 
     def on_owned(self, answer: Answer, claim: int) -> None:
         """This gateway looks after `answer` from now on, under `claim`."""

@@ -16,12 +16,12 @@ the records of an hour.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
 from services.gateway.lifecycle.answer import place, writer_of
-from services.gateway.lifecycle.answers import Answers
+from services.gateway.lifecycle.answers import Answers, Keeper
 from services.gateway.lifecycle.ownership import Owners
 from shared.errors import RyzansteinError
 from shared.messages import ServiceRecord
@@ -52,18 +52,19 @@ PAUSE = 1.0
 class Heirs:
     """Runs beside the answers: lists what is unfinished here, and watches for gateways that are lost."""
 
-    def __init__(self, bus: Bus, consumer: str, answers: Answers, owners: Owners, ttl: float) -> None:
+    def __init__(
+        self, bus: Bus, consumer: str, answers: Answers, owners: Owners, keeper: Keeper, ttl: float
+    ) -> None:
         """`ttl`: seconds after which a list or an inheritance is of no use any more."""
         self._bus = bus
         self._consumer = consumer
         self._answers = answers
         self._owners = owners
+        self._keeper = keeper
         self._ttl = ttl
         self._unfinished: Bucket[Unfinished] | None = None
         self._inheritances: Bucket[Inheritance] | None = None
         self._services: Bucket[ServiceRecord] | None = None
-        self.keep_of_lost: Callable[[GenerationRecord], Awaitable[None]] | None = None
-        """Called with each record of a lost gateway's response that has ended."""
         self._listed = False
         self._began = time.time()
         self._stopping = False
@@ -144,14 +145,20 @@ class Heirs:
 
     async def _keep_ended(self, left: dict[str, GenerationRecord], going: Sequence[GenerationRecord]) -> None:
         """What had ended and outlives the journal; its gateway may not have kept it any more."""
-        if self.keep_of_lost is None:
-            return
         unfinished = {record.identity for record in going}
         ended = [
             record for identity, record in left.items() if record.outlives and identity not in unfinished
         ]
         for begin in range(0, len(ended), SLICE):
-            await asyncio.gather(*map(self.keep_of_lost, ended[begin : begin + SLICE]))
+            await asyncio.gather(*map(self._keep, ended[begin : begin + SLICE]))
+
+    async def _keep(self, record: GenerationRecord) -> None:
+        """Writes an answer that had ended when its gateway was lost, unless that has done it."""
+        if await self._keeper.has(record):
+            return
+        answer = await self._answers.inherit(record, keep=KEEP)
+        if answer.ended:
+            await self._keeper.keep(answer)
 
     async def _claim(self, lost: str, lost_at: float) -> bool:
         """Whether this gateway is the heir: of a life of `lost`, one is."""

@@ -56,9 +56,9 @@ class Rings(Protocol):
         ...
 
 
-def idle(rings: Rings | None, generation: Generation, now: float) -> bool:
+def idle(rings: Rings, generation: Generation, now: float) -> bool:
     """Whether the generation's ring has been without work since it was last heard. `now`: monotonic seconds."""
-    if not generation.group or rings is None:
+    if not generation.group:
         return False
     heard_at = time.time() - (now - generation.heard_at)
     return rings.idle_at(generation.group, generation.epoch) > heard_at + IDLE_MARGIN
@@ -74,7 +74,9 @@ _intake = functools.lru_cache(maxsize=1024)(subjects.intake)
 class Generations:
     """Every unfinished `Generation` that this gateway looks after or follows."""
 
-    def __init__(self, bus: Bus, consumer: str, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, bus: Bus, consumer: str, settings: GatewaySettings, metrics: GatewayMetrics, rings: Rings
+    ) -> None:
         self._bus = bus
         self._consumer = consumer
         self._settings = settings
@@ -84,7 +86,7 @@ class Generations:
         self._readings: set[asyncio.Task[None]] = set()
         """Of logs, again; they end with their source, or are ended."""
         self._losses = Losses()
-        self._rings: Rings | None = None
+        self._rings = rings
         self._stall_replay_at = float("-inf")
         self._stopping = False
         self.journal = JournalEnd(bus)
@@ -107,9 +109,8 @@ class Generations:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    async def start(self, rings: Rings) -> None:
+    async def start(self) -> None:
         """Subscribes."""
-        self._rings = rings
         with translated("look at the journal"):
             await self.journal.look()
         self._bus.on_reconnect(lambda: self._spawn(self._look_at_journal()))
@@ -192,7 +193,7 @@ class Generations:
 
     def is_crowded(self, generation: Generation) -> bool:
         """Whether others wait for a place in the ring that has it."""
-        if self._rings is None or not generation.group:
+        if not generation.group:
             return False
         return self._rings.has_waiting(generation.group, generation.epoch)
 

@@ -15,9 +15,9 @@ from services.gateway.core.errors import RouteError
 from services.gateway.core.pagination import page, shown
 from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
 from services.gateway.lifecycle.answers import Answers
-from services.gateway.persistence.keeper import Keeper
+from services.gateway.persistence.keeper import EndedOwner, Keeper
 from services.gateway.persistence.store import ResponseStore
-from services.gateway.streams.reading import Reading
+from services.gateway.streams.reading import Runs
 from shared.messages.records import GenerationRecord, StoredChat, StoredResponse
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
@@ -75,15 +75,15 @@ class ChatIndex:
 class ChatShelf:
     """Chat completions that have ended."""
 
-    def __init__(self, index: ChatIndex, store: ResponseStore, reading: Reading) -> None:
+    def __init__(self, index: ChatIndex, store: ResponseStore, runs: Runs) -> None:
         self._index = index
         self._store = store
-        self._reading = reading
+        self._runs = runs
 
     async def put(self, answer: Answer) -> None:
         """One that was cancelled or failed is not stored: it has no answer."""
-        completion = await self._reading.finished(answer)
-        if completion is None:
+        completion, finished = await self._runs.shown(answer, EndedOwner())
+        if not finished:
             return
         await self._store.keep(_stored(answer, completion))
         if not await self._store.is_deleted(answer.identity, answer.record.tenant):

@@ -10,11 +10,10 @@ import msgspec
 import structlog
 
 from services.gateway.lifecycle.answer import Answer
-from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.generation import Deliver, Generation
 from services.gateway.lifecycle.token_stream import Limits
 from services.gateway.persistence.store import ResponseStore
-from services.gateway.streams.reading import Reading
+from services.gateway.streams.reading import Runs
 from shared.errors import RyzansteinError, Unavailable, error_from_code
 from shared.messages import TokenEntry
 from shared.messages.records import GenerationRecord, StoredResponse
@@ -24,8 +23,6 @@ log = structlog.get_logger(__name__)
 TRIES = 5
 PAUSE = 0.5
 """Seconds before an answer is written once more; each time twice as long."""
-KEEP = 30.0
-"""Seconds that it may take to read the log of a lost gateway's answer."""
 
 
 class Shelf(Protocol):
@@ -41,8 +38,7 @@ class Shelf(Protocol):
 class Keeper:
     """Answers of each kind go to their shelf."""
 
-    def __init__(self, answers: Answers, responses: Shelf, chats: Shelf) -> None:
-        self._answers = answers
+    def __init__(self, responses: Shelf, chats: Shelf) -> None:
         self._responses = responses
         self._chats = chats
         self._writing: dict[str, asyncio.Event] = {}
@@ -76,13 +72,9 @@ class Keeper:
             await asyncio.sleep(pause)
             pause *= 2
 
-    async def keep_of_lost(self, record: GenerationRecord) -> None:
-        """Writes an answer that had ended when its gateway was lost, unless that has done it."""
-        if not record.outlives or await self._shelf(record).has(record):
-            return
-        answer = await self._answers.inherit(record, keep=KEEP)
-        if answer.ended:
-            await self.keep(answer)
+    async def has(self, record: GenerationRecord) -> bool:
+        """Whether it is kept, or was deleted. Raises `BrokerUnavailable`."""
+        return await self._shelf(record).has(record)
 
     def _shelf(self, record: GenerationRecord) -> Shelf:
         return self._chats if record.response is None else self._responses
@@ -128,25 +120,11 @@ def answer_of(stored: StoredResponse) -> Answer:
     return Answer(record, [generation], owner=_SOURCE, owned=False, now=0.0)
 
 
-class ResponseShelf:
-    """Responses that have ended."""
-
-    def __init__(self, store: ResponseStore, reading: Reading) -> None:
-        self._store = store
-        self._reading = reading
-
-    async def put(self, answer: Answer) -> None:
-        await self._store.keep(stored_of(answer, await self._reading.shown(answer)))
-
-    async def has(self, record: GenerationRecord) -> bool:
-        return await self._store.is_known(record.identity, record.tenant)
-
-
-class StoreOwner:
-    """Owns the answers that come from the store: they have ended, so there is nothing to decide."""
+class EndedOwner:
+    """Owns answers that have ended, such as those of the store: there is nothing to decide."""
 
     async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
-        raise AssertionError("a response of the store has been handed in long ago")
+        raise AssertionError("an answer that has ended was handed in long ago")
 
     def join(self, answer: Answer, deliver: Deliver) -> None:
         for generation in answer.generations:
@@ -161,3 +139,18 @@ class StoreOwner:
 
     def end_choice(self, answer: Answer, index: int) -> None:
         """It has ended."""
+
+
+class ResponseShelf:
+    """Responses that have ended."""
+
+    def __init__(self, store: ResponseStore, runs: Runs) -> None:
+        self._store = store
+        self._runs = runs
+
+    async def put(self, answer: Answer) -> None:
+        response, _ = await self._runs.shown(answer, EndedOwner())
+        await self._store.keep(stored_of(answer, response))
+
+    async def has(self, record: GenerationRecord) -> bool:
+        return await self._store.is_known(record.identity, record.tenant)

@@ -15,15 +15,13 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import RouteError
 from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
 from services.gateway.lifecycle.answers import Answers
-from services.gateway.persistence.keeper import Keeper, StoreOwner, answer_of
+from services.gateway.persistence.keeper import EndedOwner, Keeper, answer_of
 from services.gateway.persistence.store import ResponseStore
-from services.gateway.streams.reading import Reading, new_run
+from services.gateway.streams.reading import Runs
 from services.gateway.streams.run import Run
-from services.gateway.tokenizer.store import TokenizerStore
 from shared.messages.records import GenerationRecord, StoredResponse
 
 _PREFIX = PREFIXES["responses"]
@@ -62,16 +60,12 @@ class ResponseLookup:
         store: ResponseStore,
         keeper: Keeper,
         answers: Answers,
-        reading: Reading,
-        catalog: Catalog,
-        tokenizers: TokenizerStore,
+        runs: Runs,
     ) -> None:
         self._store = store
         self._keeper = keeper
         self._answers = answers
-        self._reading = reading
-        self._catalog = catalog
-        self._tokenizers = tokenizers
+        self._runs = runs
 
     async def find(self, public_id: str, tenant: str) -> Found:
         """Raises `RouteError` where there is none; another tenant's is not there either."""
@@ -110,15 +104,13 @@ class ResponseLookup:
         response = record.response
         return response is not None and response.store and record.created + self._store.ttl > time.time()
 
-    async def is_deleted(self, record: GenerationRecord) -> bool:
-        return await self._store.is_deleted(record.identity, record.tenant)
-
     async def shown(self, found: Found) -> bytes:
         """The response object as JSON."""
         if found.stored is not None:
             return found.stored.response
         assert found.answer is not None, "one of the two is there"
-        return await self._reading.shown(found.answer)
+        response, _ = await self._runs.shown(found.answer, self._answers)
+        return response
 
     async def items(self, found: Found) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The items of its own input, and the response object."""
@@ -129,13 +121,11 @@ class ResponseLookup:
     async def read(self, found: Found, after: Sequence[int] | None) -> Run:
         """A reading of its events that has begun, behind event `after`; None: from the first. Raises
         `QueueFull`, `UnknownModel`, `Unavailable`."""
-        card = self._catalog.card(found.record.requests[0].model)
-        tokenizer = await self._tokenizers.get(card)
         if found.stored is not None:
-            run = new_run(answer_of(found.stored), tokenizer, StoreOwner(), after=after)
+            run = await self._runs.open(answer_of(found.stored), EndedOwner(), after)
         else:
             assert found.answer is not None, "one of the two is there"
-            run = new_run(found.answer, tokenizer, self._answers, after=after)
+            run = await self._runs.open(found.answer, self._answers, after)
         run.join()
         return run
 

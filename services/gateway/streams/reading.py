@@ -167,18 +167,52 @@ class GenerationState(msgspec.Struct, frozen=True):
     """The endpoint's response as far as it has come; a choice that goes on has no finish reason."""
 
 
+class Runs:
+    """Runs that read answers, in their model's tokens."""
+
+    def __init__(self, catalog: Catalog, tokenizers: TokenizerStore) -> None:
+        self._catalog = catalog
+        self._tokenizers = tokenizers
+
+    async def open(
+        self, answer: Answer, owner: Owner, after: Sequence[int] | None = None, view: View | None = None
+    ) -> Run:
+        """As `new_run`. Raises `UnknownModel`, `Unavailable`."""
+        card = self._catalog.card(answer.record.requests[0].model)
+        tokenizer = await self._tokenizers.get(card)
+        return new_run(answer, tokenizer, owner, after=after, view=view)
+
+    async def shown(self, answer: Answer, owner: Owner) -> tuple[bytes, bool]:
+        """The endpoint's response as far as it has come, and whether that is the whole. Raises as `open`."""
+        run = await self.open(answer, owner)
+        run.join()
+        try:
+            return await run.current(), run.finished
+        finally:
+            run.close()
+
+    async def watch(self, answer: Answer, owner: Owner) -> None:
+        """Reads an answer that nobody listens to, so that a stop string ends it."""
+        run = await self.open(answer, owner)
+        await run.watch()
+
+
 class Reading:
     """The same for REST and WebSocket."""
 
     def __init__(
-        self, answers: Answers, catalog: Catalog, tokenizers: TokenizerStore, metrics: GatewayMetrics
+        self,
+        answers: Answers,
+        runs: Runs,
+        metrics: GatewayMetrics,
+        is_deleted: Callable[[str, str], Awaitable[bool]],
     ) -> None:
+        """`is_deleted`: whether the answer of that identity and tenant, which the journal still has, is gone for
+        clients."""
         self._answers = answers
-        self._catalog = catalog
-        self._tokenizers = tokenizers
+        self._runs = runs
         self._metrics = metrics
-        self.is_deleted: Callable[[GenerationRecord], Awaitable[bool]] | None = None
-        """Whether a generation that the journal still has is gone for clients."""
+        self._is_deleted = is_deleted
 
     async def attach(
         self,
@@ -197,7 +231,7 @@ class Reading:
         answer = await self._find(public_id, tenant)
         if after is not None:
             cursor.check(after, _ends(answer))
-        run = await self._run(answer, after, view)
+        run = await self._runs.open(answer, self._answers, after, view)
         run.join()
         self._metrics.attached.labels(how if after is None else f"{how}_resumed").inc()
         return run
@@ -205,7 +239,7 @@ class Reading:
     async def state(self, public_id: str, request_id: str, tenant: str = "") -> GenerationState:
         """Raises as `attach`."""
         answer = await self._find(public_id, tenant)
-        run = await self._run(answer, None)
+        run = await self._runs.open(answer, self._answers)
         run.join()
         try:
             response = await run.current()
@@ -226,16 +260,6 @@ class Reading:
             response=msgspec.Raw(response),
         )
 
-    async def finished(self, answer: Answer) -> bytes | None:
-        """The whole answer as JSON; None where it has not come to its end. Raises `Unavailable`, `UnknownModel`."""
-        run = await self._run(answer, None)
-        run.join()
-        try:
-            response = await run.current()
-            return response if run.finished else None
-        finally:
-            run.close()
-
     async def cancel(self, public_id: str, tenant: str = "") -> tuple[Answer, bool]:
         """Ends the generation, for everybody; False when it had ended before. Raises as `attach`."""
         answer = await self._find(public_id, tenant)
@@ -247,27 +271,13 @@ class Reading:
         """Whether the answer has an end that is none to show again: an error before its text was complete."""
         if not answer.failed:
             return False
-        run = await self._run(answer, None)
+        run = await self._runs.open(answer, self._answers)
         run.join()
         try:
             run.snapshot()
             return not run.finished
         finally:
             run.close()
-
-    async def shown(self, answer: Answer) -> bytes:
-        """The endpoint's response as far as it has come."""
-        run = await self._run(answer, None)
-        run.join()
-        try:
-            return await run.current()
-        finally:
-            run.close()
-
-    async def watch(self, answer: Answer) -> None:
-        """Reads an answer that nobody listens to, so that a stop string ends it."""
-        run = await self._run(answer, None)
-        await run.watch()
 
     async def _find(self, public_id: str, tenant: str) -> Answer:
         """Another tenant's is answered as if it were not there."""
@@ -277,14 +287,9 @@ class Reading:
         answer = await self._answers.find(public_id, identity, tenant)
         if answer.record.tenant != tenant:
             raise unknown_generation(public_id)
-        if answer.record.outlives and self.is_deleted and await self.is_deleted(answer.record):
+        if answer.record.outlives and await self._is_deleted(identity, tenant):
             raise unknown_generation(public_id)
         return answer
-
-    async def _run(self, answer: Answer, after: Sequence[int] | None, view: View | None = None) -> Run:
-        card = self._catalog.card(answer.record.requests[0].model)
-        tokenizer = await self._tokenizers.get(card)
-        return new_run(answer, tokenizer, self._answers, after=after, view=view)
 
 
 def _ends(answer: Answer) -> list[int]:

@@ -13,7 +13,6 @@ from starlette.routing import Route
 
 from services.gateway.api.backend import Backend
 from services.gateway.core.asgi import header, send_json
-from shared.errors import Unavailable
 from shared.service.endpoints import Receive, Scope, Send
 
 TYPES = {
@@ -98,8 +97,5 @@ class ClusterRoute:
         self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cluster = self._backend.cluster
-        if cluster is None:
-            raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
-        state = await cluster.state(scope["state"]["principal"].tenant)
+        state = await self._backend.cluster.state(scope["state"]["principal"].tenant)
         await send_json(send, 200, state, {"cache-control": "no-store"})

@@ -375,7 +375,6 @@ class InputTokensRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         intake = self._backend.intake
         body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
-        assert intake.responses is not None, "it is set before the first request"
         tokens = await intake.responses.count(body, scope["state"]["principal"].tenant)
         await send_json(send, 200, InputTokens("response.input_tokens", tokens))
 

@@ -56,7 +56,7 @@ async def test_schemathesis_finds_nothing(
         form = {"file": ("input.jsonl", json.dumps(LINE).encode())}
         file = (await http.post("/v1/files", data={"purpose": "batch"}, files=form)).json()["id"]
     hooks = {
-        "SCHEMATHESIS_HOOKS": "tests.integration.gateway.schemathesis_hooks",
+        "SCHEMATHESIS_HOOKS": "tests.integration.gateway.api.schemathesis_hooks",
         "RYZANSTEIN_FUZZED_MODEL": MODEL,
         "RYZANSTEIN_FUZZED_FILE": file,
         "PYTHONPATH": str(ROOT),
