@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.pages import ROOT, all_paths, links, modules_named, pages, paths_named, prose
 
-WIDTH = 160
+WIDTH = 120
 GENERATED = {"openai-compatibility.md"}
 """By commands that wrap nothing."""
 
