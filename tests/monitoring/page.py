@@ -22,8 +22,8 @@ and a refresh every 2 s a dashboard is 4 s behind at most. [Dashboards](dashboar
 | delivery | `ryzanstein_gateway_delivery_seconds`, per arrival of a stream's tokens |
 | all of it | `ryzanstein_gateway_first_token_seconds`, `_between_tokens_seconds`, `_generation_seconds`, as clients feel it |
 
-- **The executor's figures are read from the ring's board** (shared memory) by the supervisor process: a scrape costs the ring
-  nothing, and is answered when the leader is hung. They begin at 0 with each life of a ring.
+- **The executor's figures are read from the ring's board** (shared memory) by the supervisor process: a scrape costs
+  the ring nothing, and is answered when the leader is hung. They begin at 0 with each life of a ring.
   `communication_seconds_total / step_seconds_total` is the communication share of a step; on GPUs one collective of 17
   is timed, by CUDA events.
 - **GPUs** are asked for by NVML (`nvidia-ml-py`) when there are any; parts of a partitioned GPU have memory and no
