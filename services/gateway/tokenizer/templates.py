@@ -210,10 +210,13 @@ def tokenizer_info(files: Mapping[str, bytes]) -> bytes:
     if (source := _source(files, config)) is not None and "chat_template.jinja" in files:
         info["chat_template"] = source
     sizes = {name: len(msgspec.json.encode(value)) + len(name) for name, value in info.items()}
-    omitted: list[str] = []
-    while sum(sizes.values()) > TOKENIZER_INFO.value - len(info) * _AROUND:
-        omitted.append(max(sizes, key=lambda name: sizes[name]))
-        del info[omitted[-1]], sizes[omitted[-1]]
+    size, omitted = sum(sizes.values()), list[str]()
+    for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
+        if size <= TOKENIZER_INFO.value - len(info) * _AROUND:
+            break
+        omitted.append(name)
+        size -= sizes[name]
+        del info[name]
     return msgspec.json.encode(info | {"omitted_fields": omitted[:_NAMED]} if omitted else info)
 
 
