@@ -71,6 +71,7 @@ async def ready_of_each_kind(bucket: Bucket[ServiceRecord]) -> list[ServiceRecor
                 return ready
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_commands_that_runbooks_name_work_on_a_local_stack(stack: Stack, tmp_path: Path) -> None:

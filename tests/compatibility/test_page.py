@@ -9,7 +9,7 @@ from tests.compatibility.page import COMMAND, Count, page
 from tests.compatibility.probe import Found
 from tests.compatibility.walk import parameters
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """`ryzanstein up` as a user starts it: a process, its output, its end."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
-from services.cli.target import read_run_file
+from services.cli.commands.status import read_status
+from services.cli.target import nats_of_stack, read_run_file
 
 CLI = [sys.executable, "-m", "services.cli"]
 
@@ -101,7 +104,9 @@ class Stack:
         return found[0]
 
     def status(self) -> dict[str, Any]:
-        return json.loads(run_cli("status", "--json", "--data-dir", str(self.data_dir)).stdout)
+        """What `ryzanstein status --json` prints, without a process for each look. Not from a coroutine."""
+        found = asyncio.run(read_status(nats_of_stack(self.data_dir, "")))
+        return json.loads(msgspec.json.encode(found.status))
 
     def logs(self, pattern: str = "*.log") -> str:
         return "\n".join(

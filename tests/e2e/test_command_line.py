@@ -1,5 +1,6 @@
 """The command line as a user sees it: up, status, chat, models, and what goes wrong."""
 
+import json
 import shutil
 import signal
 import socket
@@ -9,7 +10,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from services.cli.commands.main import app
 from services.cli.models.catalog import DEFAULT_MODEL
 from services.cli.target import read_run_file
 from shared.version import VERSION
@@ -46,7 +49,8 @@ def test_nothing_outlives_a_killed_head(tmp_path: Path) -> None:
 
 
 def test_status_has_its_promised_shape(two_groups: Stack) -> None:
-    status = two_groups.status()
+    where = ("--data-dir", str(two_groups.data_dir))
+    status = json.loads(run_cli("status", "--json", *where).stdout)
     assert set(status) == {"services", "groups"}
     assert {one["name"] for one in status["services"]} == {
         "gateway",
@@ -73,7 +77,7 @@ def test_status_has_its_promised_shape(two_groups: Stack) -> None:
         }
         assert group["model"] == DEFAULT_MODEL
         assert [set(rank) for rank in group["ranks"]] == [{"rank", "pid", "step"}]
-    table = run_cli("status", "--data-dir", str(two_groups.data_dir), COLUMNS="160").stdout
+    table = run_cli("status", *where, COLUMNS="160").stdout
     assert "group-0" in table
     assert "health-monitor-0" in table
 
@@ -172,6 +176,7 @@ def test_a_corrupt_weights_file_is_said_and_nothing_is_left(tmp_path: Path, mode
     assert read_run_file(tmp_path / "data") is None
 
 
+@pytest.mark.slow
 def test_a_corrupt_tokenizer_is_said_and_nothing_is_left(tmp_path: Path, model_directory: Path) -> None:
     broken = tmp_path / "broken-model"
     broken.mkdir()
@@ -201,8 +206,8 @@ def test_status_without_a_stack_says_what_to_do(tmp_path: Path) -> None:
 
 def test_help_is_there_for_every_command() -> None:
     for command in ([], ["up"], ["status"], ["chat"], ["models"], ["models", "pull"], ["serve"], ["probe"]):
-        result = run_cli(*command, "--help")
-        assert result.returncode == 0, command
+        result = CliRunner().invoke(app, [*command, "--help"])
+        assert result.exit_code == 0, command
         assert "sage" in result.stdout
     for service in ("gateway", "scheduler", "health-monitor", "executor"):
         result = run_cli("serve", service, "--help")

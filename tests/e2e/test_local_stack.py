@@ -1,5 +1,6 @@
 """The local stack with the stub engine: what a user, a crash or another stack does to it."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -77,6 +78,7 @@ def test_a_killed_gateway_comes_back_where_it_was(tmp_path: Path) -> None:
         assert stack.pid_of("services.gateway") != pid
 
 
+@pytest.mark.slow
 async def test_two_stacks_on_one_nats_leave_each_other_alone(
     tmp_path: Path, nats_settings: CommonSettings
 ) -> None:
@@ -86,7 +88,7 @@ async def test_two_stacks_on_one_nats_leave_each_other_alone(
     one = Stack(tmp_path / "one", *STUB, "--nats-url", url)
     other = Stack(tmp_path / "other", *STUB, RYZANSTEIN_NATS_URL=url)
     with one, other:
-        status = one.status()
+        status = await asyncio.to_thread(one.status)
         assert len({group["group"] for group in status["groups"]}) == 2
         assert len({service["instance"] for service in status["services"]}) == 8
         assert {service["state"] for service in status["services"]} == {"ready"}

@@ -9,7 +9,8 @@ from shared.nats.bus import Bus
 from tests.integration.executor.rings import Session, make_served_model, rings
 
 
-@pytest.mark.parametrize(("tp", "kv_dtype"), [(1, "int8"), pytest.param(2, "bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "kv_dtype"), [(1, "int8"), (2, "bf16")])
 async def test_sessions_find_their_cache_at_the_peer(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, tp: int, kv_dtype: str
 ) -> None:

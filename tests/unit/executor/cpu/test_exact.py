@@ -68,7 +68,17 @@ class Ring:
     said: dict[str, list[Said]]
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+TAKES_LONG = "three ranks"
+"""Seven seconds, for what two ranks do too."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(case for case in CASES if case != TAKES_LONG),
+        pytest.param(TAKES_LONG, marks=pytest.mark.slow),
+    ],
+)
 def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     case = CASES[request.param]
     directory = make_model(Path(tmp_path_factory.mktemp("model")), case.model_type, **case.model)

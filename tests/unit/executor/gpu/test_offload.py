@@ -176,7 +176,9 @@ def test_memory_that_cannot_be_had_is_told_at_start(gpu: Host, monkeypatch: pyte
 # --- a whole engine ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kv_dtype", "room"), [("bf16", 16_384), ("int8", 178_300)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "room"), [pytest.param("bf16", 16_384, marks=pytest.mark.slow), ("int8", 178_300)]
+)
 def test_a_session_comes_back_from_host_memory(gpu: Host, kv_dtype: str, room: int) -> None:
     """There is room for one of them: each turn of one evicts the other."""
     options = {"kv_dtype": kv_dtype, "kv_memory": room, "kv_host_memory": 1 << 20, "context_length": 48}

@@ -136,7 +136,14 @@ def test_an_engine_waits_for_tokens_alone(gpu: Host, monkeypatch: pytest.MonkeyP
 # --- other models, and what lies around the steps ------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bloom", "dots1", "gpt2", "gpt_oss", "opt", "phi3/longrope"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "dots1", "opt", "phi3/longrope")),
+    ],
+)
 def test_models_that_transformers_modules_compute(tmp_path: Path, name: str) -> None:
     model, script = build(name, settings_of(name)), Script([9, 6])
     expected = logits_of(model, script.sequences)

@@ -34,6 +34,7 @@ def compiled(family: str) -> dict[str, Any]:
     return {one["name"]: one for one in map(json.loads, found.stdout.splitlines())}
 
 
+@pytest.mark.slow
 def test_attention_multiplies_by_tensor_cores_and_spills_in_no_loop() -> None:
     found = compiled("attention")
     decode, prefill = found["decode fp8 d128 group4 splits8"], found["prefill512 hot d128 group4 splits1"]
@@ -46,6 +47,7 @@ def test_attention_multiplies_by_tensor_cores_and_spills_in_no_loop() -> None:
     assert decode["counts"]["wide async"] > 0
 
 
+@pytest.mark.slow
 def test_what_lies_between_products_reads_16_bytes_at_a_time_and_spills_nothing() -> None:
     found = compiled("fused")
     assert [name for name, one in found.items() if one["stack"]] == []
@@ -66,6 +68,7 @@ def test_products_multiply_while_weights_come() -> None:
         assert kernel["shared"] * programs <= MOST_SHARED
 
 
+@pytest.mark.slow
 def test_what_samples_leaves_its_processor_room() -> None:
     found = compiled("sampling")
     assert {name.split()[0] for name in found} == {"tally", "choose", "weigh", "draw"}
