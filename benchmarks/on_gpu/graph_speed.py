@@ -16,8 +16,8 @@ from services.executor.collectives.base import SingleRank
 from services.executor.core.progress import Progress
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sharding import ShardLayout
-from services.executor.gpu.capture import CudaCapture, Rerun
 from services.executor.gpu.decoder import GpuDecoder
+from services.executor.gpu.graphs import CudaCapture, Rerun
 from services.executor.gpu.sampling import DeviceSampler
 from services.executor.gpu.steps import GpuSteps, StepLimits
 from services.executor.kv_cache.sizes import StoreShape

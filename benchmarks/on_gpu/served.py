@@ -182,7 +182,7 @@ def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
 
 def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:
     """What makes a runner stage and pad its steps as for graphs, which are then computed each time anew."""
-    from services.executor.gpu.capture import Rerun
+    from services.executor.gpu.graphs import Rerun
     from services.executor.gpu.steps import StepLimits
 
     context = settings.context_length or config.max_position_embeddings

@@ -129,8 +129,8 @@ def _blocks(model: Path, threads: int, effort: int) -> Iterator[Pair]:
 def _grammar(model: Path, threads: int, rounds: int, effort: int) -> Rounds:
     from benchmarks.speculation import make_execute
     from benchmarks.structured import CASES, Bench, vocabulary_of
+    from services.executor.structured_output.compiler import GrammarWork
     from services.executor.structured_output.state import Vocabulary
-    from services.executor.structured_output.work import GrammarWork
 
     execute, spec = make_execute(model, "bf16", threads)
     card, bundle = vocabulary_of(model, spec)

@@ -11,7 +11,7 @@ from shared.errors import InternalError, RingLost, RyzansteinError
 from shared.messages import RING_CAUSES
 
 EXTERNAL, OUT_OF_MEMORY, CRASHED, HUNG = RING_CAUSES
-"""What a ring dies of; `deaths.py` tells them apart."""
+"""What a ring dies of; `supervisor/failure_detection.py` tells them apart."""
 
 
 class Fault(NamedTuple):

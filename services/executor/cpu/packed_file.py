@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from services.executor.core.sharding import HeadCounts
-from services.executor.cpu.packed_linear import PackedLinear
-from services.executor.cpu.packed_model import PackedLayer, PackedModel
+from services.executor.cpu.packed_model import PackedLayer, PackedLinear, PackedModel
 from services.executor.model.loading.arena import fresh
 from services.executor.model.lowering import Activation, Scalars
 

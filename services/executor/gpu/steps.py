@@ -15,9 +15,8 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.progress import Progress
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, to_bytes
-from services.executor.gpu.capture import Capture, CudaCapture
 from services.executor.gpu.decoder import GpuDecoder
-from services.executor.gpu.graphs import Computed, GraphedDecoder, Shape, StepGraphs
+from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, Shape, StepGraphs
 from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, tell
 from services.executor.gpu.staging import Limits, Staging
 from services.executor.kv_cache.store import KvStore

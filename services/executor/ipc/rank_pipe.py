@@ -67,7 +67,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     missed: bool = False
     """Whether it ends because another rank is gone."""
     cause: str = EXTERNAL
-    """As in `deaths.py`."""
+    """As in `supervisor/failure_detection.py`."""
 
 
 RankEvent = Rendezvous | Ready | Drained | Failed

@@ -6,19 +6,20 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.setting_values import BlockDType, layer_dtypes, parse_layers
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
-from services.executor.kv_cache import gpu_memory
+from services.executor.kv_cache import sizes
 from services.executor.kv_cache.codecs import codecs_of
-from services.executor.kv_cache.gpu_memory import StepWidths, step_bytes
 from services.executor.kv_cache.sizes import (
     DEFAULT_SEQUENCES,
     BlockCounts,
     SpillCounts,
+    StepWidths,
     StoreShape,
     default_budget,
     hot_reserve,
     most_useful,
     plan_blocks,
     plan_spill,
+    step_bytes,
 )
 from shared.errors import ConfigurationError
 
@@ -118,7 +119,7 @@ def _my_blocks(
     try:
         return plan_blocks(shape, context, min(budget, most_useful(shape, reserve)), reserve, cap)
     except ConfigurationError as error:
-        free, total = gpu_memory.free_memory(device)
+        free, total = sizes.free_memory(device)
         raise ConfigurationError(
             f"Of the {total / GIB:.1f} GiB of the GPU {free / GIB:.1f} are free with the weights loaded, and "
             f"{budget / GIB:.1f} are left for the KV cache, too few for one sequence of {context} tokens; lower "

@@ -24,12 +24,12 @@ from services.executor.kv_transfer.service import Handover
 from services.executor.leader.diagnostics import LeaderDebug
 from services.executor.leader.frames import Gathering, RecentFrames, acknowledgements, in_frames
 from services.executor.leader.registration import check_name, fingerprint_of, with_parsers
-from services.executor.leader.request_log import Attempts
 from services.executor.leader.step_loop import Stepping, looks_ahead
+from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.structured_output.compiler import GrammarWork
 from services.executor.structured_output.state import GrammarState
-from services.executor.structured_output.work import GrammarWork
 from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
 from shared.messages import (
     Cancel,

@@ -26,12 +26,11 @@ from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.leader.diagnostics import LeaderDebug
 from services.executor.leader.frames import output_tokens
-from services.executor.leader.request_log import Attempts, ids_of
 from services.executor.leader.throughput import Pace
-from services.executor.leader.tracing import AttemptTraces
+from services.executor.leader.tracing import Attempts, AttemptTraces, ids_of
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
 from services.executor.scheduler.steps import Row, prompt_tokens
-from services.executor.structured_output.work import GrammarWork
+from services.executor.structured_output.compiler import GrammarWork
 
 log = structlog.get_logger(__name__)
 

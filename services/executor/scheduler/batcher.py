@@ -30,7 +30,7 @@ from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.step_plan import StepPlan
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.kv_transfer.exchange import Exchange
-from services.executor.scheduler import admission, pooling, scoring
+from services.executor.scheduler import admission, prompt_outputs
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafting import Drafter
@@ -195,13 +195,13 @@ class ContinuousBatcher:
         self.drafter.extend(batch, self._tables, self._planner.running)
         self.step += 1
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
-        pools = pooling.pools_of(batch)
+        pools = prompt_outputs.pools_of(batch)
         plan = self._tables.exchange.extend(plan)
         if pools:
-            plan = msgspec.structs.replace(plan, pools=pooling.rows_of_pools(pools))
-        scored = scoring.scored_in(batch)
+            plan = msgspec.structs.replace(plan, pools=prompt_outputs.rows_of_pools(pools))
+        scored = prompt_outputs.scored_in(batch)
         if scored:
-            plan = scoring.with_scored(plan, scored)
+            plan = prompt_outputs.with_scored(plan, scored)
         rows = rows_of(sampled)
         self._steps.begin(Step(batch, sampled, rows, pools, scored=scored))
         return plan, list(rows)
@@ -240,11 +240,11 @@ class ContinuousBatcher:
         for chunk in step.batch:
             self._tables.seal(chunk.sequence)
         if pooled is not None:
-            for sequence in pooling.take(step.pools, pooled):
+            for sequence in prompt_outputs.take_sums(step.pools, pooled):
                 self._stages.drawn(sequence, self._now, finished=True)
                 self._end(sequence, sequence.vector_entry())
         if scores is not None:
-            for sequence in scoring.take(step.scored, scores):
+            for sequence in prompt_outputs.take_scores(step.scored, scores):
                 self._stages.drawn(sequence, self._now, finished=True)
                 self._end(sequence, sequence.scores_entry())
         for sequence, new in drawn:

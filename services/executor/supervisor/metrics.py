@@ -1,10 +1,10 @@
-"""Prometheus metrics of a group, read from the ring's board when they are scraped.
-
-So they cost the ring nothing, and are there when the leader is hung.
+"""Prometheus metrics of a group, read from the ring's board when they are scraped; how busy its GPUs are, their driver
+says. So they cost the ring nothing, and are there when the leader is hung.
 """
 
+import uuid as uuids
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -18,9 +18,73 @@ from prometheus_client.registry import Collector
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.board_metrics import Kind
 from services.executor.kv_transfer.board import HandoverBoard
-from services.executor.supervisor.gpu_utilization import GpuReader
 from shared.messages import RING_CAUSES
 from shared.service.metrics import MODEL, Alias, Aliases
+
+
+class GpuUse(NamedTuple):
+    """None: the driver does not say (parts of a partitioned GPU have no utilization of their own)."""
+
+    utilization: float | None
+    """Share of the last moment in which something was computed, 0 to 1."""
+    memory_used: int | None
+    """Bytes, other processes' included."""
+    memory_total: int | None
+
+
+_UNKNOWN = GpuUse(None, None, None)
+
+
+class GpuReader:
+    """Asks NVIDIA's driver. Without the driver, or without nvidia-ml-py, nothing is known of any GPU."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._tried = False
+
+    def read(self, uuid: bytes) -> GpuUse:
+        """`uuid`: the 16 bytes that CUDA tells of a device."""
+        nvml = self._library()
+        if nvml is None:
+            return _UNKNOWN
+        handle = self._handle(nvml, str(uuids.UUID(bytes=uuid)))
+        if handle is None:
+            return _UNKNOWN
+        memory = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rates = _asked(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        return GpuUse(
+            None if rates is None else rates.gpu / 100,
+            None if memory is None else int(memory.used),
+            None if memory is None else int(memory.total),
+        )
+
+    def _library(self) -> Any:
+        if not self._tried:
+            self._tried = True
+            try:
+                import pynvml
+
+                pynvml.nvmlInit()
+            except Exception:  # no package, no driver, one that does not answer: there is nothing to show
+                return None
+            self._nvml = pynvml
+        return self._nvml
+
+    @staticmethod
+    def _handle(nvml: Any, uuid: str) -> Any:
+        for name in (f"GPU-{uuid}", f"MIG-{uuid}"):
+            handle = _asked(nvml, lambda name=name: nvml.nvmlDeviceGetHandleByUUID(name))
+            if handle is not None:
+                return handle
+        return None
+
+
+def _asked(nvml: Any, ask: Any) -> Any:
+    try:
+        return ask()
+    except nvml.NVMLError:
+        return None
+
 
 _LABELS = ("group", "model")
 _PREFIX = "ryzanstein_executor"

@@ -23,7 +23,7 @@ from services.executor.ipc.board import RingBoard
 from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import Drained, Failed, RankEvent, RankSpec, Ready, Rendezvous
 from services.executor.kv_transfer.board import HandoverBoard
-from services.executor.supervisor.deaths import cause_of_exit, death_of, oom_kills
+from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
 from services.executor.supervisor.fork_client import ForkClient
 from services.executor.supervisor.multinode.head import NodesHead, RemoteRank
 from services.executor.supervisor.rank_process import LocalRank
@@ -48,7 +48,7 @@ class RingEnd(msgspec.Struct, frozen=True):
     reason: str
     code: str = ""
     cause: str = EXTERNAL
-    """As in `deaths.py`."""
+    """As in `supervisor/failure_detection.py`."""
 
 
 class Ring:

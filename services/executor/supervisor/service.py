@@ -16,7 +16,7 @@ from services.executor.ipc.board import RingState
 from services.executor.supervisor.diagnostics.desk import DebugDesk
 from services.executor.supervisor.diagnostics.dump import Group
 from services.executor.supervisor.diagnostics.processes import is_stopped
-from services.executor.supervisor.hang_detection import LoadWatch, RingWatch
+from services.executor.supervisor.failure_detection import LoadWatch, RingWatch
 from services.executor.supervisor.metrics import HandoverCollector, Labels, RingCollector, vllm_aliases
 from services.executor.supervisor.multinode.head import NodesHead
 from services.executor.supervisor.rank_process import fork_client

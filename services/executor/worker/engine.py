@@ -16,7 +16,6 @@ import torch
 from msgspec import structs
 
 from services.executor.collectives.base import Collectives
-from services.executor.collectives.recorded import recorded
 from services.executor.core import spans
 from services.executor.core.engine import EngineSpec, Launched, ProgressCallback, SampledToken
 from services.executor.core.prompt_results import Floats, Scores
@@ -40,6 +39,7 @@ from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
 from services.executor.worker.backend import has_triton
 from services.executor.worker.launches import DeviceLaunches, HostLaunches
+from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, load_share
 from shared.errors import ConfigurationError

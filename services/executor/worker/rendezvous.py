@@ -3,29 +3,79 @@
     leader     listens ──▶ announces where ──▶ waits for all ──┬─▶ (plan sender, collectives)
     follower                 is told where ──▶ connects      ──┴─▶ (plan receiver, collectives)
 
-The leader chooses the collectives; its announcement tells the others. On CPU the ranks share memory and
-torch's process group is not started at all, where they are on one host; on several (`nodes/`) they use gloo.
-GPUs use NCCL, and for small sums between those of one host symmetric memory.
+The leader chooses the collectives; its announcement tells the others. On CPU the ranks share memory and torch's process
+group is not started at all, where they are on one host; on several (`supervisor/multinode/`) they use gloo. GPUs use
+NCCL, and for small sums between those of one host symmetric memory. Collectives write down what they do in the flight
+recorder, for whoever looks into a ring that hangs in one.
 """
 
 import ctypes
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.collectives.shared_memory import SharedArea, SharedMemory, can_share_memory, make_area
 from services.executor.core.settings import ExecutorSettings, thread_count
+from services.executor.core.spans import span
+from services.executor.ipc.flight_recorder import Kind, RankRecorder
 from services.executor.ipc.plan_channel import PlanListener, PlanReceiver, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+def recorded(collectives: Collectives, recorder: RankRecorder) -> Collectives:
+    """The same collectives. Those in shared memory write themselves, also where native code calls them."""
+    if isinstance(collectives, SharedMemory):
+        collectives.show(recorder.collective_words)
+        return collectives
+    return collectives if collectives.world_size == 1 else RecordedCollectives(collectives, recorder)
+
+
+class RecordedCollectives:
+    """`Collectives` over others. On GPUs an operation counts as over when it is queued."""
+
+    def __init__(self, inner: Collectives, recorder: RankRecorder) -> None:
+        self._inner = inner
+        self._recorder = recorder
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._inner.busy_seconds
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self._recorder.enter(Kind.ALL_REDUCE, tensor.nbytes)
+        with span("communicate: all_reduce"):
+            result = self._inner.all_reduce(tensor)
+        self._recorder.leave()
+        return result
+
+    def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
+        self._recorder.enter(Kind.GATHER, tensor.nbytes)
+        with span("communicate: gather"):
+            result = self._inner.gather_to_leader(tensor, widths)
+        self._recorder.leave()
+        return result
+
+    def barrier(self) -> None:
+        self._recorder.enter(Kind.BARRIER, 0)
+        with span("communicate: barrier"):
+            self._inner.barrier()
+        self._recorder.leave()
+
+    def close(self) -> None:
+        self._inner.close()
+
 
 JOIN_TIMEOUT = 120.0
 _SO_ATTACH_FILTER = 26

@@ -1,4 +1,4 @@
-"""Draws from a step's logits, without sorting them: what `sampling/filters.py` and `sampling/sampler.py` say, as launches
+"""Draws from a step's logits, without sorting them: what `sampling/sampler.py` says, as launches
 that wait for nothing on the host.
 
 A filter is a threshold, and a threshold is found by its bits, four at a time, from the top: of the 16 values that the

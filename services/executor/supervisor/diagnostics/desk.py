@@ -12,10 +12,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.supervisor.diagnostics.dump import Group, take_dump
-from services.executor.supervisor.diagnostics.dump_files import default_directory, write_dump
-from services.executor.supervisor.diagnostics.jobs import Job, Jobs
-from services.executor.supervisor.diagnostics.profile_job import refusal, run_profile
+from services.executor.supervisor.diagnostics.dump import Group, default_directory, take_dump, write_dump
+from services.executor.supervisor.diagnostics.jobs import Job, Jobs, refusal, run_profile
 from services.executor.supervisor.diagnostics.verdict import Stillness
 from services.executor.supervisor.ring import Ring
 from shared.messages import RankBeat

@@ -4,6 +4,8 @@ signal ──▶ stacks, by a file per rank          needs no interpreter, only 
 /proc  ──▶ threads, twice                      needs nothing
 memory ──▶ board, flight recorder              needs nothing
 question on standard input ──▶ queues, blocks  needs a thread of Python that runs: it is waited for briefly
+
+Of dumps that are written without being asked for the last few are kept, in one directory.
 """
 
 import asyncio
@@ -11,6 +13,8 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +26,7 @@ from services.executor.ipc.board import RingBoard, RingState
 from services.executor.ipc.flight_recorder import Collective, RankRecord, StepTimes
 from services.executor.ipc.rank_pipe import StateAnswer, StateQuestion, ask, stack_file
 from services.executor.supervisor.diagnostics import processes
-from services.executor.supervisor.diagnostics.stacks import StackRequest
+from services.executor.supervisor.diagnostics.processes import StackRequest
 from services.executor.supervisor.diagnostics.verdict import Stillness, verdict
 from services.executor.supervisor.ring import Ring
 from shared.keys import redact
@@ -272,3 +276,36 @@ def settings_of(settings: ExecutorSettings) -> dict[str, object]:
     found = {name: hidden(value) for name, value in found.items()}
     found["nats_url"] = without_password(settings.nats_url)
     return found
+
+
+_NAME = re.compile(r"dump-[\w=-]+-\d{8}T\d{6}-\d{3}\.json")
+_UNSAFE = re.compile(r"[^\w=-]")
+
+
+def default_directory() -> Path:
+    """In the directory for temporary files, for this user alone."""
+    return Path(tempfile.gettempdir()) / f"ryzanstein-dumps-{os.getuid()}"
+
+
+def write_dump(directory: Path, dump: Dump, keep: int) -> Path:
+    """Writes it and removes the oldest beyond `keep`. Returns its path. Raises OSError.
+
+    The files are for their owner alone: settings and names of requests are in them.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory.stat().st_uid != os.getuid():
+        raise PermissionError(1, "it belongs to another user", str(directory))
+    moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(dump.taken_at))
+    thousandths = int(dump.taken_at % 1 * 1000)
+    path = directory / f"dump-{_UNSAFE.sub('_', dump.group)}-{moment}-{thousandths:03}.json"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(dump)))
+    _remove_old(directory, keep)
+    return path
+
+
+def _remove_old(directory: Path, keep: int) -> None:
+    ours = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    for path in sorted(ours, key=lambda one: one.name[-24:])[: max(0, len(ours) - keep)]:
+        with contextlib.suppress(OSError):
+            path.unlink()

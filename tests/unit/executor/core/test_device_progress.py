@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.executor.core.progress import NUMBERS, DeviceProgress
 from services.executor.ipc.board import RankBoard, RingBoard
-from services.executor.supervisor.hang_detection import RingWatch
+from services.executor.supervisor.failure_detection import RingWatch
 from tests.unit.executor.gpu.fake_device import FakeDevice
 
 LIMIT = 3.0

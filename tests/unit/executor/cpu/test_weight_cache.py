@@ -289,5 +289,5 @@ def test_a_native_rank_imports_no_modelling_code() -> None:
 def test_the_code_that_decides_what_is_packed_is_part_of_the_name() -> None:
     here = Path(weight_cache.__file__).parents[1]
     names = {path.relative_to(here).as_posix() for path in weight_cache.sources()}
-    deciding = {"cpu/packed_linear.py", "cpu/packed_model.py", "model/lowering.py", "model/loading/loader.py"}
+    deciding = {"cpu/packed_model.py", "model/lowering.py", "model/loading/loader.py"}
     assert names >= deciding | {"model/parallel/splitting.py", "core/sharding.py"}

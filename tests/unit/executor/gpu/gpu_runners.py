@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
-from services.executor.gpu.capture import Rerun
+from services.executor.gpu.graphs import Rerun
 from services.executor.gpu.steps import StepLimits
 from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.sizes import StoreShape

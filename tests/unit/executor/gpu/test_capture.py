@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.executor.gpu.capture import CudaCapture
+from services.executor.gpu.graphs import CudaCapture
 
 GPU = torch.device("cuda", 1)
 

@@ -13,8 +13,16 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 
 from services.executor.core.progress import Progress
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
-from services.executor.gpu.capture import Rerun, Work
-from services.executor.gpu.graphs import GraphedDecoder, Shape, StepGraphs, ladder, padded, rung_for
+from services.executor.gpu.graphs import (
+    GraphedDecoder,
+    Rerun,
+    Shape,
+    StepGraphs,
+    Work,
+    ladder,
+    padded,
+    rung_for,
+)
 from services.executor.gpu.inputs import arrays_of, inputs_of, is_decode
 from services.executor.gpu.staging import Limits, Staging
 from tests.unit.executor.gpu.fake_layers import VOCABULARY, FakeLayers

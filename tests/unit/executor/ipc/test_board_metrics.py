@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from services.executor.collectives.torch_distributed import SAMPLE, CommunicationTime, TorchDistributed
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.board_metrics import SHAPES, Kind, RingFigures, words_of
-from services.executor.supervisor.gpu_utilization import GpuReader, GpuUse
-from services.executor.supervisor.metrics import Labels, RingCollector, vllm_aliases
+from services.executor.supervisor.metrics import GpuReader, GpuUse, Labels, RingCollector, vllm_aliases
 from shared.messages import GroupLoad
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask
 

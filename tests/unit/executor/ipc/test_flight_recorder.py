@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.executor.collectives.base import SingleRank
-from services.executor.collectives.recorded import RecordedCollectives
 from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.ipc.flight_recorder import (
@@ -25,6 +24,7 @@ from services.executor.ipc.flight_recorder import (
     RankRecord,
 )
 from services.executor.worker.diagnostics.desk import RecordedStream
+from services.executor.worker.rendezvous import RecordedCollectives
 from shared.errors import RingLost
 
 BLOCK = 4

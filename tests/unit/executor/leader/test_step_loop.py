@@ -14,11 +14,11 @@ from services.executor.ipc.board import RingBoard
 from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.leader.diagnostics import LeaderDebug
-from services.executor.leader.request_log import Attempts
 from services.executor.leader.step_loop import Stepping, looks_ahead
+from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
-from services.executor.structured_output.work import GrammarWork
+from services.executor.structured_output.compiler import GrammarWork
 from services.executor.worker.launches import HostLaunches
 from shared.errors import RingLost
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from services.executor.core.engine import BadLogits
 from services.executor.core.sampling_state import SamplingState
-from services.executor.sampling import filters
+from services.executor.sampling import sampler
 from services.executor.sampling.sampler import Sampler
 from shared.errors import InternalError
 from shared.messages import SamplingParams
@@ -137,7 +137,7 @@ wide_or_off = st.sampled_from([0.0, 0.05, 0.3, 0.5, 0.9, 0.999, 1.0])
 @given(rows, st.lists(st.integers(0, VOCAB + 2), min_size=3, max_size=3))
 def test_top_k_against_the_reference(probs: torch.Tensor, top_k: list[int]) -> None:
     kept = probs.clone()
-    filters.keep_top_k(kept, top_k)
+    sampler.keep_top_k(kept, top_k)
     for row, k in enumerate(top_k):
         values = probs[row].tolist()
         threshold = sorted(values, reverse=True)[min(k, VOCAB) - 1] if k else 0.0
@@ -147,7 +147,7 @@ def test_top_k_against_the_reference(probs: torch.Tensor, top_k: list[int]) -> N
 @given(rows, st.lists(wide_or_off, min_size=3, max_size=3))
 def test_top_p_against_the_reference(probs: torch.Tensor, top_p: list[float]) -> None:
     kept = probs.clone()
-    filters.keep_top_p(kept, top_p)
+    sampler.keep_top_p(kept, top_p)
     for row, p in enumerate(top_p):
         values = probs[row].double().tolist()
         ordered = sorted(values, reverse=True)
@@ -159,7 +159,7 @@ def test_top_p_against_the_reference(probs: torch.Tensor, top_p: list[float]) ->
 @given(rows, st.lists(wide_or_off, min_size=3, max_size=3))
 def test_min_p_against_the_reference(probs: torch.Tensor, min_p: list[float]) -> None:
     kept = probs.clone()
-    filters.keep_min_p(kept, min_p)
+    sampler.keep_min_p(kept, min_p)
     for row, p in enumerate(min_p):
         threshold = torch.tensor(p) * probs[row].max()
         assert torch.equal(kept[row], torch.where(probs[row] >= threshold, probs[row], 0.0))
@@ -169,10 +169,10 @@ def test_the_two_ways_to_a_nucleus_agree(monkeypatch: pytest.MonkeyPatch) -> Non
     probs = logits_of(6, rows=20, vocab=3000).softmax(-1)
     shares = [(row + 1) / 21 for row in range(20)]
     at_once = probs.clone()
-    filters.keep_top_p(at_once, shares)
-    monkeypatch.setattr(filters, "_NUCLEUS", 3)
+    sampler.keep_top_p(at_once, shares)
+    monkeypatch.setattr(sampler, "_NUCLEUS", 3)
     narrow = probs.clone()
-    filters.keep_top_p(narrow, shares)
+    sampler.keep_top_p(narrow, shares)
     assert torch.equal(at_once, narrow)
 
 
@@ -262,7 +262,7 @@ def test_greedy_takes_the_largest(device: str, dtype: torch.dtype) -> None:
 
 def test_plain_greedy_rows_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    original = filters.keep_top_p
+    original = sampler.keep_top_p
     monkeypatch.setattr(
         "services.executor.sampling.sampler.keep_top_p",
         lambda probs, top_p, totals: (seen.append(len(top_p)), original(probs, top_p, totals)),

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from services.executor.structured_output import compiler as compiler_module
-from services.executor.structured_output.compiler import GrammarCompiler
+from services.executor.structured_output.compiler import GrammarCompiler, GrammarWork
 from services.executor.structured_output.state import GrammarState
-from services.executor.structured_output.work import GrammarWork
 from shared.errors import InternalError, InvalidGrammar, RyzansteinError
 from shared.limits import GRAMMAR_BYTES
 from shared.messages import GenerationRequest, Grammar, ModelCard, TokenizerBundle

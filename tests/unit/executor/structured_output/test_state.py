@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from services.executor.core.sampling_state import SamplingState
-from services.executor.structured_output.compiler import GrammarCompiler
+from services.executor.structured_output.compiler import GrammarCompiler, GrammarWork
 from services.executor.structured_output.state import GrammarState, Vocabulary
-from services.executor.structured_output.work import GrammarWork
 from services.executor.worker.stub import STUB_EOS_TOKEN
 from shared.errors import InvalidGrammar
 from shared.messages import Grammar, ModelCard, TokenizerBundle

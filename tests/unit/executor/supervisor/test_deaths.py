@@ -6,7 +6,7 @@ import pytest
 
 from services.executor.core import gpu_errors
 from services.executor.ipc.flight_recorder import PlannedSequence, PlanRecord
-from services.executor.supervisor.deaths import cause_of_exit, death_of, oom_kills
+from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
 
 
 @pytest.mark.parametrize(

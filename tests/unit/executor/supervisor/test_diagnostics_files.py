@@ -8,8 +8,7 @@ import pytest
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.diagnostics import jobs as jobs_module
-from services.executor.supervisor.diagnostics.dump import settings_of
-from services.executor.supervisor.diagnostics.dump_files import write_dump
+from services.executor.supervisor.diagnostics.dump import settings_of, write_dump
 from services.executor.supervisor.diagnostics.jobs import Job, Jobs
 from services.executor.supervisor.diagnostics.verdict import Stillness
 from shared.errors import ConfigurationError

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.ipc.board import Loading, RingBoard
-from services.executor.supervisor.hang_detection import LoadWatch, RingWatch
+from services.executor.supervisor.failure_detection import LoadWatch, RingWatch
 from shared.messages import RankBeat
 
 LIMIT = 3.0

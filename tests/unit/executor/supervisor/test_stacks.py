@@ -14,7 +14,7 @@ import pytest
 
 from services.executor.ipc.rank_pipe import STACK_SIGNAL
 from services.executor.supervisor.diagnostics import processes
-from services.executor.supervisor.diagnostics.stacks import StackRequest, parse
+from services.executor.supervisor.diagnostics.processes import StackRequest, parse
 from shared.messages.debugging import ThreadDump
 
 STUCK = """

@@ -10,7 +10,7 @@ import pytest
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RingBoard
 from services.executor.supervisor import service as orchestrator
-from services.executor.supervisor.hang_detection import LoadWatch
+from services.executor.supervisor.failure_detection import LoadWatch
 from services.executor.supervisor.service import ExecutorService
 from shared.config import load_settings
 
