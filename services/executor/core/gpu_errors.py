@@ -81,7 +81,7 @@ def told(error: BaseException, who: str) -> RyzansteinError | None:
         return InternalError(f"{who} has run out of GPU memory ({reason}); {_OUT_OF_MEMORY}.")
     if not is_gpu_error(error):
         return None
-    return RingLost(f"{who} has lost its GPU ({reason}); {_remedy(error)}.")
+    return RingLost(f"Fatal CUDA error on {who[0].lower()}{who[1:]} ({reason}); {_remedy(error)}.")
 
 
 def cause(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.core.token_bans import bars_of
+from services.executor.core.token_bans import token_bans_of
 from shared.messages import SamplingParams
 
 Int64Array = NDArray[np.int64]
@@ -143,7 +143,7 @@ class SamplingState:
     ) -> None:
         """`generated`: output tokens so far, those of earlier attempts included; `stops`: tokens that end it."""
         self.params = params
-        self.bars = bars_of(params, stops, generated)
+        self.bans = token_bans_of(params, stops, generated)
         """What may not be drawn; None: there is never anything."""
         self.biases = Biases.of(params.logit_bias)
         self._raises = any(bias > 0 for bias in params.logit_bias.values())
@@ -161,10 +161,10 @@ class SamplingState:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether penalties, biases or bars change the logits."""
+        """Whether penalties, biases or bans change the logits."""
         if self.counts is not None or self.params.logit_bias:
             return True
-        return self.bars is not None and (self.bars.allowed is not None or bool(len(self.bars.barred)))
+        return self.bans is not None and (self.bans.allowed is not None or bool(len(self.bans.banned)))
 
     @property
     def needs_host(self) -> bool:
@@ -177,7 +177,7 @@ class SamplingState:
         """Whether the token after the next one can be chosen without knowing the next one beforehand, and without
         edits of logits: nothing but seed and position decides beside the logits."""
         return (
-            self.counts is None and self.bars is None and self.grammar is None and not self.params.logit_bias
+            self.counts is None and self.bans is None and self.grammar is None and not self.params.logit_bias
         )
 
     @property
@@ -220,10 +220,10 @@ class SamplingState:
         penalties = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
         if penalties < 0 or self._raises:
             return None
-        if self.bars is not None and self.bars.allowed is not None:
+        if self.bans is not None and self.bans.allowed is not None:
             return None
-        barred = 0 if self.bars is None else len(self.bars.barred)
-        return len(params.logit_bias) + (0 if self.counts is None else len(self.counts.ids)) + barred
+        banned = 0 if self.bans is None else len(self.bans.banned)
+        return len(params.logit_bias) + (0 if self.counts is None else len(self.counts.ids)) + banned
 
     def uniform(self) -> float:
         """The random number of the next token, in [0, 1)."""
@@ -234,8 +234,8 @@ class SamplingState:
         self.position += 1
         if isinstance(self.counts, TokenCounts):
             self.counts.add(token)
-        if self.bars is not None:
-            self.bars.advance(token)
+        if self.bans is not None:
+            self.bans.advance(token)
         if self.grammar is not None:
             self.grammar.advance(token)
 
@@ -253,8 +253,8 @@ class SamplingState:
         state.position += len(tokens)
         if isinstance(self.counts, TokenCounts):
             state.counts = self.counts.ahead(tokens)
-        if self.bars is not None:
-            state.bars = self.bars.ahead(tokens)
+        if self.bans is not None:
+            state.bans = self.bans.ahead(tokens)
         return state
 
 

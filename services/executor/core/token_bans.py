@@ -1,8 +1,8 @@
 """Tokens that must not be drawn: an end that comes too early, what is not allowed, the last token of a bad word.
 
-    bad word   [ 7 3 9 ]        output so far  [ ... 7 3 ]      barred now: 9
+    bad word   [ 7 3 9 ]        output so far  [ ... 7 3 ]      banned now: 9
 
-Pure: a function of the request and of its output so far, so a continuation on another ring bars the same.
+Pure: a function of the request and of its output so far, so a continuation on another ring bans the same.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Int64Array = NDArray[np.int64]
 _NONE: Int64Array = np.zeros(0, np.int64)
 
 
-class Bars:
+class TokenBans:
     """What one sequence may not draw. Follows its output."""
 
     def __init__(self, params: SamplingParams, stops: Sequence[int], generated: Sequence[int]) -> None:
@@ -33,7 +33,7 @@ class Bars:
         """The only tokens that may be drawn, ascending; None: all."""
 
     @property
-    def barred(self) -> Int64Array:
+    def banned(self) -> Int64Array:
         """Tokens that may not be drawn next, ascending, each once."""
         stops = self._stops if self._position < self._min_tokens else _NONE
         begun = [
@@ -50,9 +50,9 @@ class Bars:
         if self._memory:
             self._tail = [*self._tail, token][-self._memory :]
 
-    def ahead(self, tokens: Sequence[int]) -> "Bars":
+    def ahead(self, tokens: Sequence[int]) -> "TokenBans":
         """As if `tokens` were put out too."""
-        later = object.__new__(Bars)
+        later = object.__new__(TokenBans)
         later.__dict__.update(self.__dict__)
         for token in tokens:
             later.advance(token)
@@ -68,14 +68,14 @@ def _by_beginning(words: Sequence[Sequence[int]]) -> tuple[dict[tuple[int, ...],
     return ends, sorted({len(beginning) for beginning in ends})
 
 
-def bars_of(params: SamplingParams, stops: Sequence[int], generated: Sequence[int]) -> Bars | None:
-    """None where nothing is ever barred."""
+def token_bans_of(params: SamplingParams, stops: Sequence[int], generated: Sequence[int]) -> TokenBans | None:
+    """None where nothing is ever banned."""
     if not (params.allowed_token_ids or params.bad_words or (params.min_tokens and stops)):
         return None
-    return Bars(params, stops, generated)
+    return TokenBans(params, stops, generated)
 
 
-def problem_with_bars(params: SamplingParams, stops: Sequence[int], vocab_size: int) -> str | None:
+def problem_with_bans(params: SamplingParams, stops: Sequence[int], vocab_size: int) -> str | None:
     """What is wrong with them, as half a sentence; None when they can be sampled with."""
     tokens = [*params.allowed_token_ids, *(token for word in params.bad_words for token in word)]
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):

@@ -23,8 +23,8 @@ from services.executor.model.lowering import (
     Lowered,
     LoweredLayer,
     Scalars,
-    let_go,
     linears_of,
+    release,
     vocabulary,
 )
 from services.executor.native.library import Linear
@@ -223,8 +223,8 @@ def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> P
         head = packer.linear(one_after_another([(lowered.head.weight, lowered.head.bias)]))
         tied = rows is lowered.head.weight
         embedding = head if tied else packer.linear(one_after_another([(rows, None)]))
-    let_go(lowered.head)
-    let_go(lowered.embedding)
+    release(lowered.head)
+    release(lowered.embedding)
     return PackedModel(
         layers=layers,
         final_norm=lowered.final_norm,
@@ -263,5 +263,5 @@ class _Packer:
             window=layer.window,
         )
         for linear in linears_of(layer):
-            let_go(linear)
+            release(linear)
         return packed

@@ -27,8 +27,8 @@ from services.executor.model.lowering import (
     LoweredLayer,
     joined_gate_up,
     joined_qkv,
-    let_go,
     linears_of,
+    release,
     sums_of,
     vocabulary,
     weights_of,
@@ -95,8 +95,8 @@ class GpuDecoder:
         self._embedding, self._first_token, self._split = vocabulary(lowered)
         self._head = make(*weights_of(lowered.head))
         self.vocab_rows = len(lowered.head.weight)
-        let_go(lowered.head)
-        let_go(lowered.embedding)
+        release(lowered.head)
+        release(lowered.embedding)
         self.processors = 0 if batch_invariant else self._kernels.processors
         """What works at once on the device; 0: keys are never split."""
 
@@ -241,5 +241,5 @@ class GpuDecoder:
             blocks=self._kernels.layers[index],
         )
         for linear in linears_of(layer):
-            let_go(linear)
+            release(linear)
         return made

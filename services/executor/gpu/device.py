@@ -48,7 +48,7 @@ def choose_device(settings: ExecutorSettings, rank: int) -> torch.device:
     return device
 
 
-def stay_near(device: torch.device, pci: Path = _PCI) -> None:
+def bind_to_numa_node(device: torch.device, pci: Path = _PCI) -> None:
     """Keeps the calling thread, and those that it starts, on the cores next to `device`'s memory channel, where
     pinned buffers are nearest. Does nothing where the system does not say which those are, or none may be used."""
     of: Any = torch.cuda.get_device_properties(device)
@@ -58,7 +58,7 @@ def stay_near(device: torch.device, pci: Path = _PCI) -> None:
         cores = near & os.sched_getaffinity(0)
         if cores and cores != os.sched_getaffinity(0):
             os.sched_setaffinity(0, cores)
-            log.info("staying_near_gpu", device=str(device), cores=len(cores))
+            log.info("numa_affinity_set", device=str(device), cores=len(cores))
     except (AttributeError, OSError, ValueError):
         return
 

@@ -5,7 +5,7 @@
 
 For rows whose logits nobody edits: greedy ones, and those with a temperature, top-k, top-p, min-p and a seed. What
 they need of the host is known before their step is computed: the random number is a function of seed and position.
-Penalties, biases, bars, grammars and log probabilities are the host's (`SamplingState.needs_host`).
+Penalties, biases, bans, grammars and log probabilities are the host's (`SamplingState.needs_host`).
 
 With several ranks each has its span of the vocabulary. The largest of all is found by one sum over the ranks, in which
 each fills its own place (`largest_of_ranks`; a graph could hold it, and kernels one by one it is five launches). Rows

@@ -204,7 +204,7 @@ def linears_of(layer: LoweredLayer) -> Iterator[LinearShard]:
         yield from (module for module in part.modules() if isinstance(module, LinearShard))
 
 
-def let_go(module: nn.Module) -> None:
+def release(module: nn.Module) -> None:
     """Empties the parameters of `module` itself, which a decoder has taken over."""
     if isinstance(module, LinearShard):
         module.keep_quantized(None)

@@ -3,7 +3,7 @@
 Per row, in this order; each stage is skipped where its parameter is off:
 
     logits ─▶ grammar: what cannot follow is out
-           ─▶ repetition, presence, frequency penalties ─▶ logit bias ─▶ bars ─▶ temperature ─▶ exponentials
+           ─▶ repetition, presence, frequency penalties ─▶ logit bias ─▶ bans ─▶ temperature ─▶ exponentials
            ─▶ top-k ─▶ top-p (of what top-k left) ─▶ min-p
            ─▶ inverse of the cumulative distribution at uniform(seed, position)
 
@@ -185,7 +185,7 @@ def _sample_table(
     _apply_masks(edited, masks)
     _apply_penalties(edited, of_rows)
     _apply_biases(edited, of_rows)
-    _apply_bars(edited, of_rows)
+    _apply_bans(edited, of_rows)
     columns = _choose(edited, of_rows)
     for at, (row, column) in enumerate(zip(edited.rows, columns, strict=True)):
         tokens[row] = edited.token(at, column)
@@ -255,18 +255,18 @@ def _apply_biases(table: _Table, states: list[SamplingState]) -> None:
     scores[places[0], places[1]] += torch.from_numpy(np.concatenate(amounts)).to(scores.device)
 
 
-def _apply_bars(table: _Table, states: list[SamplingState]) -> None:
+def _apply_bans(table: _Table, states: list[SamplingState]) -> None:
     """Tokens that may not be drawn get a logit of minus infinity."""
     scores = table.scores
     for at, state in enumerate(states):
-        if state.bars is None:
+        if state.bans is None:
             continue
-        if state.bars.allowed is not None:
-            kept = torch.from_numpy(table.columns(at, state.bars.allowed)[0]).to(scores.device)
+        if state.bans.allowed is not None:
+            kept = torch.from_numpy(table.columns(at, state.bans.allowed)[0]).to(scores.device)
             values = scores[at, kept]
             scores[at] = float("-inf")
             scores[at, kept] = values
-        columns, there = table.columns(at, state.bars.barred)
+        columns, there = table.columns(at, state.bans.banned)
         scores[at, torch.from_numpy(columns[there]).to(scores.device)] = float("-inf")
 
 

@@ -4,7 +4,7 @@ import msgspec
 
 from services.executor.core.engine import EngineSpec
 from services.executor.core.sampling_state import problem_with
-from services.executor.core.token_bans import bars_of, problem_with_bars
+from services.executor.core.token_bans import problem_with_bans, token_bans_of
 from services.executor.scheduler.sequence import finish_reason
 from shared import limits
 from shared.errors import (
@@ -81,9 +81,12 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
             )
     if request.embed and not spec.pooling:
         return InvalidRequest("This model gives no vectors; choose one whose pooling is mean, last or cls.")
-    if request.grammar is not None and bars_of(request.sampling, request.stop_token_ids, ()) is not None:
+    if (
+        request.grammar is not None
+        and token_bans_of(request.sampling, request.stop_token_ids, ()) is not None
+    ):
         return InvalidRequest("A grammar does not go with min_tokens, allowed_token_ids or bad_words.")
-    problem = problem_with(request.sampling, spec.vocab_size) or problem_with_bars(
+    problem = problem_with(request.sampling, spec.vocab_size) or problem_with_bans(
         request.sampling, request.stop_token_ids, spec.vocab_size
     )
     return InvalidRequest(f"The sampling parameter {problem}.") if problem else None

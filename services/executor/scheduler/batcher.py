@@ -34,7 +34,13 @@ from services.executor.scheduler import admission, prompt_outputs
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.overlap import Lookahead, StepsUnderWay, plan_ahead, step_ahead, without_vain
+from services.executor.scheduler.overlap import (
+    Lookahead,
+    StepsUnderWay,
+    drop_wasted_rows,
+    plan_ahead,
+    step_ahead,
+)
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState, StageTimes
 from services.executor.scheduler.stats import BatcherView, Figures, Stages, load_of, view_of
 from services.executor.scheduler.step_planner import StepPlanner
@@ -234,7 +240,7 @@ class ContinuousBatcher:
             raise InternalError(f"The step gave {len(sampled)} tokens for {len(step.rows)} rows.")
         self._now += seconds
         if step.ahead:
-            step, sampled = without_vain(step, sampled)
+            step, sampled = drop_wasted_rows(step, sampled)
         drawn = self.drafter.take(step, sampled, seconds)
         self._steps.close()
         for chunk in step.batch:

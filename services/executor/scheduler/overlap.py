@@ -138,7 +138,7 @@ def plan_ahead(step: int, successors: Seq[Successor], copies: Copies, block_size
     )
 
 
-def without_vain(step: Step, sampled: Seq[SampledToken]) -> tuple[Step, list[SampledToken]]:
+def drop_wasted_rows(step: Step, sampled: Seq[SampledToken]) -> tuple[Step, list[SampledToken]]:
     """A step that was planned ahead, and what it has sampled, without those who had no token for it to compute:
     they have ended, or were about to, when the step before it was over."""
     kept = [

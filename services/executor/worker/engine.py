@@ -23,7 +23,7 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
-from services.executor.gpu.device import choose_device, stay_near, watch_device
+from services.executor.gpu.device import bind_to_numa_node, choose_device, watch_device
 from services.executor.gpu.offload import DeviceSpill
 from services.executor.ipc.board import RankBoard, RingBoard
 from services.executor.ipc.plan_channel import PlanReceiver, PlanSender
@@ -264,7 +264,7 @@ class RingMember:
         if device.type == "cuda":
             watch_device(board, device)
             if settings.pin_threads:
-                stay_near(device)
+                bind_to_numa_node(device)
         collectives = recorded(collectives, board.recorder)
 
         def report(done: int, total: int) -> None:

@@ -23,7 +23,7 @@ from services.executor.core.engine import EngineSpec, Launched, ProgressCallback
 from services.executor.core.prompt_results import Floats, Scores, no_scores
 from services.executor.core.sampling_state import Mask, SamplingState, random_bits
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.core.token_bans import Bars
+from services.executor.core.token_bans import TokenBans
 from services.executor.ipc.board import RankBoard, RingBoard
 from services.executor.ipc.plan_channel import PlanListener, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
@@ -88,14 +88,14 @@ def _scores(plan: StepPlan | None) -> Scores:
     return Scores(sure, np.ones(len(targets), np.int32), tokens, logprobs)
 
 
-def _next_drawable(token: int, bars: Bars, settings: "StubSettings") -> int:
+def _next_drawable(token: int, bans: TokenBans, settings: "StubSettings") -> int:
     """`token`, or the next of the alphabet that may be drawn, or else of the vocabulary."""
-    barred: set[int] = set(bars.barred.tolist())
-    allowed: set[int] | None = None if bars.allowed is None else set(bars.allowed.tolist())
+    banned: set[int] = set(bans.banned.tolist())
+    allowed: set[int] | None = None if bans.allowed is None else set(bans.allowed.tolist())
     letters: list[int] = sorted({letter + settings.first_token for letter in _ALPHABET})
     at = letters.index(token)
     for choice in chain(letters[at:], letters[:at], range(settings.vocab_size)):
-        if choice not in barred and (allowed is None or choice in allowed):
+        if choice not in banned and (allowed is None or choice in allowed):
             return choice
     return token
 
@@ -246,8 +246,8 @@ class StubEngine:
             token = stub_choice(state.params.seed, state.position, allowed, settings.first_token)
         else:
             token = stub_token(state.params.seed, state.position, settings.vocab_size) + settings.first_token
-            if state.bars is not None:
-                token = _next_drawable(token, state.bars, settings)
+            if state.bans is not None:
+                token = _next_drawable(token, state.bans, settings)
         wanted = state.params.logprobs
         # The stub is sure of its token: probability 1.
         logprobs = TokenLogprobs(0.0, [(token, 0.0)] if wanted else []) if wanted >= 0 else None

@@ -32,7 +32,7 @@ async def dispatch(bus: Bus, name: str, max_tokens: int) -> None:
     ("lost", "reason"),
     [
         (-1, r"is hung in step"),
-        (1, r"Rank 1 of group g has lost its GPU (CUDA error: uncorrectable ECC error encountered)"),
+        (1, r"Fatal CUDA error on rank 1 of group g (CUDA error: uncorrectable ECC error encountered)"),
     ],
     ids=["hung", "lost"],
 )

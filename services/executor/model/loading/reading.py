@@ -108,7 +108,7 @@ def _read_to_host(
                 whole = part.view(files.tensor(part.source))
                 for stored, place in _pieces(whole, part.place(tensor)):
                     place.copy_(stored)
-                    files.let_go(part.source, stored)
+                    files.release(part.source, stored)
                     meter.add(place.numel() * read.dtype.itemsize)
     meter.finish()
     return held

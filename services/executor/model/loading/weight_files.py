@@ -42,7 +42,7 @@ class MappedFile:
         self._opening = threading.Lock()
         self._begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr() if memory is not None else 0
 
-    def let_go(self, view: Tensor) -> None:
+    def release(self, view: Tensor) -> None:
         """Takes the pages of `view`, part of one of the tensors, out of this process. The file keeps them in
         the page cache, and they come back when they are touched."""
         if self._memory is None or not view.numel() or not hasattr(mmap, "MADV_DONTNEED"):
@@ -293,9 +293,9 @@ class WeightFiles:
                 f"The weights of {name} cannot be read ({reason}); check the disk, and that nobody writes to the model."
             ) from error
 
-    def let_go(self, name: str, view: Tensor) -> None:
+    def release(self, name: str, view: Tensor) -> None:
         """Says that `view`, part of the tensor `name`, has been read and need not stay in this process."""
-        self._files[name].let_go(view)
+        self._files[name].release(view)
 
     def close(self) -> None:
         """Lets the files go; tensors handed out keep theirs."""

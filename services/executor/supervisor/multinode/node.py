@@ -189,7 +189,7 @@ class RingNode(Service):
             except LineLost as error:
                 reason = f"host 0 at {address} is not there: {error}"
                 if reason != self._reason:
-                    log.warning("host_0_not_there", address=address, reason=str(error))
+                    log.warning("head_node_unreachable", address=address, reason=str(error))
                 self._reason = reason
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
@@ -228,7 +228,7 @@ class RingNode(Service):
     async def _talk(self, line: Line[ToNode]) -> None:
         """For as long as the line holds. Raises `LineLost`."""
         self._met = True
-        log.info("host_0_there")
+        log.info("head_node_connected")
         try:
             while True:
                 await self._on_message(line, await line.receive())

@@ -40,7 +40,7 @@ def test_a_lost_gpu_is_one_sentence_with_a_remedy(error: RuntimeError, remedy: s
     assert is_gpu_error(error)
     fault = told(error, "Rank 1 of group g")
     assert isinstance(fault, RingLost)
-    assert str(fault).startswith("Rank 1 of group g has lost its GPU (CUDA error: ")
+    assert str(fault).startswith("Fatal CUDA error on rank 1 of group g (CUDA error: ")
     assert "the ring is restarted" in str(fault)
     assert remedy in str(fault)
     assert "\n" not in str(fault)

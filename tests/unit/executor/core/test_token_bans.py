@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.core.sampling_state import SamplingState
-from services.executor.core.token_bans import Bars, bars_of, problem_with_bars
+from services.executor.core.token_bans import TokenBans, problem_with_bans, token_bans_of
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.speculation import Estimates, Guesser
 from services.executor.worker.stub import StubEngine, StubSettings
@@ -16,41 +16,41 @@ VOCAB = 12
 WORDS = [[3], [1, 2], [1, 2, 4]]
 
 
-def bars(params: SamplingParams, stops: list[int], output: list[int]) -> Bars:
-    made = bars_of(params, stops, output)
+def bans(params: SamplingParams, stops: list[int], output: list[int]) -> TokenBans:
+    made = token_bans_of(params, stops, output)
     assert made is not None
     return made
 
 
-def test_an_end_is_barred_until_there_are_enough_tokens() -> None:
-    early = bars(SamplingParams(min_tokens=2), [7, 5, 7], [1])
-    assert early.barred.tolist() == [5, 7]
+def test_an_end_is_banned_until_there_are_enough_tokens() -> None:
+    early = bans(SamplingParams(min_tokens=2), [7, 5, 7], [1])
+    assert early.banned.tolist() == [5, 7]
     early.advance(1)
-    assert early.barred.tolist() == []
-    assert bars_of(SamplingParams(min_tokens=2), [], []) is None
-    assert bars_of(SamplingParams(), [7], []) is None
+    assert early.banned.tolist() == []
+    assert token_bans_of(SamplingParams(min_tokens=2), [], []) is None
+    assert token_bans_of(SamplingParams(), [7], []) is None
 
 
-def test_the_last_token_of_a_word_is_barred_behind_the_others() -> None:
-    found = bars(SamplingParams(bad_words=WORDS), [], [1])
-    assert found.barred.tolist() == [2, 3]
-    assert found.ahead([0, 1, 2]).barred.tolist() == [3, 4]
-    assert found.barred.tolist() == [2, 3]
+def test_the_last_token_of_a_word_is_banned_behind_the_others() -> None:
+    found = bans(SamplingParams(bad_words=WORDS), [], [1])
+    assert found.banned.tolist() == [2, 3]
+    assert found.ahead([0, 1, 2]).banned.tolist() == [3, 4]
+    assert found.banned.tolist() == [2, 3]
 
 
 @given(st.lists(st.integers(0, 4), max_size=12), st.integers(0, 12))
-def test_a_continuation_bars_what_the_first_attempt_would_have(output: list[int], at: int) -> None:
+def test_a_continuation_bans_what_the_first_attempt_would_have(output: list[int], at: int) -> None:
     params = SamplingParams(bad_words=WORDS, min_tokens=6)
-    whole = bars(params, [0], [])
+    whole = bans(params, [0], [])
     for token in output:
         whole.advance(token)
-    later = bars(params, [0], output[:at]).ahead(output[at:])
-    assert later.barred.tolist() == whole.barred.tolist() == bars(params, [0], output).barred.tolist()
+    later = bans(params, [0], output[:at]).ahead(output[at:])
+    assert later.banned.tolist() == whole.banned.tolist() == bans(params, [0], output).banned.tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("top_k", [0, 2])
-def test_what_is_barred_is_not_drawn(temperature: float, top_k: int) -> None:
+def test_what_is_banned_is_not_drawn(temperature: float, top_k: int) -> None:
     logits = torch.arange(VOCAB).float()[None] * 3
     for fields, most_likely in (
         ({"min_tokens": 1}, 8),
@@ -93,7 +93,7 @@ def test_the_stub_keeps_to_it() -> None:
     ],
 )
 def test_what_leaves_nothing_is_a_problem(params: SamplingParams, part: str | None) -> None:
-    problem = problem_with_bars(params, [5], VOCAB)
+    problem = problem_with_bans(params, [5], VOCAB)
     assert problem is None if part is None else problem is not None and part in problem
 
 

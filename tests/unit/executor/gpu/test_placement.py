@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.gpu.device import choose_device, parse_cores, stay_near
+from services.executor.gpu.device import bind_to_numa_node, choose_device, parse_cores
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 
@@ -81,7 +81,7 @@ def test_a_rank_stays_on_the_cores_near_its_gpu_that_it_may_use(
     if listing is not None:
         (tmp_path / "0000:1a:00.0").mkdir()
         (tmp_path / "0000:1a:00.0" / "local_cpulist").write_text(listing + "\n")
-    stay_near(torch.device("cuda", 0), tmp_path)
+    bind_to_numa_node(torch.device("cuda", 0), tmp_path)
     assert chosen == ([] if kept is None else [set(kept)])
 
 

@@ -65,7 +65,7 @@ async def test_who_missed_another_is_told_where_none_has_ended(
 
 
 @pytest.mark.parametrize(
-    ("code", "message"), [("model_load_error", "No weights."), (RingLost.code, "Rank 1 has lost its GPU.")]
+    ("code", "message"), [("model_load_error", "No weights."), (RingLost.code, "Fatal CUDA error on rank 1.")]
 )
 async def test_what_a_rank_says_of_itself_is_told_at_once(made: Ring, code: str, message: str) -> None:
     made._on_event(1, Failed(code, message))

@@ -49,7 +49,7 @@ def test_tensors_of_every_type_and_shape(tmp_path: Path, name: str) -> None:
                 stored.untyped_storage().tolist() == tensor.untyped_storage().tolist() or stored.numel() < 100
             )
             assert torch.equal(stored.double(), tensor.double())
-            files.let_go(key, stored)
+            files.release(key, stored)
             assert torch.equal(stored.double(), tensor.double()), "it comes back from the file"
 
 
