@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -22,7 +22,8 @@ class TaskSet:
     def __init__(
         self, failed: str = "task_failed", on_failure: Callable[[BaseException], None] | None = None
     ) -> None:
-        """`failed`: the log event of a task that ends with an error. `on_failure` is called with that error."""
+        """`failed`: the log event of a task that ends with an error; empty: whoever waits for the task has the error.
+        `on_failure` is called with it."""
         self._failed = failed
         self._on_failure = on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -52,12 +53,13 @@ class TaskSet:
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error(self._failed, task=task.get_name(), error=str(error), exc_info=error)
+            if self._failed:
+                log.error(self._failed, task=task.get_name(), error=str(error), exc_info=error)
             if self._on_failure is not None:
                 self._on_failure(error)
 
 
-async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+async def cancel_all(tasks: Collection["asyncio.Task[Any]"]) -> None:
     """Ends `tasks`, which may shrink meanwhile. Cancels more than once, since `asyncio.wait_for` of Python 3.11 can
     swallow a cancellation that meets its result."""
     give_up = asyncio.get_running_loop().time() + CANCEL_TIMEOUT

@@ -101,7 +101,7 @@ class Bus:
     def __init__(self, client: Client, settings: CommonSettings) -> None:
         self._client = client
         self.settings = settings
-        self._gap_callbacks: list[tuple[Subscription | None, Callable[[], None]]] = []
+        self._gap_callbacks: list[tuple[Subscription | None, Callable[[], object]]] = []
         self._election_callbacks: list[Callable[[str], None]] = []
         self.where = without_password(settings.nats_url)
         """Its address, as it may be shown."""
@@ -264,7 +264,7 @@ class Bus:
         handler: Callable[[T], Awaitable[Reply]],
         *,
         queue: str = "",
-        on_gap: Callable[[], None] | None = None,
+        on_gap: Callable[[], object] | None = None,
         pending_messages: int = DEFAULT_PENDING_MESSAGES,
         pending_bytes: int = DEFAULT_PENDING_BYTES,
     ) -> Subscribed:
@@ -302,7 +302,7 @@ class Bus:
         self._gap_callbacks.append(entry)
         return Subscribed(subscription, lambda: self._forget_gaps(entry))
 
-    def _forget_gaps(self, entry: tuple[Subscription | None, Callable[[], None]]) -> None:
+    def _forget_gaps(self, entry: tuple[Subscription | None, Callable[[], object]]) -> None:
         if entry in self._gap_callbacks:
             self._gap_callbacks.remove(entry)
 
@@ -310,7 +310,7 @@ class Bus:
         """Waits until the server has seen everything published so far."""
         await self._client.flush()
 
-    def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+    def on_reconnect(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Calls `callback` whenever the connection was lost and is back, until what is returned is called."""
         entry = (None, callback)
         self._gap_callbacks.append(entry)

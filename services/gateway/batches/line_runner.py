@@ -13,8 +13,7 @@ are not known counts as `UNKNOWN`.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import structlog
 
@@ -26,6 +25,7 @@ from services.gateway.tracing.requests import line_span
 from shared import tracing
 from shared.errors import InternalError, RyzansteinError
 from shared.messages.batches import BatchJob, LineResult
+from shared.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +88,7 @@ class LineRunner:
     async def stop(self, *, unwanted: bool) -> None:
         """Ends what is under way; `unwanted`: nobody will go on with it."""
         self._unwanted = unwanted
-        await end_all(self._tasks)
+        await cancel_all(self._tasks)
 
     def _done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
@@ -164,19 +164,3 @@ def room(places: int, parallelism: int, batches: int) -> int:
 def backoff(tries: int) -> float:
     """Seconds to wait before the next try, after `tries` that failed: 0.25, 0.5, 1 ... 60."""
     return float(min(60.0, 0.25 * 2 ** min(tries, 10)))
-
-
-PATIENCE = 1.0
-"""Seconds after which a task is told again."""
-
-
-async def end_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    """Cancels `tasks` until they have ended.
-
-    Before Python 3.12 `asyncio.wait_for`, which nats-py uses, swallows a cancellation that meets its result.
-    """
-    going = {task for task in tasks if not task.done()}
-    while going:
-        for task in going:
-            task.cancel()
-        _, going = await asyncio.wait(going, timeout=PATIENCE)

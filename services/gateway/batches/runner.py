@@ -36,7 +36,7 @@ import structlog
 from services.gateway.batches import states
 from services.gateway.batches.dependencies import BatchParts
 from services.gateway.batches.jobs import RENEW, Lease, LeaseLost
-from services.gateway.batches.line_runner import LineRunner, backoff, end_all
+from services.gateway.batches.line_runner import LineRunner, backoff
 from services.gateway.batches.lines import Line, input_lines
 from services.gateway.batches.results import EXPIRED, CompletionBitmap, Kind, not_run, write_file
 from services.gateway.batches.validation import Checker, Request, Wrong, parse
@@ -45,6 +45,7 @@ from shared.errors import BrokerUnavailable, InternalError, RyzansteinError, Sto
 from shared.limits import TENANT_FILE_BYTES
 from shared.messages.batches import OVER, BatchError, BatchJob, Ending
 from shared.nats.objects import MissingObject
+from shared.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
 
@@ -90,7 +91,7 @@ class BatchRunner:
                 raise LeaseLost from None
             raise
         finally:
-            await end_all([renewing])
+            await cancel_all([renewing])
             await self._lines.stop(unwanted=False)
 
     async def release(self) -> None:
@@ -136,7 +137,7 @@ class BatchRunner:
             if job.status in ("validating", "in_progress") and time.time() >= job.expires_at:
                 self._end_lines("expired")
         while True:
-            runner.cancel()  # once is not enough where `wait_for` swallows it: see `end_all`
+            runner.cancel()  # once is not enough where `wait_for` swallows it: see `cancel_all`
             await asyncio.sleep(RENEW)
 
     def _with_counts(self, job: BatchJob) -> BatchJob:

@@ -20,12 +20,13 @@ import structlog
 
 from services.gateway.batches.dependencies import BatchParts
 from services.gateway.batches.jobs import LEASE, Jobs, LeaseLost
-from services.gateway.batches.line_runner import LineRunner, end_all
+from services.gateway.batches.line_runner import LineRunner
 from services.gateway.batches.runner import BatchRunner
 from services.gateway.batches.states import needs_work
 from shared.errors import RyzansteinError
 from shared.messages.batches import BatchJob
 from shared.nats.bus import Bus
+from shared.tasks import cancel_all
 
 SHORT_TURN = 10.0
 """Seconds that a batch runs at least where its tenant has two more than the one that waits."""
@@ -163,7 +164,7 @@ class Runners:
         if yields is not None:
             log.info("batch_yields", batch=yields.key, tenant=yields.tenant)
             run = self._running[yields.key]
-            await end_all([run.task])
+            await cancel_all([run.task])
             await run.runner.release()
 
     def _waiting(self, now: float) -> list[Waiting]:
@@ -192,7 +193,7 @@ class Runners:
         """Leaves its batches to others, who may begin at once."""
         self._stopping = True
         running = list(self._running.values())
-        await end_all(run.task for run in running)
+        await cancel_all([run.task for run in running])
         await asyncio.gather(*(run.runner.release() for run in running))
 
     def _count_anew(self) -> None:

@@ -13,26 +13,25 @@ from typing import Any
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, RouteError, check_range
+from shared.durations import seconds_of
 from shared.messages.batches import OVER, BatchError, BatchJob, Counts, Ending, TokenCounts
 
 WINDOW = "([0-9]{1,6})([smhd])"
 _WINDOW = re.compile(WINDOW)
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 _replace = msgspec.structs.replace
 
 
 def window_seconds(window: str, most: float) -> float:
     """Seconds of a completion window such as 24h. Raises `InvalidParameter` above `most`, and for 0."""
-    match = _WINDOW.fullmatch(window)
-    if match is None:
+    if not _WINDOW.fullmatch(window):
         raise InvalidParameter(
             f"Invalid value: '{window[:32]}'. A completion window is a number of seconds, minutes, hours or days: "
             "'24h', '90m', '7d'.",
             param="completion_window",
             reason="invalid_value",
         )
-    seconds = float(int(match[1]) * _UNITS[match[2]])
+    seconds = seconds_of(window) or 0.0
     check_range("completion_window", seconds, 1, most)
     return seconds
 

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +24,7 @@ from shared import limits
 from shared.errors import BrokerUnavailable, QueueFull, RyzansteinError, Unavailable
 from shared.messages.records import GenerationRecord, Ownership
 from shared.nats.bus import Bus
+from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
 
@@ -94,7 +95,8 @@ class Answers:
         self.records = RecordReader(bus, self.large_records)
         self._misses = Misses(limits.UNKNOWN_IDS.value)
         self.owners = Owners(bus, consumer, generations.claims, metrics, self)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = TaskSet("background_work_failed")
+        self._submitting = TaskSet("")
         self._giving_up: set[str] = set()
         """Answers whose owner is being asked for, before they are cancelled."""
         self._giving_up_gate = asyncio.Semaphore(ASKED_AT_ONCE)
@@ -122,8 +124,8 @@ class Answers:
                 self.cancel(answer, by_owner=True)
         for answer in self.all():
             self._keep(answer)
-        if self._tasks:
-            _, endless = await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT)
+        if tasks := [*self._tasks, *self._submitting]:
+            _, endless = await asyncio.wait(tasks, timeout=STOP_TIMEOUT)
             for task in endless:
                 task.cancel()
             await asyncio.gather(*endless, return_exceptions=True)
@@ -146,10 +148,7 @@ class Answers:
         """
         if not record_first:
             return await self._submit(answer, record_first=False)
-        submitting = asyncio.create_task(self._submit(answer, record_first=True))
-        self._tasks.add(submitting)
-        submitting.add_done_callback(self._submitted)
-        return await asyncio.shield(submitting)
+        return await asyncio.shield(self._submitting.spawn(self._submit(answer, record_first=True)))
 
     async def _submit(self, answer: Answer, *, record_first: bool) -> "asyncio.Future[None]":
         try:
@@ -185,11 +184,6 @@ class Answers:
                 await asyncio.sleep(SWEEP_INTERVAL)
             else:
                 return stored
-
-    def _submitted(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever submitted has it, unless it was cancelled
 
     def join(self, answer: Answer, deliver: Deliver) -> None:
         """`deliver` gets the whole log of every choice. Raises `QueueFull`, and `Unavailable` for one that was
@@ -421,13 +415,6 @@ class Answers:
         if not answer.readers:
             self._watch(answer)
 
-    def spawn(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Runs `work` in the background."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("background_work_failed", error=str(error))
+        self._tasks.spawn(work)

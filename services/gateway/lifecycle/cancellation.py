@@ -13,8 +13,8 @@ and schedulers that know a newer one ignore it, however late it comes. A client'
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import structlog
 from nats.js.errors import APIError
@@ -27,6 +27,7 @@ from shared.messages import Cancel, CancelRequest, Claimed, ControlCommand, Cont
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.errors import BROKER_ERRORS, broker_error
+from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +60,7 @@ class Cancellations:
         self._orders: dict[_Order, list[str]] = {}
         self._queued: list[tuple[int, str, int]] = []
         """Requests to take back: number in the intake stream, generation, claim."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet("cancelling_failed")
         self._due: asyncio.Handle | None = None
         self._stopping = False
         self._wake = asyncio.Event()
@@ -92,7 +93,7 @@ class Cancellations:
         if self._due is not None:
             self._due.cancel()
             self._send()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.finished()
 
     def _add(self, order: _Order, generation_id: str) -> None:
         self._orders.setdefault(order, []).append(generation_id)
@@ -104,9 +105,9 @@ class Cancellations:
         orders, self._orders = self._orders, {}
         queued, self._queued = self._queued, []
         for order, ids in orders.items():
-            self._spawn(self._try(functools.partial(self._say, order), ids, order.claim))
+            self._tasks.spawn(self._try(functools.partial(self._say, order), ids, order.claim))
         if queued:
-            self._spawn(self._withdraw_all(queued))
+            self._tasks.spawn(self._withdraw_all(queued))
 
     async def _say(self, order: _Order, ids: Sequence[str]) -> None:
         if not order.group:
@@ -162,13 +163,3 @@ class Cancellations:
         while not self._bus.connected and not self._stopping:
             self._wake.clear()
             await self._wake.wait()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("cancelling_failed", error=str(error))

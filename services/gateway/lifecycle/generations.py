@@ -3,8 +3,8 @@
 import asyncio
 import functools
 import time
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -33,6 +33,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.errors import BROKER_ERRORS, reason_of, translated
 from shared.nats.journal import CLOCK_MARGIN, Begin, JournalEnd, earliest
+from shared.tasks import TaskSet
 from shared.tracing import NONE
 
 IDLE_MARGIN = 10.0
@@ -82,8 +83,8 @@ class Generations:
         self._settings = settings
         self._metrics = metrics
         self._by_id: dict[str, Generation] = {}
-        self._background: set[asyncio.Task[None]] = set()
-        self._readings: set[asyncio.Task[None]] = set()
+        self._background = TaskSet("background_work_failed")
+        self._readings = TaskSet("background_work_failed")
         """Of logs, again; they end with their source, or are ended."""
         self._losses = Losses()
         self._rings = rings
@@ -113,7 +114,7 @@ class Generations:
         """Subscribes."""
         with translated("look at the journal"):
             await self.journal.look()
-        self._bus.on_reconnect(lambda: self._spawn(self._look_at_journal()))
+        self._bus.on_reconnect(lambda: self._background.spawn(self._look_at_journal()))
         await self.tokens.start()
         await self._bus.subscribe(subjects.HEALTH_EVENTS, GroupEvent, self._on_group_event)
 
@@ -129,7 +130,7 @@ class Generations:
         self.suspects.stop()
         for reading in self._readings:
             reading.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._background.finished()
         await self.cancellations.stop()
         await self.sources.stop()
         await self.tokens.stop()
@@ -173,7 +174,7 @@ class Generations:
     def _look_for(self, generation: Generation) -> None:
         """In the queue; it is handed in again unless it is there."""
         if self._queued.add(generation):
-            self._spawn(self._queued.look())
+            self._background.spawn(self._queued.look())
 
     def add(self, generations: Sequence[Generation]) -> None:
         """From now on they get what is said of them. Raises `QueueFull`."""
@@ -231,7 +232,7 @@ class Generations:
             error_code=error.code,
             error=error.message,
         )
-        self._spawn(self._write_end(TokenFrame("", 0, 0, [entry])))
+        self._background.spawn(self._write_end(TokenFrame("", 0, 0, [entry])))
 
     async def _write_end(self, frame: TokenFrame) -> None:
         try:
@@ -400,9 +401,7 @@ class Generations:
                 self.tokens.request_replay()
             self.sources.request_replay(generation.sources)
         elif decision is Decision.REREAD:
-            reading = asyncio.create_task(self._read_again(generation))
-            self._readings.add(reading)
-            reading.add_done_callback(self._readings.discard)
+            self._readings.spawn(self._read_again(generation))
         elif decision is Decision.RECOVER:
             if not generation.followed:
                 self._recover(generation)
@@ -451,7 +450,7 @@ class Generations:
             tokens=len(request.generated),
             suspected=request.suspected,
         )
-        self._spawn(self._hand_in_again(generation, request))
+        self._background.spawn(self._hand_in_again(generation, request))
 
     async def _hand_in_again(self, generation: Generation, request: GenerationRequest) -> None:
         """Tries for as long as the broker is away and the generation waits for this attempt."""
@@ -488,13 +487,3 @@ class Generations:
         if not generation.followed:
             self.cancellations.cancel(generation, by_owner=True)
             self.conclude(generation, error)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("background_work_failed", error=str(error))

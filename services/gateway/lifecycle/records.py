@@ -41,6 +41,7 @@ from shared.nats.bus import Bus, encode
 from shared.nats.errors import BROKER_ERRORS, broker_error
 from shared.nats.journal import JournalEnd, recorded_in, recorded_since
 from shared.nats.tenants import Quota, TenantBucket, Trimmed, tenant_key
+from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
 
@@ -300,7 +301,7 @@ class RecordReader:
         self._large = large
         self._waiting: dict[Place, list[tuple[str, asyncio.Future[GenerationRecord | None]]]] = {}
         self._gate = asyncio.Semaphore(SLOTS_AT_ONCE)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet("records_not_read")
 
     async def find(self, identity: str) -> GenerationRecord | None:
         """The whole record, or None when the journal has none (any more). Raises `BrokerUnavailable`."""
@@ -309,9 +310,7 @@ class RecordReader:
         waiting = self._waiting.get(spot)
         if waiting is None:
             self._waiting[spot] = [(identity, found)]
-            task = asyncio.create_task(self._read(spot))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.spawn(self._read(spot))
         else:
             waiting.append((identity, found))
         return await found

@@ -14,6 +14,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus, Subscribed
 from shared.nats.errors import BROKER_ERRORS, reason_of
 from shared.nats.journal import Begin, JournalReader, earliest
+from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
 
@@ -184,7 +185,7 @@ class Sources:
     def __init__(self, open_source: Callable[[str], TokenConsumer]) -> None:
         self._open = open_source
         self._sources: dict[str, _Source] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet("")
 
     async def acquire(self, name: str) -> TokenConsumer:
         """The log of the gateway `name`; no frame that is published from now on is missed."""
@@ -212,9 +213,7 @@ class Sources:
         source.users -= 1
         if not source.users:
             del self._sources[name]
-            task = asyncio.create_task(_close(source))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing.spawn(_close(source))
 
     def request_replay(self, names: Iterable[str]) -> None:
         """Lets the journal of these be read soon."""

@@ -18,6 +18,7 @@ from shared.messages import ModelCard, TokenizerBundle
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.objects import ObjectStore
+from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +33,7 @@ class TokenizerStore:
         self._special_tokens_in_messages = special_tokens_in_messages
         self._loading: OrderedDict[str, asyncio.Task[Tokenizer]] = OrderedDict()
         self._renderers: dict[str, TemplateProcess] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet("")
         self._encoding = Encoding()
         self._stub = StubTokenizer()
 
@@ -61,9 +62,7 @@ class TokenizerStore:
         """Running answers keep theirs; whoever needs it again loads it again."""
         self._loading.pop(name, None)
         if (renderer := self._renderers.pop(name, None)) is not None:
-            closing = asyncio.create_task(renderer.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing.spawn(renderer.close())
 
     def _forget_failure(self, name: str, task: asyncio.Task[Tokenizer]) -> None:
         if task.cancelled() or task.exception() is not None:
@@ -104,5 +103,5 @@ class TokenizerStore:
             task.cancel()
         for name in list(self._renderers):
             self._forget(name)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._closing.finished()
         self._encoding.stop()
