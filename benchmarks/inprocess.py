@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import serve
 from benchmarks.errors import told_in_a_sentence
 from benchmarks.process_cpu import cpu_seconds, stack_at
 from benchmarks.report import machine
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.serve import __main__
+from benchmarks.serve.workloads import WORKLOADS, Workload
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec
@@ -151,7 +151,7 @@ class Served:
 
 def served(url: str, name: str, rounds: int) -> Served:
     """A server's figures on a workload."""
-    plan = serve.Plan(
+    plan = __main__.Plan(
         url=url,
         model=None,
         api_key=None,
@@ -165,7 +165,7 @@ def served(url: str, name: str, rounds: int) -> Served:
     )
     processes = stack_at(urlsplit(url).port or 80) | {"load client": [os.getpid()]}
     before = cpu_seconds(processes)
-    report = serve.run_to_end(plan, Progress(disable=True))
+    report = __main__.run_to_end(plan, Progress(disable=True))
     after = cpu_seconds(processes)
     tokens = sum(run.output_tokens for round_ in report.rounds for run in round_)
     cpu = (

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.stats import Spread, Summary
+from benchmarks.serve.stats import Spread, Summary
 
 _COLUMNS = (
     "workload",

@@ -25,10 +25,10 @@ from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, choose_peers
 from benchmarks.peers.results import Comparison, Setting, compare
 from benchmarks.peers.rounds import Contest, Run
 from benchmarks.peers.table import markdown, show
-from benchmarks.prompts import Vocabulary, calibrate
 from benchmarks.report import machine, versions
-from benchmarks.runner import conversation
-from benchmarks.serve import named_workloads
+from benchmarks.serve.__main__ import named_workloads
+from benchmarks.serve.prompts import Vocabulary, calibrate
+from benchmarks.serve.runner import conversation
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.errors import RyzansteinError
 

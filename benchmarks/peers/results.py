@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from benchmarks.peers.servers import Memory
-from benchmarks.stats import Summary, median_round
+from benchmarks.serve.stats import Summary, median_round
 
 
 class PeerResult(msgspec.Struct, kw_only=True):

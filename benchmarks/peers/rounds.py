@@ -16,11 +16,11 @@ from benchmarks.peers.gguf_writer import gguf_path, write_gguf
 from benchmarks.peers.results import PeerResult
 from benchmarks.peers.schedule import Step, duration, expected_seconds, prompt_seed, schedule
 from benchmarks.peers.servers import Server, free_port, wait_ready
-from benchmarks.prompts import Vocabulary
-from benchmarks.serve import Plan, run_to_end
-from benchmarks.sse import Client
-from benchmarks.stats import Summary
-from benchmarks.workloads import Workload
+from benchmarks.serve.__main__ import Plan, run_to_end
+from benchmarks.serve.prompts import Vocabulary
+from benchmarks.serve.sse import Client
+from benchmarks.serve.stats import Summary
+from benchmarks.serve.workloads import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.peers.catalog import Peer
-from benchmarks.workloads import Workload
+from benchmarks.serve.workloads import Workload
 
 _OVERHEAD_SECONDS = 4.0
 """Of each server: its end, and the warm-up requests."""

@@ -15,8 +15,8 @@ import psutil
 
 from benchmarks.errors import BenchError
 from benchmarks.peers.catalog import OFFLINE, Launch
-from benchmarks.runner import Target, choose_model
-from benchmarks.sse import Client
+from benchmarks.serve.runner import Target, choose_model
+from benchmarks.serve.sse import Client
 from shared.process import die_with_parent
 
 _GRACE_SECONDS = 30.0

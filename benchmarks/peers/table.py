@@ -8,8 +8,8 @@ from rich.table import Table
 
 from benchmarks.peers.results import Comparison, PeerResult, Ratio
 from benchmarks.report import number, remarks, spread
-from benchmarks.stats import Summary
-from benchmarks.workloads import WORKLOADS
+from benchmarks.serve.stats import Summary
+from benchmarks.serve.workloads import WORKLOADS
 
 _GIGABYTE = 1e9
 RATIO_NOTE = (

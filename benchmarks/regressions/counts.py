@@ -24,8 +24,8 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bookkeeping import BLOCK
-from benchmarks.edge import edge_parts
+from benchmarks.engine.bookkeeping import BLOCK
+from benchmarks.gateway.edge import edge_parts
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.leader.frames import Gathering
 from services.executor.scheduler.admission import BatchSettings

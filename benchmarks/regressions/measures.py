@@ -85,7 +85,7 @@ def engine(model: Path, rounds: int, effort: int) -> Rounds:
 
 
 def _kernels(model: Path, threads: int, effort: int) -> Iterator[Pair]:
-    from benchmarks.engine import make_step
+    from benchmarks.engine.__main__ import make_step
     from services.executor.native import library
 
     if library.load_library() is None:
@@ -102,7 +102,7 @@ def _kernels(model: Path, threads: int, effort: int) -> Iterator[Pair]:
             known.cache_clear()
     assert native.spent is not None, "the kernels compute"
     assert plain.spent is None, "PyTorch computes"
-    from benchmarks.steps import Decode, Prefill
+    from benchmarks.engine.steps import Decode, Prefill
 
     for kind, steps, times in (("decode step", Decode(8, 128), 2), ("prefill", Prefill(64), 1)):
         plans = steps.steps(1024, 0)
@@ -114,8 +114,8 @@ def _kernels(model: Path, threads: int, effort: int) -> Iterator[Pair]:
 
 
 def _blocks(model: Path, threads: int, effort: int) -> Iterator[Pair]:
-    from benchmarks.kv_decode import make_step
-    from benchmarks.steps import decode_plan
+    from benchmarks.engine.kv_decode import make_step
+    from benchmarks.engine.steps import decode_plan
 
     plan = decode_plan(8, 1024)
     bf16, int8 = (make_step(model, kind, threads, 8 * 64) for kind in ("bf16", "int8"))  # type: ignore[arg-type]
@@ -127,8 +127,8 @@ def _blocks(model: Path, threads: int, effort: int) -> Iterator[Pair]:
 
 
 def _grammar(model: Path, threads: int, rounds: int, effort: int) -> Rounds:
-    from benchmarks.speculation import make_execute
-    from benchmarks.structured import CASES, Bench, vocabulary_of
+    from benchmarks.engine.speculation import make_execute
+    from benchmarks.engine.structured import CASES, Bench, vocabulary_of
     from services.executor.structured_output.compiler import GrammarWork
     from services.executor.structured_output.state import Vocabulary
 
@@ -156,8 +156,8 @@ def _grammar(model: Path, threads: int, rounds: int, effort: int) -> Rounds:
 
 def ring(model: Path, rounds: int, effort: int) -> Rounds:
     """Two ranks of one thread against one rank of one thread."""
-    from benchmarks.ring_ranks import BenchRing
-    from benchmarks.steps import Decode, Prefill
+    from benchmarks.engine.steps import Decode, Prefill
+    from benchmarks.ring.ranks import BenchRing
 
     settings: dict[str, object] = {"model": str(model), "dtype": "bf16", "device": "cpu", "kv_dtype": "auto"}
     one, two = BenchRing(settings, 1), BenchRing(settings, 2)

@@ -9,11 +9,11 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from benchmarks.control_plane_systems import HOST, Ours
+from benchmarks.control_plane.systems import HOST, Ours
 from benchmarks.errors import BenchError
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.regressions.measures import Rounds
-from benchmarks.workloads import Workload
+from benchmarks.serve.workloads import Workload
 
 ONE = Workload("one", clients=1, requests=2, prompt_tokens=128, output_tokens=64)
 STREAMS = 160
@@ -97,7 +97,7 @@ def services(model: Path, rounds: int, effort: int) -> Rounds:
 
 
 async def _services(rounds: int, effort: int, scratch: Path) -> Rounds:
-    from benchmarks.grpc_rest import CLIENTS
+    from benchmarks.gateway.grpc_rest import CLIENTS
 
     tokens, loops, requests = 128, 16, STREAMS * effort
     ours = Ours(scratch, grpc=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.control_plane import Bench
-from benchmarks.control_plane_report import Measured, Outcome, highest, holds, median_run, show
-from benchmarks.control_plane_systems import HOST, Ours, body
-from benchmarks.load_client import Figures, Load, Record, compiled, drive, figures, http_request
-from benchmarks.stats import Spread
+from benchmarks.control_plane.__main__ import Bench
+from benchmarks.control_plane.load_client import Figures, Load, Record, compiled, drive, figures, http_request
+from benchmarks.control_plane.report import Measured, Outcome, highest, holds, median_run, show
+from benchmarks.control_plane.systems import HOST, Ours, body
+from benchmarks.serve.stats import Spread
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="the load client needs a C compiler")
 

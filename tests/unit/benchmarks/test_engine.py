@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.engine import DECODES, PREFILLS, milliseconds
-from benchmarks.steps import BLOCK, decode_plan, prefill_plan
+from benchmarks.engine.__main__ import DECODES, PREFILLS, milliseconds
+from benchmarks.engine.steps import BLOCK, decode_plan, prefill_plan
 from services.executor.core.step_plan import StepPlan, as_int32
 
 

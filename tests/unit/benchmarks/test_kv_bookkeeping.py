@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.bookkeeping import Case, run
-from benchmarks.prefix import CASES, Load
-from benchmarks.workloads import WORKLOADS
+from benchmarks.engine.bookkeeping import Case, run
+from benchmarks.engine.prefix import CASES, Load
+from benchmarks.serve.workloads import WORKLOADS
 from services.executor.core.engine import EngineSpec
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from benchmarks.kv_quality import Feed, Model, agreement, cut, generate, read_text
+from benchmarks.engine.kv_quality import Feed, Model, agreement, cut, generate, read_text
 from tests.unit.executor.model.tiny import make_model, reference_logits
 
 TEXTS = np.random.default_rng(5).integers(0, 131, (3, 70))

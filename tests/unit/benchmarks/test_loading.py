@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.loading import rate
-from benchmarks.loading_rank import Member, copy, measured_load, timed_load, write_checkpoint
+from benchmarks.loading.__main__ import rate
+from benchmarks.loading.rank import Member, copy, measured_load, timed_load, write_checkpoint
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])

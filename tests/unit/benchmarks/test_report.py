@@ -17,7 +17,7 @@ from benchmarks.report import (
     show,
     versions,
 )
-from benchmarks.stats import Spread, Summary, Turn
+from benchmarks.serve.stats import Spread, Summary, Turn
 
 SETTING = Setting(
     date="2026-11-20",

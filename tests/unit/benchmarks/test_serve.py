@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.errors import BenchError
-from benchmarks.runner import Target, run_round
-from benchmarks.serve import FreeForm, _command_line, app, choose_workloads
-from benchmarks.sse import Client
-from benchmarks.stats import Sample
-from benchmarks.workloads import Session, Workload
+from benchmarks.serve.__main__ import FreeForm, _command_line, app, choose_workloads
+from benchmarks.serve.runner import Target, run_round
+from benchmarks.serve.sse import Client
+from benchmarks.serve.stats import Sample
+from benchmarks.serve.workloads import Session, Workload
 from tests.unit.benchmarks.fake_server import FakeServer, serving
 
 SMALL = ["--concurrency", "3", "--requests", "9", "--prompt-tokens", "30", "--output-tokens", "5"]

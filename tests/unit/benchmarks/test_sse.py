@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.errors import BenchError
-from benchmarks.sse import Answer, Client, SseSplitter, error_message
+from benchmarks.serve.sse import Answer, Client, SseSplitter, error_message
 from tests.unit.benchmarks.fake_server import DONE, FakeServer, delta, serving, usage
 
 BODY = {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 5, "stream": True}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.stats import Sample, Spread, gaps, median_round, percentile, summarise
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.serve.stats import Sample, Spread, gaps, median_round, percentile, summarise
+from benchmarks.serve.workloads import WORKLOADS, Workload
 
 ONE = Workload("one", clients=1, requests=2, prompt_tokens=20, output_tokens=4)
 

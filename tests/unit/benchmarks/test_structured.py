@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.structured import CASES, GRAMMARS, Bench, endless
+from benchmarks.engine.structured import CASES, GRAMMARS, Bench, endless
 from services.executor.structured_output.compiler import GrammarWork
 from services.executor.structured_output.state import Vocabulary
 from services.executor.worker.stub import StubEngine, StubSettings

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.weight_quality import WAYS, computing, linears_of, read_text, widened
+from benchmarks.engine.weight_quality import WAYS, computing, linears_of, read_text, widened
 from services.executor.kv_cache.codecs import FP8, INT8
 from tests.unit.executor.model.tiny import make_model, reference_logits
 

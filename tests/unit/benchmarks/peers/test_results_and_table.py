@@ -5,7 +5,7 @@ import msgspec
 from benchmarks.peers.results import Comparison, PeerResult, Setting, compare, ratio
 from benchmarks.peers.servers import Memory
 from benchmarks.peers.table import header, markdown, ratio_row, row, workloads
-from benchmarks.stats import Spread, Summary, Turn
+from benchmarks.serve.stats import Spread, Summary, Turn
 
 
 def summary(workload: str, rate: float, first: float, turns: tuple[float, ...] = ()) -> Summary:

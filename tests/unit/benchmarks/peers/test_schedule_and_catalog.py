@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.errors import BenchError
 from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, Place, choose_peers
 from benchmarks.peers.schedule import duration, expected_seconds, prompt_seed, schedule
-from benchmarks.workloads import WORKLOADS
+from benchmarks.serve.workloads import WORKLOADS
 
 PLACE = Place(
     model=Path("/models/m"),

@@ -16,9 +16,9 @@ from benchmarks.peers.catalog import Environment, Launch, Pace, Peer, Place
 from benchmarks.peers.environments import InstallError
 from benchmarks.peers.rounds import Contest, Run
 from benchmarks.peers.servers import Server, free_port, wait_ready
-from benchmarks.prompts import Vocabulary
-from benchmarks.sse import Client
-from benchmarks.workloads import Workload
+from benchmarks.serve.prompts import Vocabulary
+from benchmarks.serve.sse import Client
+from benchmarks.serve.workloads import Workload
 
 ROOT = str(Path(__file__).parents[4])
 FAMILY = """

@@ -1,0 +1,278 @@
+"""What `control_plane.py` measures: our own stack on the stub engine, and Dynamo's frontend and mock engine.
+
+Both answer the same request with `tokens` output tokens. Of ours the text is known beforehand.
+"""
+
+import asyncio
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import psutil
+from tokenizers import Tokenizer
+
+from benchmarks.control_plane.load_client import MARK, http_request
+from benchmarks.errors import BenchError
+from benchmarks.peers.catalog import pip
+from benchmarks.peers.servers import free_port
+from services.cli.settings import StackSettings
+from services.cli.supervision.stack import LocalStack, StackPlan
+from services.executor.worker.factory import FIRST_WORD
+from services.executor.worker.stub import stub_token
+from shared.errors import RyzansteinError
+from shared.process import die_with_parent
+
+HOST = "127.0.0.1"
+SEED = 7
+READY_SECONDS = 90.0
+
+
+class System(Protocol):
+    """One system under test, in processes of its own."""
+
+    name: str
+    port: int
+
+    async def start(self) -> None:
+        """Returns when a request is answered. Raises BenchError."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    def processes(self) -> Mapping[str, list[int]]:
+        """Process ids by what they are."""
+        ...
+
+    def request(self, tokens: int) -> bytes: ...
+
+    def text(self, tokens: int) -> str:
+        """What every response says, as it stands in JSON; empty where that is not known."""
+        ...
+
+
+def body(model: str, tokens: int, extra: Mapping[str, object]) -> bytes:
+    """A chat of one message that is different in every request, as a stream with usage."""
+    fields = {
+        "model": model,
+        "messages": [{"role": "user", "content": f"Question {MARK}: what is the capital of France?"}],
+        "max_tokens": tokens,
+        "seed": SEED,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return msgspec.json.encode(fields | dict(extra))
+
+
+class Ours:
+    """NATS, gateway, scheduler, health monitor and one executor, as `ryzanstein up` starts them."""
+
+    name = "ryzanstein"
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: Path | None = None,
+        step_ms: float = 0.0,
+        variables: Mapping[str, str] | None = None,
+        grpc: bool = False,
+        engine: str = "stub",
+    ) -> None:
+        """`model`: whose tokenizer and chat template the gateway uses; None: a token is a byte. It computes with
+        the `engine` torch.
+        `variables`: RYZANSTEIN_* settings of the services. `grpc`: whether the gateway serves that too."""
+        self._model = model
+        self._variables = {
+            "RYZANSTEIN_STUB_STEP_MS": str(step_ms),
+            "RYZANSTEIN_LOG_LEVEL": "warning",
+            "RYZANSTEIN_MAX_SEQUENCES": "256",
+            "RYZANSTEIN_SPECULATION": "off",
+            **(variables or {}),
+        }
+        plan = StackPlan(
+            data_dir=folder,
+            model="" if model is None else str(model),
+            served_model_name="stub",
+            host=HOST,
+            port=0,
+            tp=1,
+            replicas=1,
+            dtype="auto",
+            engine=engine,
+            grpc_port=0 if grpc else None,
+        )
+        self._stack = LocalStack(plan, StackSettings())
+        self.port = 0
+
+    async def start(self) -> None:
+        before = dict(os.environ)
+        os.environ.update(self._variables)
+        try:
+            await self._stack.start()
+            async with asyncio.timeout(READY_SECONDS):
+                await self._stack.wait_ready(lambda beats: None)
+        except (RyzansteinError, TimeoutError) as error:
+            await self._stack.stop()
+            raise BenchError(f"Our stack did not start: {error}") from None
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        self.port = urlsplit(self._stack.gateway_url).port or 0
+        await _wait_answered(self.port, body("stub", 1, {}))
+
+    @property
+    def grpc_address(self) -> str:
+        return self._stack.grpc_address
+
+    async def stop(self) -> None:
+        await self._stack.stop()
+
+    def processes(self) -> Mapping[str, list[int]]:
+        found: dict[str, list[int]] = {"nats": [self._stack.nats_pid or 0]}
+        for child in self._stack.children:
+            family = [child.pid, *(each.pid for each in psutil.Process(child.pid).children(recursive=True))]
+            found.setdefault(child.service, []).extend(family)
+        return found
+
+    def request(self, tokens: int) -> bytes:
+        return http_request(HOST, self.port, body("stub", tokens, {}))
+
+    def text(self, tokens: int) -> str:
+        output = [stub_token(SEED, position) for position in range(tokens)]
+        if self._model is None:
+            return bytes(output).decode()
+        tokenizer = Tokenizer.from_file(str(self._model / "tokenizer.json"))
+        text: str = tokenizer.decode([FIRST_WORD + token for token in output])
+        return msgspec.json.encode(text)[1:-1].decode()
+
+
+class Dynamo:
+    """`dynamo.frontend` and `dynamo.mocker` over TCP with file discovery, as in docs/peers.md."""
+
+    name = "dynamo"
+
+    def __init__(self, folder: Path, python: Path, model: Path) -> None:
+        """`python`: of the environment with ai-dynamo; `model`: whose tokenizer the frontend uses."""
+        self._folder = folder
+        self._python = python
+        self._model = model
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.port = free_port()
+
+    async def start(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        (self._folder / "kv").mkdir(parents=True)
+        frontend = ("--http-host", HOST, "--http-port", str(self.port))
+        mocker = ("--model-path", str(self._model), "--model-name", "stub", "--speedup-ratio", "1000000")
+        self._spawn("frontend", *frontend, "--request-plane", "tcp")
+        self._spawn("mocker", *mocker)
+        await _wait_answered(self.port, body("stub", 1, _EXACTLY), self._check)
+
+    def _spawn(self, part: str, *arguments: str) -> None:
+        addresses = ("TCP_RPC_HOST", "TCP_RESPONSE_STREAM_HOST", "EVENT_PLANE_HOST", "SYSTEM_HOST")
+        with (self._folder / f"{part}.log").open("wb") as log:
+            self._processes[part] = subprocess.Popen(
+                [str(self._python), "-m", f"dynamo.{part}", *arguments, "--discovery-backend", "file"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                env={
+                    **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+                    "DYN_LOG": "off",
+                    "HF_HUB_OFFLINE": "1",
+                    "DYN_FILE_KV": str(self._folder / "kv"),
+                    **{f"DYN_{name}": HOST for name in addresses},
+                },
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+
+    def _check(self) -> None:
+        for part, process in self._processes.items():
+            if process.poll() is not None:
+                said = (self._folder / f"{part}.log").read_text(errors="replace").strip()[-300:]
+                raise BenchError(f"dynamo.{part} ended with code {process.returncode}: {said}")
+
+    async def stop(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self._processes.values():
+            try:
+                await asyncio.to_thread(process.wait, 10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def processes(self) -> Mapping[str, list[int]]:
+        return {part: [process.pid] for part, process in self._processes.items()}
+
+    def request(self, tokens: int) -> bytes:
+        return http_request(HOST, self.port, body("stub", tokens, _EXACTLY))
+
+    def text(self, tokens: int) -> str:
+        return ""
+
+
+DYNAMO = "ai-dynamo==1.6.0"
+
+
+def dynamo_python(work: Path, base: str, report: Callable[[str], None]) -> Path:
+    """The Python of Dynamo's environment below `work`, made with the interpreter `base` if it is not there.
+
+    For Python 3.11 and newer the package needs another one from NVIDIA's own index. Raises BenchError.
+    """
+    home = work / "dynamo"
+    python, stamp = home / "venv" / "bin" / "python", home / "installed"
+    if stamp.exists() and stamp.read_text() == DYNAMO:
+        return python
+    report("dynamo: installing")
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    for command in ([base, "-m", "venv", str(home / "venv")], [str(python), *pip(DYNAMO)]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise BenchError(f"{command[0]} cannot be run ({error.strerror}).") from None
+        if done.returncode:
+            lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if "rror" in line]
+            raise BenchError(f"`{shlex.join(command)}` failed: {' '.join(lines[:3])[:400]}")
+    stamp.write_text(DYNAMO)
+    return python
+
+
+_EXACTLY = {"ignore_eos": True}
+"""What Dynamo needs to give as many tokens as are asked for."""
+
+
+async def _wait_answered(port: int, content: bytes, check: Callable[[], None] = lambda: None) -> None:
+    """Returns when a request is answered with 200."""
+    give_up = time.monotonic() + READY_SECONDS
+    reason = "nobody listens"
+    async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+        while time.monotonic() < give_up:
+            check()
+            try:
+                answer = await client.post(
+                    f"http://{HOST}:{port}/v1/chat/completions",
+                    content=content.replace(MARK.encode(), b"0"),
+                    headers={"content-type": "application/json"},
+                )
+            except httpx.HTTPError as error:
+                reason = str(error) or type(error).__name__
+            else:
+                if answer.status_code == 200:
+                    return
+                reason = f"HTTP {answer.status_code}: {answer.text[:200]}"
+            await asyncio.sleep(0.2)
+    raise BenchError(f"The server on port {port} was not ready after {READY_SECONDS:g} s: {reason}.")

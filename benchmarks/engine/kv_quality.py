@@ -1,0 +1,235 @@
+"""What compressed KV blocks cost in quality and save in memory: `python -m benchmarks.engine.kv_quality --help`.
+
+A text is cut into windows of `context` tokens. Each is computed in chunks, by the executor's own model
+runner and store, which compress each block as it is full. A token attends to its own block as it was
+computed and to those before it compressed, in whatever chunks the text is read (docs/adr/0024).
+
+Perplexity is over every token of a window but its first. Top-1: share of positions whose most likely next
+token is the same as with `bf16`. Generated: the same over greedy answers of `bf16`, one token at a time,
+which each codec then reads in chunks of one block; `bf16` itself reads some differently, since sums are
+rounded in another order.
+
+The text, unless a file is given: the Python language reference that the interpreter carries for `help()`.
+"""
+
+import math
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from services.executor.collectives.base import SingleRank
+from services.executor.core.setting_values import BlockDType, layer_dtypes, parse_layers
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.kv_cache.codecs import codecs_of
+from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.loading.loader import load_config, load_model
+from services.executor.worker.backend import make_runner
+from services.executor.worker.runner import ModelRunner
+
+BLOCK = 16
+CODECS = ("bf16", "fp8", "int8", "fp8 0=bf16,-1=bf16", "int8 0=bf16,-1=bf16")
+"""What is compared with the first: default and layers that differ from it."""
+CPU = torch.device("cpu")
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on one rank, and what its store is made from."""
+
+    directory: Path
+    num_layers: int
+    layout: ShardLayout
+    dtype: torch.dtype
+
+    def runner(self, store: KvStore) -> ModelRunner:
+        """What serves it: the native kernels where they can, which take the weights, hence loaded each time."""
+        module = load_model(
+            self.directory, self.dtype, self.layout, SingleRank(), CPU, lambda done, total: None
+        )
+        threads = torch.get_num_threads()
+        return make_runner(module, store, self.layout, SingleRank(), CPU, threads)
+
+    @classmethod
+    def load(cls, directory: Path, dtype: torch.dtype) -> "Model":
+        config = load_config(directory)
+        layout = ShardLayout.from_config(config, 1, 0)
+        return cls(directory, config.num_hidden_layers, layout, dtype)
+
+    def shape(self, codec: str) -> StoreShape:
+        """`codec`: a block dtype, and after a space layers that differ from it."""
+        default, _, layers = codec.partition(" ")
+        names: dict[str, BlockDType] = {"bf16": "bf16", "fp8": "fp8", "int8": "int8"}
+        dtypes = layer_dtypes(names[default], parse_layers(layers), self.num_layers)
+        heads, width = self.layout.kv_heads.size, self.layout.head_dim
+        return StoreShape(self.num_layers, BLOCK, heads, width, self.dtype, codecs_of(dtypes))
+
+
+class Feed:
+    """Sequences of equal length, computed side by side; each step compresses the blocks that it fills."""
+
+    def __init__(self, model: Model, codec: str, sequences: int, length: int, chunk: int) -> None:
+        self._sequences = np.arange(sequences)[:, None]
+        self._fresh = -(-chunk // BLOCK) + 1
+        per_sequence = -(-length // BLOCK)
+        shape = model.shape(codec)
+        self._store = KvStore(shape, sequences * self._fresh, CPU, sequences * per_sequence)
+        self._runner = model.runner(self._store)
+        self._cold = self._store.num_hot + self._sequences * per_sequence + np.arange(per_sequence)
+        self._done = 0
+
+    def step(self, tokens: Tokens) -> Tensor:
+        """Logits float32 [sequences, n, vocab] of the next `tokens` [sequences, n]."""
+        begin, end = self._done, self._done + tokens.shape[1]
+        positions = np.arange(begin, end)
+        slots = self._hot(positions // BLOCK) * BLOCK + positions % BLOCK
+        last = (end - 1) // BLOCK
+        table = np.hstack((self._cold[:, :last], self._hot(np.array([last]))))
+        full = np.arange(begin // BLOCK, end // BLOCK)
+        pairs = np.stack((self._hot(full), self._cold[:, full]), axis=-1)
+        rows, columns = tokens.shape
+        plan = StepPlan(
+            step=1,
+            num_decodes=rows if columns == 1 else 0,
+            token_ids=to_bytes(tokens.ravel()),
+            positions=to_bytes(np.tile(positions, rows)),
+            slots=to_bytes(slots.ravel()),
+            query_lens=to_bytes([columns] * rows),
+            context_lens=to_bytes([end] * rows),
+            block_tables=to_bytes(table.ravel()),
+            sample_rows=to_bytes(np.arange(tokens.size)),
+            compressions=to_bytes(pairs),
+        )
+        logits = self._runner.forward(plan)
+        assert logits is not None
+        self._done = end
+        return logits.view(rows, columns, -1)
+
+    def read(self, tokens: Tokens, chunk: int) -> Iterator[tuple[int, Tensor]]:
+        """(position of the first, logits) of each `chunk` of `tokens` [sequences, n]."""
+        for begin in range(0, tokens.shape[1], chunk):
+            yield begin, self.step(tokens[:, begin : begin + chunk])
+
+    def _hot(self, blocks: Tokens) -> Tokens:
+        """Hot ids [sequences, n] of the sequences' `blocks` [n]; they go round, since full ones are compressed."""
+        return self._sequences * self._fresh + blocks % self._fresh
+
+
+@dataclass
+class Reading:
+    """What one codec made of the text."""
+
+    loss: float
+    """Sum of -log p over all tokens but the windows' first."""
+    best: Tokens
+    """Most likely next token at each position [windows, context]."""
+
+
+def read_text(model: Model, codec: str, windows: Tokens, chunk: int, batch: int) -> Reading:
+    """Reads `windows` [n, context], `batch` of them side by side."""
+    loss, best = 0.0, np.empty_like(windows)
+    for start in range(0, len(windows), batch):
+        some = windows[start : start + batch]
+        for begin, logits in Feed(model, codec, len(some), some.shape[1], chunk).read(some, chunk):
+            end = begin + logits.shape[1]
+            best[start : start + batch, begin:end] = logits.argmax(-1).numpy()
+            following = torch.from_numpy(some[:, begin + 1 : end + 1])
+            known = logits[:, : following.shape[1]].flatten(0, 1)
+            loss += float(nn.functional.cross_entropy(known, following.flatten(), reduction="sum"))
+    return Reading(loss, best)
+
+
+def generate(model: Model, prompts: Tokens, tokens: int) -> Tokens:
+    """`prompts` [n, m] with the `tokens` that follow greedily, nothing compressed."""
+    feed = Feed(model, CODECS[0], len(prompts), prompts.shape[1] + tokens, prompts.shape[1])
+    text = prompts
+    logits = feed.step(prompts)
+    for _ in range(tokens):
+        text = np.hstack((text, logits[:, -1:].argmax(-1).numpy()))
+        logits = feed.step(text[:, -1:])
+    return text
+
+
+def agreement(model: Model, codec: str, texts: Tokens, prompt: int) -> float:
+    """Share of the tokens of `texts` after `prompt` that are the most likely ones."""
+    best = read_text(model, codec, texts, BLOCK, len(texts)).best
+    return float((best[:, prompt - 1 : -1] == texts[:, prompt:]).mean())
+
+
+def cut(text: str, directory: Path, tokens: int, context: int) -> Tokens:
+    """The first `tokens` tokens of `text`, in windows [n, context]."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    count = -(-tokens // context)
+    # A token has two characters and more, in prose.
+    ids = tokenizer.encode(text[: count * context * 12], add_special_tokens=False).ids
+    if len(ids) < count * context:
+        raise typer.BadParameter(
+            f"The text has {len(ids)} tokens, fewer than the {count * context} asked for."
+        )
+    return np.array(ids[: count * context]).reshape(count, context)
+
+
+def main(
+    model: Annotated[
+        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
+    ],
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text to read instead.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to read, at least.", min=64)] = 20_480,
+    context: Annotated[int, typer.Option(help="Tokens of a window.", min=64)] = 1024,
+    chunk: Annotated[int, typer.Option(help="Tokens of each sequence that a step computes.", min=2)] = 64,
+    batch: Annotated[int, typer.Option(help="Windows read side by side.", min=1)] = 4,
+    answers: Annotated[int, typer.Option(help="Greedy answers of 128 tokens.", min=1)] = 16,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp32, of weights and computation.")] = "bf16",
+    codec: Annotated[
+        list[str] | None, typer.Option(help='Such as "int8 0=bf16,-1=bf16"; several: repeat it.')
+    ] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+) -> None:
+    """Perplexity, agreement and bytes per token of each codec."""
+    torch.set_num_threads(threads)
+    whole = text.read_text(encoding="utf-8") if text else "\n\n".join(topics[name] for name in sorted(topics))
+    windows = cut(whole, model, tokens, context)
+    loaded = Model.load(model, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    prompts = windows[np.linspace(0, len(windows) - 1, answers).astype(int), -128:]
+    texts = generate(loaded, prompts, 128)
+    name = text.name if text else f"the language reference of Python {platform.python_version()}"
+    table = Table("blocks", "bytes/token", "of bf16", "perplexity", "change", "top-1", "generated")
+    console = Console(width=100)
+    console.print(
+        f"{model.name}, {dtype}: {windows.size} tokens of {name}, windows of {context}, chunks of {chunk}"
+    )
+    first: Reading | None = None
+    for each in (CODECS[0], *(codec or CODECS[1:])):
+        reading = read_text(loaded, each, windows, chunk, batch)
+        first = first or reading
+        shape = loaded.shape(each)
+        predicted = windows.size - len(windows)
+        table.add_row(
+            each,
+            f"{shape.bytes_per_cold_block / BLOCK:.0f}",
+            f"{shape.bytes_per_cold_block / shape.bytes_per_block:.2%}",
+            f"{math.exp(reading.loss / predicted):.4f}",
+            f"{math.exp((reading.loss - first.loss) / predicted) - 1:+.3%}",
+            f"{(reading.best == first.best).mean():.2%}",
+            f"{agreement(loaded, each, texts, 128):.2%}",
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,125 @@
+"""The steps that benchmarks of the engine measure, and those that compute the contexts they read: pure.
+
+Cache that nobody has written is one page of zeros to the system, which costs no memory traffic. So every
+context is computed before it is measured, and its full blocks are compressed where a ring compresses:
+
+    hot     | each sequence's last block | the full blocks of the sequence that is being computed |
+    cold    | sequence 0's full blocks | sequence 1's | ...
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from benchmarks.engine.one_rank import BLOCK
+from services.executor.core.step_plan import StepPlan, to_bytes
+
+_TOKENS = 100
+"""Ids are drawn below this: every vocabulary has as many."""
+
+Ints = NDArray[np.int64]
+
+
+def decode_plan(sequences: int, context: int) -> StepPlan:
+    """One token for each of `sequences` sequences whose context has `context` tokens, the new one included."""
+    blocks = -(-context // BLOCK)
+    tables = np.arange(sequences * blocks).reshape(sequences, blocks)
+    slots = tables[:, -1] * BLOCK + (context - 1) % BLOCK
+    return StepPlan(
+        step=1,
+        num_decodes=sequences,
+        token_ids=to_bytes([100] * sequences),
+        positions=to_bytes([context - 1] * sequences),
+        slots=to_bytes(slots),
+        query_lens=to_bytes([1] * sequences),
+        context_lens=to_bytes([context] * sequences),
+        block_tables=to_bytes(tables.ravel()),
+        sample_rows=to_bytes(np.arange(sequences)),
+    )
+
+
+def prefill_plan(tokens: int) -> StepPlan:
+    """A whole prompt of `tokens` tokens."""
+    positions = to_bytes(np.arange(tokens))
+    return StepPlan(
+        step=1,
+        num_decodes=0,
+        token_ids=to_bytes([100] * tokens),
+        positions=positions,
+        slots=positions,
+        query_lens=to_bytes([tokens]),
+        context_lens=to_bytes([tokens]),
+        block_tables=to_bytes(np.arange(-(-tokens // BLOCK))),
+        sample_rows=to_bytes([tokens - 1]),
+    )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A kind of step over a store."""
+
+    before: list[StepPlan]
+    """Run once."""
+    measured: StepPlan
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One token for each of `sequences` sequences with `context` tokens each, the new one included."""
+
+    sequences: int
+    context: int
+
+    def steps(self, num_hot: int, num_cold: int) -> Steps:
+        """For a ring of so many blocks; without cold ones nothing is compressed."""
+        full = (self.context - 1) // BLOCK
+        last = np.arange(self.sequences)[:, None]
+        staged = self.sequences + np.arange(full)
+        kept = (num_hot if num_cold else self.sequences) + np.arange(self.sequences * full)
+        kept = kept.reshape(self.sequences, full)
+        before = []
+        for sequence in range(self.sequences):
+            written = np.append(staged if num_cold else kept[sequence], sequence)
+            before.append(_prompt(self.context - 1, written, kept[sequence]))
+        plan = decode_plan(self.sequences, self.context)
+        measured = structs.replace(
+            plan,
+            token_ids=_tokens(self.sequences),
+            slots=to_bytes(last[:, 0] * BLOCK + (self.context - 1) % BLOCK),
+            block_tables=to_bytes(np.concatenate((kept, last), axis=1).ravel()),
+        )
+        return Steps(before, measured)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A whole prompt of `tokens` tokens."""
+
+    tokens: int
+
+    def steps(self, num_hot: int, num_cold: int) -> Steps:
+        written = np.arange(-(-self.tokens // BLOCK))
+        plan = _prompt(self.tokens, written, written + num_hot if num_cold else written)
+        return Steps([], structs.replace(plan, sample_rows=to_bytes([self.tokens - 1])))
+
+
+def _prompt(tokens: int, written: Ints, kept: Ints) -> StepPlan:
+    """The first `tokens` tokens of a sequence that is `written` to these blocks, of which the full ones are `kept` in
+    those; nothing is sampled."""
+    positions = np.arange(tokens)
+    full, last = tokens // BLOCK, (tokens - 1) // BLOCK
+    pairs = np.stack((written[:full], kept[:full]), axis=1)
+    return structs.replace(
+        prefill_plan(tokens),
+        token_ids=_tokens(tokens),
+        slots=to_bytes(written[positions // BLOCK] * BLOCK + positions % BLOCK),
+        block_tables=to_bytes(np.append(kept[:last], written[last])),
+        sample_rows=b"",
+        compressions=to_bytes(pairs[pairs[:, 0] != pairs[:, 1]]),
+    )
+
+
+def _tokens(count: int) -> bytes:
+    return to_bytes(np.random.default_rng(1).integers(0, _TOKENS, count))

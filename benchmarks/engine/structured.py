@@ -1,0 +1,198 @@
+"""What holding texts to a grammar costs: `python -m benchmarks.engine.structured MODEL`.
+
+The real model, batcher and sampler in this process, and masks computed beside the steps as in the ring's leader;
+without HTTP and NATS. Prints:
+
+    decode    milliseconds of a step that decodes, without and with a grammar, greedy and at temperature 1, in turn
+              (the best round of each counts); grammars of JSON that goes on until the last token
+    masks     microseconds to compute what may follow, by position, and to compile a grammar, new and known
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine.speculation import Execute, make_execute
+from services.executor.core.engine import EngineSpec
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.structured_output.compiler import GrammarCompiler, GrammarWork
+from services.executor.structured_output.state import Vocabulary
+from shared.messages import GenerationRequest, Grammar, ModelCard, SamplingParams
+
+PROMPT = 64
+"""Tokens of each prompt."""
+
+
+def record(properties: int) -> dict[str, Any]:
+    """A schema of strings, numbers and enumerations."""
+    kinds: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": 40},
+        {"type": "integer", "minimum": 0, "maximum": 10_000},
+        {"enum": ["low", "middle", "high"]},
+        {"type": "array", "items": {"type": "number"}, "maxItems": 5},
+    ]
+    names = [f"property_{number}" for number in range(properties)]
+    return {
+        "type": "object",
+        "properties": {name: kinds[number % len(kinds)] for number, name in enumerate(names)},
+        "required": names,
+        "additionalProperties": False,
+    }
+
+
+def endless(properties: int) -> Grammar:
+    """An array of records that does not end."""
+    return _of({"type": "array", "items": record(properties), "minItems": 1000})
+
+
+def _of(schema: dict[str, Any]) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
+GRAMMARS = {
+    "JSON object, any": _of({"type": "object"}),
+    "record of 8": _of(record(8)),
+    "record of 200": _of(record(200)),
+    "100 records of 20": _of(
+        {"type": "object", "properties": {f"r{n}": record(20) for n in range(100)}, "required": ["r0"]}
+    ),
+    "regular expression": Grammar("regex", r"[A-Z][a-z]+( [A-Z][a-z]+){1,3}, [0-9]{1,3} years"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one run does."""
+
+    grammar: Grammar | None
+    temperature: float
+
+
+CASES = {
+    "free, greedy": Case(None, 0.0),
+    "JSON, greedy": Case(endless(8), 0.0),
+    "free, temperature 1": Case(None, 1.0),
+    "JSON, temperature 1": Case(endless(8), 1.0),
+}
+
+
+class Bench:
+    """A model with its vocabulary."""
+
+    def __init__(self, execute: Execute, spec: EngineSpec, vocabulary: Vocabulary, work: GrammarWork) -> None:
+        self._execute, self._spec, self._work = execute, spec, work
+        self._vocabulary = vocabulary
+        self.compiler = GrammarCompiler(vocabulary)
+
+    def decode(self, case: Case, sequences: int, tokens: int) -> tuple[float, list[int]]:
+        """(median milliseconds of a step that decodes, the first text)."""
+        batcher = ContinuousBatcher(self._spec, BatchSettings(), "benchmark")
+        for number in range(sequences):
+            request = self._request(case, number, tokens)
+            batcher.add(request)
+            if case.grammar is not None:
+                batcher.release(request, self.compiler.start(request))
+        times, text = [], []
+        while batcher.has_work:
+            scheduled = batcher.schedule()
+            assert scheduled is not None
+            plan, rows = scheduled
+            began = time.perf_counter()
+            samples = [row.sampling for row in rows]
+            self._work.begin_masks(samples)
+            sampled = self._execute(plan, samples)
+            entries = batcher.update(sampled, time.perf_counter() - began)["c"]
+            if plan.num_decodes == sequences:
+                times.append(time.perf_counter() - began)
+            text += [token for entry in entries if entry.generation_id == "0" for token in entry.tokens]
+        return statistics.median(times) * 1e3, text
+
+    def masks(self, grammar: Grammar, text: Sequence[int]) -> list[float]:
+        """Microseconds to compute what may follow at each position of `text`."""
+        state, times = self.compiler.start(self._request(Case(grammar, 0.0), 0, len(text))), []
+        for token in text:
+            began = time.perf_counter()
+            state.allowed()
+            times.append((time.perf_counter() - began) * 1e6)
+            state.advance(token)
+        return times
+
+    def compile(self, grammar: Grammar) -> tuple[float, float]:
+        """Milliseconds to compile `grammar`, and to begin another text of it."""
+        self.compiler.start(self._request(Case(Grammar("regex", "x"), 0.0), 0, 1))  # its process has started
+        taken = []
+        for _ in range(2):
+            began = time.perf_counter()
+            self.compiler.start(self._request(Case(grammar, 0.0), 0, 1))
+            taken.append((time.perf_counter() - began) * 1e3)
+        return taken[0], taken[1]
+
+    def _request(self, case: Case, number: int, tokens: int) -> GenerationRequest:
+        words = self._spec.vocab_size * 9 // 10  # the first ids are bytes and special tokens
+        prompt = [self._spec.vocab_size - 1 - (number * 997 + at * 31) % words for at in range(PROMPT)]
+        sampling = SamplingParams(case.temperature, seed=number)
+        return GenerationRequest(str(number), "r", "m", "c", prompt, tokens, sampling, grammar=case.grammar)
+
+
+def vocabulary_of(directory: Path, spec: EngineSpec) -> tuple[ModelCard, bytes]:
+    from services.executor.model.card import read_card
+
+    return read_card(directory, "benchmark", spec)
+
+
+def main(
+    model: Annotated[
+        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
+    ],
+    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    rounds: Annotated[int, typer.Option(help="Rounds of each case, in turn.", min=1)] = 3,
+    tokens: Annotated[int, typer.Option(help="Output tokens of each text.", min=8)] = 128,
+    at_once: Annotated[str, typer.Option(help="Sequences at a time.")] = "1,8",
+) -> None:
+    """Decode with and without a grammar; masks; compiling."""
+    execute, spec = make_execute(model, dtype, threads)
+    card, bundle = vocabulary_of(model, spec)
+    work = GrammarWork()
+    work.load(card, bundle)
+    bench = Bench(execute, spec, Vocabulary.of(card, bundle), work)
+    batches = [int(count) for count in at_once.split(",")]
+    best: dict[tuple[str, int], float] = {}
+    texts: dict[str, list[int]] = {}
+    for _ in range(rounds):
+        for count in batches:
+            for name, case in CASES.items():
+                taken, texts[name] = bench.decode(case, count, tokens)
+                best[name, count] = min(taken, best.get((name, count), taken))
+    steps = Table("ms per step", *(f"{count} at once" for count in batches))
+    for name in CASES:
+        steps.add_row(name, *(f"{best[name, count]:.2f}" for count in batches))
+    masks = Table("microseconds per mask", "median", "99%", "most")
+    for name in ("JSON, greedy", "JSON, temperature 1"):
+        times = sorted(bench.masks(endless(8), texts[name]))
+        masks.add_row(
+            name,
+            *(f"{value:.0f}" for value in (times[len(times) // 2], times[int(len(times) * 0.99)], times[-1])),
+        )
+    compiling = Table("ms to compile", "bytes", "new", "known")
+    for name, grammar in GRAMMARS.items():
+        new, known = bench.compile(grammar)
+        compiling.add_row(name, str(len(grammar.text)), f"{new:.1f}", f"{known:.2f}")
+    for table in (steps, masks, compiling):
+        Console().print(table)
+    bench.compiler.close()
+    work.close()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,361 @@
+"""The same work over gRPC and over REST: `python -m benchmarks.gateway.grpc_rest --help`.
+
+Our stack on the stub engine without delay. Each request is a chat of one short message; of the answer every
+client reads all the text. Clients take turns, in closed loops:
+
+    rest httpx     httpx, the client of OpenAI's package, and JSON decoded, chunk by chunk
+    rest raw       bytes on kept-alive connections, looked through for the end and never decoded
+    grpc           grpcio's client, and protobuf's classes
+    grpc raw       bytes on one connection, looked through for the end and never decoded
+    grpc tokens    as grpc, with token ids for text
+
+CPU time is of the gateway's process and of the client's (with grpcio's threads), per request. With --edge the
+gateway has no NATS around it and makes its tokens itself (`edge.py`).
+"""
+
+import asyncio
+import json
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Annotated, NamedTuple, Protocol
+
+import grpc
+import httpx
+import msgspec
+import typer
+import uvloop
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.control_plane.systems import HOST, SEED, Ours
+from benchmarks.gateway.edge import Edge
+from benchmarks.process_cpu import cpu_seconds
+from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.server.http2.frames import PREFACE
+from services.gateway.server.http2.hpack import literal
+
+Ask = Callable[[int, bool], Awaitable[int]]
+"""A request for so many tokens, streamed or not; returns the characters or tokens that came."""
+
+Connect = Callable[["Served", int], AbstractAsyncContextManager[Ask]]
+
+CHAT = "/ryzanstein.v1.InferenceService/Chat"
+QUESTION = "What is the capital of France?"
+CASES = ((16, False), (16, True), (128, True))
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One client's run, or the median of several."""
+
+    gateway_us: float
+    client_us: float
+    p50_ms: float
+    p99_ms: float
+    per_second: float
+
+
+class Served(Protocol):
+    """What is measured."""
+
+    port: int
+
+    @property
+    def grpc_address(self) -> str: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def processes(self) -> Mapping[str, list[int]]: ...
+
+
+class Plan(NamedTuple):
+    """What was asked for."""
+
+    rounds: int
+    requests: int
+    only: str
+    loops: Sequence[int]
+
+
+class Run(NamedTuple):
+    client: str
+    tokens: int
+    streamed: bool
+    loops: int
+
+
+def body(tokens: int, streamed: bool) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "model": "stub",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": tokens,
+        "seed": SEED,
+    }
+    return fields | ({"stream": True, "stream_options": {"include_usage": True}} if streamed else {})
+
+
+@asynccontextmanager
+async def httpx_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
+    limits = httpx.Limits(max_connections=loops, max_keepalive_connections=loops)
+    async with httpx.AsyncClient(base_url=f"http://{HOST}:{ours.port}", limits=limits, timeout=60) as http:
+
+        async def ask(tokens: int, streamed: bool) -> int:
+            if not streamed:
+                answer = await http.post("/v1/chat/completions", json=body(tokens, streamed))
+                return len(answer.json()["choices"][0]["message"]["content"])
+            count = 0
+            async with http.stream("POST", "/v1/chat/completions", json=body(tokens, streamed)) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        chunk = json.loads(line[6:])
+                        for choice in chunk["choices"]:
+                            count += len(choice["delta"].get("content") or "")
+            return count
+
+        yield ask
+
+
+@asynccontextmanager
+async def raw_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
+    free = [await asyncio.open_connection(HOST, ours.port) for _ in range(loops)]
+    every = list(free)
+    requests = {case: _http(json.dumps(body(*case)).encode(), ours.port) for case in CASES}
+
+    async def ask(tokens: int, streamed: bool) -> int:
+        connection = free.pop()
+        reader, writer = connection
+        writer.write(requests[tokens, streamed])
+        head = await reader.readuntil(b"\r\n\r\n")
+        if streamed:
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+        else:
+            length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+            await reader.readexactly(int(length))
+        free.append(connection)
+        return tokens
+
+    try:
+        yield ask
+    finally:
+        for _, writer in every:
+            writer.close()
+
+
+def _http(content: bytes, port: int) -> bytes:
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {HOST}:{port}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+def grpc_client(kind: int) -> Connect:
+    @asynccontextmanager
+    async def make(ours: Served, loops: int) -> AsyncIterator[Ask]:
+        async with grpc.aio.insecure_channel(ours.grpc_address) as channel:
+            chat = channel.unary_stream(
+                CHAT,
+                request_serializer=pb.ChatRequest.SerializeToString,
+                response_deserializer=pb.GenerationEvent.FromString,
+            )
+
+            async def ask(tokens: int, streamed: bool) -> int:
+                count = 0
+                async for event in chat(chat_request(tokens, streamed, kind)):
+                    for choice in event.choices:
+                        count += len(choice.text) + len(choice.token_ids)
+                return count
+
+            yield ask
+
+    return make
+
+
+class _RawGrpc:
+    """One HTTP/2 connection with constant requests; answers are looked through for their ends alone."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+        self._writer = writer
+        self._next = 1
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        settings = struct.pack(">HL", 4, 1 << 30)  # initial window
+        window = ((1 << 31) - 1 - 65_535).to_bytes(4, "big")
+        writer.write(PREFACE + _frame(4, 0, 0, settings) + _frame(8, 0, 0, window))
+        pairs = ((":method", "POST"), (":scheme", "http"), (":path", CHAT), (":authority", address))
+        pairs += (("content-type", "application/grpc"), ("te", "trailers"))
+        self._headers = b"".join(literal(name.encode(), value.encode()) for name, value in pairs)
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def ask(self, message: bytes) -> None:
+        number, self._next = self._next, self._next + 2
+        done = self._waiting[number] = asyncio.get_running_loop().create_future()
+        data = struct.pack(">BL", 0, len(message)) + message
+        self._writer.write(_frame(1, 4, number, self._headers) + _frame(0, 1, number, data))
+        await done
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        rest = b""
+        while data := await reader.read(1 << 16):
+            buffer, at = rest + data, 0
+            while len(buffer) - at >= 9:
+                high, low, kind, flags, number = struct.unpack_from(">HBBBL", buffer, at)
+                size = high << 8 | low
+                if len(buffer) - at - 9 < size:
+                    break
+                at += 9 + size
+                if kind == 1 and flags & 1:
+                    self._waiting.pop(number).set_result(None)
+                elif kind == 6 and not flags & 1:
+                    self._writer.write(_frame(6, 1, 0, buffer[at - size : at]))
+            rest = buffer[at:]
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        self._writer.close()
+
+
+def _frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
+    return struct.pack(">HBBBL", len(payload) >> 8, len(payload) & 0xFF, kind, flags, number) + payload
+
+
+def chat_request(tokens: int, streamed: bool, kind: int) -> pb.ChatRequest:
+    return pb.ChatRequest(
+        model="stub",
+        messages=[pb.ChatMessage(role=pb.ROLE_USER, content=QUESTION)],
+        sampling=pb.SamplingParameters(max_tokens=tokens, seed=SEED),
+        output=pb.OutputOptions(kind=kind, whole=not streamed),
+    )
+
+
+def raw_grpc_client(kind: int) -> Connect:
+    @asynccontextmanager
+    async def make(ours: Served, loops: int) -> AsyncIterator[Ask]:
+        host, _, port = ours.grpc_address.rpartition(":")
+        raw = _RawGrpc(*await asyncio.open_connection(host, int(port)), ours.grpc_address)
+        requests = {case: chat_request(*case, kind).SerializeToString() for case in CASES}
+
+        async def ask(tokens: int, streamed: bool) -> int:
+            await raw.ask(requests[tokens, streamed])
+            return tokens
+
+        try:
+            yield ask
+        finally:
+            await raw.close()
+
+    return make
+
+
+CLIENTS: dict[str, Connect] = {
+    "rest httpx": httpx_client,
+    "rest raw": raw_client,
+    "grpc": grpc_client(pb.OUTPUT_KIND_TEXT),
+    "grpc raw": raw_grpc_client(pb.OUTPUT_KIND_TEXT),
+    "grpc tokens": grpc_client(pb.OUTPUT_KIND_TOKENS),
+}
+
+
+async def measure(ours: Served, ask: Ask, run: Run, requests: int) -> Figure:
+    """`requests` requests in `loops` closed loops. Raises ValueError for an answer of the wrong length."""
+    gateway = {"gateway": ours.processes()["gateway"]}
+    times: list[float] = []
+
+    async def loop(count: int) -> None:
+        for _ in range(count):
+            began = time.perf_counter()
+            got = await ask(run.tokens, run.streamed)
+            times.append(time.perf_counter() - began)
+            if got != run.tokens:
+                raise ValueError(f"{run.client} got {got} of {run.tokens} tokens.")
+
+    each = max(1, requests // run.loops)
+    before, mine, began = cpu_seconds(gateway)["gateway"], time.process_time(), time.perf_counter()
+    await asyncio.gather(*(loop(each) for _ in range(run.loops)))
+    seconds, count = time.perf_counter() - began, each * run.loops
+    times.sort()
+    return Figure(
+        gateway_us=(cpu_seconds(gateway)["gateway"] - before) / count * 1e6,
+        client_us=(time.process_time() - mine) / count * 1e6,
+        p50_ms=times[len(times) // 2] * 1e3,
+        p99_ms=times[min(len(times) - 1, len(times) * 99 // 100)] * 1e3,
+        per_second=count / seconds,
+    )
+
+
+async def compare(ours: Served, plan: Plan) -> dict[Run, list[Figure]]:
+    rounds, requests = plan.rounds, plan.requests
+    found: dict[Run, list[Figure]] = {}
+    names = [name for name in CLIENTS if plan.only in name]
+    await ours.start()
+    try:
+        for loops in plan.loops:
+            async with AsyncExitStack() as stack:
+                clients = {
+                    name: await stack.enter_async_context(CLIENTS[name](ours, loops)) for name in names
+                }
+                for at in range(rounds + 1):  # the first warms up
+                    for tokens, streamed in CASES:
+                        for name in names[at % len(names) :] + names[: at % len(names)]:
+                            run = Run(name, tokens, streamed, loops)
+                            share = requests // (4 if loops == 1 else 1) // (2 if tokens > 16 else 1)
+                            figure = await measure(ours, clients[name], run, share if at else share // 4)
+                            if at:
+                                found.setdefault(run, []).append(figure)
+    finally:
+        await ours.stop()
+    return found
+
+
+def median(figures: list[Figure]) -> Figure:
+    columns = zip(*(msgspec.structs.astuple(figure) for figure in figures), strict=True)
+    return Figure(*(statistics.median(column) for column in columns))
+
+
+def show(found: dict[Run, Figure], console: Console) -> None:
+    table = Table(box=box.MARKDOWN, header_style="")
+    for name in ("loops", "request", "client", "gateway us", "client us", "p50 ms", "p99 ms", "requests/s"):
+        table.add_column(name, justify="left" if name in ("request", "client") else "right")
+    for run in sorted(found, key=lambda run: (run.loops, run.streamed, run.tokens)):
+        figure = found[run]
+        what = f"{run.tokens} tokens{', streamed' if run.streamed else ''}"
+        table.add_row(
+            str(run.loops),
+            what,
+            run.client,
+            f"{figure.gateway_us:.0f}",
+            f"{figure.client_us:.0f}",
+            f"{figure.p50_ms:.2f}",
+            f"{figure.p99_ms:.2f}",
+            f"{figure.per_second:.0f}",
+        )
+    console.print(table)
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Rounds; the median counts.", min=1)] = 5,
+    requests: Annotated[int, typer.Option(help="Requests of a run; a quarter in one loop.", min=64)] = 1024,
+    only: Annotated[str, typer.Option(help="Clients with this in their names.")] = "",
+    loops: Annotated[str, typer.Option(help="Requests at a time, with commas.")] = "1,64",
+    edge: Annotated[
+        bool, typer.Option("--edge", help="The gateway without NATS; more at a time tells more.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every run to this file.")] = None,
+) -> None:
+    """CPU time and latency of a request over gRPC and REST, of the gateway and of the client."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours: Served = Edge() if edge else Ours(Path(folder), grpc=True)
+        found = uvloop.run(
+            compare(ours, Plan(rounds, requests, only, [int(each) for each in loops.split(",")]))
+        )
+    show({run: median(figures) for run, figures in found.items()}, Console(width=140))
+    if json_file is not None:
+        rows = [{**run._asdict(), "runs": figures} for run, figures in found.items()]
+        json_file.write_bytes(msgspec.json.encode(rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""How fast ranks load a model from the page cache: `python -m benchmarks.loading --help`."""

@@ -1,0 +1,173 @@
+"""One rank of `benchmarks.loading`: reads commands on stdin, answers each with a line of JSON on stdout."""
+
+import ctypes
+import gc
+import json
+import mmap
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.random_model import LlamaShape, write_llama
+from services.executor.core.sharding import ShardLayout
+from services.executor.model.loading.arena import allocate
+from services.executor.model.loading.loader import load_config, load_model
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CPU = torch.device("cpu")
+
+
+class Member:
+    """A rank that loads and never speaks to the others."""
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank = rank
+        self.world_size = world_size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def write_checkpoint(directory: Path, size: int, kind: str = "safetensors") -> None:
+    """A random bf16 Llama of about `size` bytes."""
+    hidden, heads, vocabulary = (2048, 16, 32000) if size > 10**9 // 4 else (256, 4, 1000)
+    one = LlamaShape(hidden, heads, heads // 2, hidden * 11 // 4, 1, vocabulary)
+    bytes_each = 2 * sum(torch.Size(tensor).numel() for tensor in one.layer.values())
+    layers = max(1, round((size - 4 * vocabulary * hidden) / bytes_each))
+    write_llama(directory, replace(one, layers=layers), kind)
+
+
+def copy(directory: Path, total: int, member: Member, pages: str) -> dict[str, float]:
+    """Copies `total` bytes of the mapped weight files, from this rank's own place in them, to fresh memory."""
+    files = sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")])
+    begin = time.monotonic()
+    held = (
+        allocate([((total,), torch.uint8)], CPU)[0]
+        if pages == "huge"
+        else torch.empty(total, dtype=torch.uint8)
+    )
+    done = 0
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        share = size // member.world_size
+        count = min(share, total - done)
+        source = torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=share * member.rank)
+        held[done : done + count].copy_(source)
+        done += count
+        del source, mapped
+    return {"begin": begin, "end": time.monotonic(), "bytes": done}
+
+
+def load(directory: Path, member: Member, dtype: torch.dtype, told: Callable[[int, int], None]) -> Any:
+    """The rank's share of the model."""
+    layout = ShardLayout.from_config(load_config(directory), member.world_size, member.rank)
+    return load_model(directory, dtype, layout, member, CPU, told)
+
+
+def timed_load(directory: Path, member: Member, dtype: torch.dtype) -> dict[str, float]:
+    """When the rank's copying began and ended, how much it was, and how long all of it took."""
+    reports: list[tuple[float, int, int]] = []
+    begin = time.monotonic()
+    load(directory, member, dtype, lambda done, total: reports.append((time.monotonic(), done, total)))
+    seconds = time.monotonic() - begin
+    return {"begin": reports[0][0], "end": reports[-1][0], "bytes": reports[-1][2], "seconds": seconds}
+
+
+class PeakMemory:
+    """Peaks of this process's memory over what it held at the start, in bytes."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._before = _status()
+        self._anonymous = self._before["RssAnon"]
+        self._over = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._sampler.start()
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.001):
+            self._anonymous = max(self._anonymous, _status()["RssAnon"])
+
+    def peaks(self) -> dict[str, int]:
+        """Peak so far of anonymous and of all resident memory."""
+        now = _status()
+        self._anonymous = max(self._anonymous, now["RssAnon"])
+        return {
+            "anonymous": self._anonymous - self._before["RssAnon"],
+            "resident": now["VmHWM"] - self._before["VmRSS"],
+        }
+
+    def close(self) -> None:
+        self._over.set()
+        self._sampler.join()
+
+
+def _status() -> dict[str, int]:
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[-1] == "kB"}
+
+
+def measured_load(directory: Path, member: Member, dtype: torch.dtype) -> dict[str, int]:
+    """Peak memory of a load: at the end of reading and in all."""
+    memory = PeakMemory()
+    reading: dict[str, int] = {}
+
+    def told(done: int, total: int) -> None:
+        if done == total:
+            reading.update(
+                {"bytes": total, **{f"read_{kind}": peak for kind, peak in memory.peaks().items()}}
+            )
+
+    model = load(directory, member, dtype, told)
+    peaks = memory.peaks()
+    memory.close()
+    del model
+    return {**reading, **peaks}
+
+
+def main() -> None:
+    """`python -m benchmarks.loading.rank DIRECTORY RANK WORLD_SIZE THREADS DTYPE`."""
+    directory, member = Path(sys.argv[1]), Member(int(sys.argv[2]), int(sys.argv[3]))
+    torch.set_num_threads(int(sys.argv[4]))
+    dtype = DTYPES[sys.argv[5]]
+    with tempfile.TemporaryDirectory() as scratch:
+        write_checkpoint(Path(scratch), 10**7)
+        load(Path(scratch), member, dtype, lambda done, total: None)  # imports and first uses
+    total = int(timed_load(directory, member, dtype)["bytes"])
+    answer: dict[str, Any] = {"ready": True}
+    while True:
+        print(json.dumps(answer), flush=True)
+        match sys.stdin.readline().strip():
+            case "copy-huge" | "copy-small" as what:
+                answer = copy(directory, total, member, what.removeprefix("copy-"))
+            case "load":
+                answer = timed_load(directory, member, dtype)
+            case "memory":
+                answer = measured_load(directory, member, dtype)
+            case _:
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""Load client for any server with OpenAI's chat completions: `python -m benchmarks.serve --help`.
+
+Runs the named workloads (see `benchmarks.serve.workloads`), or a load of your own in an open or closed loop,
+and prints throughput, time to first token, gaps between tokens and errors. Answers are streamed, greedy
+and of a fixed length (end of sequence ignored); tokens are counted by the server's usage field.
+
+How requests are sent and timed is told in `benchmarks.serve.sse`, how figures are computed in `benchmarks.serve.stats`,
+how prompts get an exact size in `benchmarks.serve.prompts`.
+"""
+
+import asyncio
+import importlib
+import secrets
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.errors import BenchError, told_in_a_sentence, write_json
+from benchmarks.report import Report, Setting, machine, markdown, show, versions
+from benchmarks.serve.prompts import Measure, PromptSource, Vocabulary, calibrate
+from benchmarks.serve.runner import Target, choose_model, run_round, server_measure, warm_up
+from benchmarks.serve.sse import Client
+from benchmarks.serve.stats import Sample, Summary, median_round
+from benchmarks.serve.workloads import WORKLOADS, Workload, sessions
+
+_PIPED_WIDTH = 140
+"""Columns of the table where there is no terminal to fit it to: none of its cells is folded."""
+
+_REQUESTS = 64
+"""Of an open or closed loop without --requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run against which server.
+
+    `vocabulary`: how to build prompts, where that is known already; None asks the server. `needs_done`
+    and `keep_alive`: see `benchmarks.serve.sse.Client`.
+    """
+
+    url: str
+    model: str | None
+    api_key: str | None
+    tokenizer: Path | None
+    extra: dict[str, object]
+    workloads: Sequence[Workload]
+    rounds: int
+    seed: int
+    timeout: float
+    command: str
+    vocabulary: Vocabulary | None = None
+    needs_done: bool = True
+    keep_alive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FreeForm:
+    """A load of the user's own: exactly one of `rate` and `concurrency` is set."""
+
+    rate: float | None
+    concurrency: int | None
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def workload(self) -> Workload:
+        name = f"{self.rate:g}/s" if self.rate is not None else f"{self.concurrency} clients"
+        return Workload(
+            name=name,
+            clients=self.concurrency or 1,
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            rate=self.rate,
+        )
+
+
+def choose_workloads(
+    names: Iterable[str], free_form: FreeForm, *, requests: int | None = None, clients: int | None = None
+) -> list[Workload]:
+    """The workloads that the options ask for; without any, all. `requests` and `clients` replace those of
+    named workloads. Raises BenchError if the options contradict."""
+    wanted = list(names)
+    if free_form.rate is not None and free_form.concurrency is not None:
+        raise BenchError("--rate is an open loop and --concurrency a closed one: give only one of them.")
+    if free_form.rate is not None or free_form.concurrency is not None:
+        if clients is not None:
+            raise BenchError("--clients is for named workloads: with --rate or --concurrency leave it out.")
+        if wanted:
+            raise BenchError(
+                "--workload has its own load: leave out --rate and --concurrency, or --workload."
+            )
+        return [free_form.workload()]
+    return [each.resized(requests=requests, clients=clients) for each in named_workloads(wanted)]
+
+
+def named_workloads(wanted: Sequence[str]) -> list[Workload]:
+    """The workloads of these names, in their order; all for none or `all`. Raises BenchError."""
+    if not wanted or "all" in (name.lower() for name in wanted):
+        return list(WORKLOADS.values())
+    known = {name.lower(): workload for name, workload in WORKLOADS.items()}
+    if unknown := [name for name in wanted if name.lower() not in known]:
+        raise BenchError(f"There is no workload {unknown[0]!r}: choose from {', '.join(WORKLOADS)}, all.")
+    return [known[name.lower()] for name in wanted]
+
+
+async def run(plan: Plan, progress: Progress) -> Report:
+    """Run all rounds of all workloads, interleaved. Raises BenchError if the server cannot be measured."""
+    client = Client(
+        plan.url,
+        api_key=plan.api_key,
+        timeout=plan.timeout,
+        needs_done=plan.needs_done,
+        keep_alive=plan.keep_alive,
+    )
+    try:
+        target = Target(client, await choose_model(client, plan.model), plan.extra)
+        vocabulary = plan.vocabulary or await _calibrate(plan, target, progress)
+        rounds = await _run_rounds(plan, target, PromptSource(vocabulary, plan.seed), progress)
+    finally:
+        client.close()
+    setting = Setting(
+        date=datetime.now(UTC).date().isoformat(),
+        command=plan.command,
+        url=client.url,
+        model=target.model,
+        seed=plan.seed,
+        machine=machine(),
+        versions=versions(),
+    )
+    return Report(setting=setting, summaries=[median_round(each) for each in rounds], rounds=rounds)
+
+
+async def _calibrate(plan: Plan, target: Target, progress: Progress) -> Vocabulary:
+    task = progress.add_task("calibrating prompts", total=None)
+    measure = server_measure(target)
+    if plan.tokenizer is not None:
+        measure = _local_measure(plan.tokenizer, measure)
+    vocabulary = await calibrate(measure, turns=any(workload.turns > 1 for workload in plan.workloads))
+    progress.remove_task(task)
+    return vocabulary
+
+
+def _local_measure(directory: Path, server: Measure) -> Measure:
+    """Counts text with the tokenizer in `directory`, and asks the server only for the template's share."""
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+    except ImportError:
+        raise BenchError("--tokenizer needs the package tokenizers: install it, or leave it out.") from None
+    file = directory / "tokenizer.json" if directory.is_dir() else directory
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise BenchError(f"{file} is no tokenizer: {error}; give a folder with a tokenizer.json.") from None
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    shares: dict[int, int] = {}
+
+    async def measure(contents: Sequence[str]) -> int:
+        turns = len(contents)
+        if turns not in shares:
+            shares[turns] = await server(["x"] * turns) - turns * count("x")
+        return shares[turns] + sum(map(count, contents))
+
+    return measure
+
+
+async def _run_rounds(
+    plan: Plan, target: Target, source: PromptSource, progress: Progress
+) -> list[list[Summary]]:
+    """The summaries of each workload, round by round."""
+    # All prompts are made before the first request, so that a size that does not fit is told at once.
+    loads = [
+        [sessions(workload, source, f"bench-{plan.seed:x}-{at}-{workload.name}") for at in range(plan.rounds)]
+        for workload in plan.workloads
+    ]
+    warm = [source.prompt(workload.prompt_tokens) for workload in plan.workloads]
+    found: list[list[Summary]] = [[] for _ in plan.workloads]
+    for at in range(plan.rounds):
+        for index, workload in enumerate(plan.workloads):
+            if at == 0:
+                await warm_up(target, warm[index], workload.output_tokens)
+            name = f"{workload.name}, round {at + 1} of {plan.rounds}"
+            task = progress.add_task(name, total=workload.requests)
+            found[index].append(
+                await run_round(
+                    target,
+                    workload,
+                    loads[index][at],
+                    arrival_seed=plan.seed + at,
+                    on_request=_advance(progress, task),
+                )
+            )
+    return found
+
+
+def _advance(progress: Progress, task: object) -> Callable[[Sample], None]:
+    return lambda sample: progress.advance(task)  # type: ignore[arg-type]
+
+
+def _parse_extra(text: str | None) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, object])
+    except msgspec.MsgspecError as error:
+        raise BenchError(f"--extra is no JSON object ({error}): write it like '{{\"top_k\": 1}}'.") from None
+
+
+def _command_line(arguments: Sequence[str], api_key: str | None) -> str:
+    """How the run was started, for the report; without the key."""
+    hidden = {api_key: "KEY", f"--api-key={api_key}": "--api-key=KEY"}
+    words = [hidden.get(word, word) for word in arguments]
+    return shlex.join(["python", "-m", "benchmarks.serve", *words])
+
+
+def progress_bars() -> Progress:
+    """Bars on the terminal only, drawn rarely: drawing costs the server CPU time."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, refresh_per_second=2)
+
+
+def run_to_end(plan: Plan, progress: Progress) -> Report:
+    """`run` on an event loop of its own, uvloop's where it is installed."""
+    try:
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None
+        loop_factory = importlib.import_module("uvloop").new_event_loop
+    except ImportError:
+        loop_factory = None
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(run(plan, progress))
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def main(
+    url: Annotated[str, typer.Option(help="The server's root.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the first of /v1/models.")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="W1, W2, W3, W4, W4s or all; may be repeated. Default: all.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-3, help="Open loop: requests per second, Poisson arrivals.")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Closed loop: clients at once.")] = None,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="Clients at once, instead of those of the named workloads.")
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Requests of each workload. Default: its own; of a loop of your own {_REQUESTS}."
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt size, chat template included.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Repeat everything and report medians.")] = 1,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Prompts and arrivals. Default: random, for a server that has seen the same prompts before"
+            " answers them from its prefix cache.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with tokenizer.json: sizes prompts locally instead of asking the server."),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer key.")] = None,
+    extra: Annotated[
+        str | None,
+        typer.Option(help="JSON object merged into every request; null takes a field out."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take in all.")] = 600.0,
+    json: Annotated[Path | None, typer.Option(help="Write everything, each round too, to this file.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+) -> None:
+    """Measure a server with OpenAI's chat completions: throughput, time to first token, gaps, errors.
+
+    Without --rate or --concurrency the named workloads are run. Exits with 1 if any request failed.
+    """
+    with told_in_a_sentence():
+        free_form = FreeForm(rate, concurrency, requests or _REQUESTS, prompt_tokens, output_tokens)
+        plan = Plan(
+            url=url,
+            model=model,
+            api_key=api_key,
+            tokenizer=tokenizer,
+            extra=_parse_extra(extra),
+            workloads=choose_workloads(workload or (), free_form, requests=requests, clients=clients),
+            rounds=rounds,
+            seed=secrets.randbits(32) if seed is None else seed,
+            timeout=timeout,
+            command=_command_line(sys.argv[1:], api_key),
+        )
+        with progress_bars() as progress:
+            report = run_to_end(plan, progress)
+        write_json(json, report)
+    if as_markdown:
+        typer.echo(markdown(report), nl=False)
+    else:
+        console = Console()
+        show(report, console if console.is_terminal else Console(width=_PIPED_WIDTH))
+    if any(summary.errors for summary in report.summaries):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

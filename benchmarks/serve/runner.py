@@ -1,0 +1,206 @@
+"""Puts a workload on a server and measures every request: the loops, open and closed.
+
+A closed loop has a fixed number of clients, each of which starts its next session when its last one has
+ended. An open loop starts sessions at Poisson arrivals whatever the server does, and counts time from the
+planned arrival, so that a server that falls behind cannot hide its queue.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from benchmarks.errors import BenchError
+from benchmarks.serve.prompts import Measure
+from benchmarks.serve.sse import Answer, Client, Usage, error_message
+from benchmarks.serve.stats import Sample, Summary, summarise
+from benchmarks.serve.workloads import Session, Workload, poisson_arrivals
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Counted(msgspec.Struct):
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom to ask for what: the server, the model, and fields added to every request body (a None takes
+    a field out)."""
+
+    client: Client
+    model: str
+    extra: Mapping[str, object]
+
+    def body(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> dict[str, object]:
+        """A request for exactly `max_tokens` tokens, greedy, as a stream."""
+        fields: dict[str, object] = {
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "min_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.extra,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+async def choose_model(client: Client, wanted: str | None) -> str:
+    """`wanted` if the server lists it or lists none, by default the server's first. Raises BenchError
+    otherwise."""
+    answer = await client.get("/v1/models")
+    if answer.status != 200:
+        if wanted is not None and answer.status in (404, 405, 501):
+            return wanted  # the server lists no models; it will say so itself if it has not this one
+        raise BenchError(f"{client.url}/v1/models answered {_http_fault(answer)}.")
+    try:
+        names = [model.id for model in msgspec.json.decode(answer.body, type=_Models).data]
+    except msgspec.MsgspecError as error:
+        raise BenchError(f"{client.url}/v1/models did not answer with a list of models: {error}.") from None
+    if not names:
+        if wanted is not None:
+            return wanted  # a server that loads what it is asked for
+        raise BenchError(f"{client.url} serves no model yet: load one, or wait until it is ready.")
+    if wanted is not None and wanted not in names:
+        raise BenchError(f"{client.url} does not serve {wanted!r}; it serves {', '.join(names)}.")
+    return wanted or names[0]
+
+
+def server_measure(target: Target) -> Measure:
+    """Counts a conversation's tokens by the usage field of a one-token answer."""
+
+    async def measure(contents: Sequence[str]) -> int:
+        body = target.body(conversation(contents), 1)
+        del body["stream"]
+        body.pop("stream_options", None)
+        answer = await target.client.post("/v1/chat/completions", body)
+        if answer.status != 200:
+            raise BenchError(f"A request of one token was refused with {_http_fault(answer)}.")
+        try:
+            return msgspec.json.decode(answer.body, type=_Counted).usage.prompt_tokens
+        except msgspec.MsgspecError as error:
+            raise BenchError(f"The server's answer carries no usage.prompt_tokens: {error}.") from None
+
+    return measure
+
+
+def _http_fault(answer: Answer) -> str:
+    return f"HTTP {answer.status}: {error_message(bytes(answer.body)).rstrip('.')}"
+
+
+def conversation(contents: Sequence[str]) -> list[dict[str, str]]:
+    """Messages of the user and the assistant in turn, the user's first."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+async def warm_up(target: Target, message: str, output_tokens: int) -> None:
+    """One request that is not measured. Raises BenchError if it fails: so would all others."""
+    answer = await target.client.stream(target.body(conversation([message]), output_tokens), {})
+    if fault := answer.fault():
+        raise BenchError(f"The warm-up request failed: {fault.rstrip('.')}.")
+
+
+async def run_round(
+    target: Target,
+    workload: Workload,
+    sessions: Sequence[Session],
+    *,
+    arrival_seed: int,
+    on_request: Callable[[Sample], None],
+) -> Summary:
+    """Play all sessions and measure. `on_request` is told of each request that has ended."""
+    cpu = time.process_time()
+    play = _Player(target, workload.output_tokens, on_request)
+    if workload.rate is None:
+        await _closed_loop(play, workload.clients, sessions)
+    else:
+        await _open_loop(play, poisson_arrivals(workload.rate, arrival_seed), sessions)
+    return summarise(workload, play.samples, time.process_time() - cpu)
+
+
+async def _closed_loop(play: "_Player", clients: int, sessions: Sequence[Session]) -> None:
+    await play.target.client.connect(min(clients, len(sessions)))
+    waiting = iter(sessions)
+
+    async def client() -> None:
+        for session in waiting:
+            await play.session(session)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+
+
+async def _open_loop(play: "_Player", arrivals: Iterator[float], sessions: Sequence[Session]) -> None:
+    begin = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for session, arrival in zip(sessions, arrivals, strict=False):
+            planned = begin + arrival
+            if (wait := planned - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            group.create_task(play.session(session, planned))
+
+
+class _Player:
+    """Plays sessions and collects their samples."""
+
+    def __init__(self, target: Target, output_tokens: int, on_request: Callable[[Sample], None]) -> None:
+        self.target = target
+        self.samples: list[Sample] = []
+        self._output_tokens = output_tokens
+        self._on_request = on_request
+
+    async def session(self, session: Session, planned: float | None = None) -> None:
+        """All turns in order; the answers stay in the history. A failed turn fails those after it, which
+        cannot be asked without its answer."""
+        headers = {"X-Session-ID": session.session_id} if session.session_id else {}
+        contents: list[str] = []
+        for turn, message in enumerate(session.messages):
+            contents.append(message)
+            body = self.target.body(conversation(contents), self._output_tokens)
+            late = time.perf_counter() - planned if planned is not None else 0.0
+            answer = await self.target.client.stream(body, headers, started=planned)
+            planned = None
+            sample = _sample(answer, turn, late)
+            self._record(sample)
+            if sample.error is not None:
+                self._fail_turns(turn + 1, len(session.messages), sample)
+                return
+            contents.append("".join(answer.text))
+
+    def _fail_turns(self, first: int, turns: int, cause: Sample) -> None:
+        for turn in range(first, turns):
+            self._record(
+                Sample(cause.finished, cause.finished, turn, error="not sent: an earlier turn failed")
+            )
+
+    def _record(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        self._on_request(sample)
+
+
+def _sample(answer: Answer, turn: int, late: float) -> Sample:
+    usage = answer.usage or Usage()
+    return Sample(
+        started=answer.started,
+        finished=answer.finished,
+        turn=turn,
+        error=answer.fault(),
+        arrivals=answer.arrivals,
+        deltas=answer.deltas,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        late=late,
+    )

@@ -1,0 +1,1 @@
+"""Placement at the scale of a large cluster, in virtual time: `python -m benchmarks.simulation --help`."""
