@@ -87,6 +87,8 @@ async def _add_or_update(bus: Bus, config: StreamConfig, change: bool) -> None:
             refusal = error
             if lacks_servers(error):
                 continue
+            if lacks_room(error):
+                break  # NATS says so, with all its room set aside, of a stream too that exists as it shall be
             if not isinstance(error, BadRequestError):
                 raise
             if replicas < bus.replicas or (not change and exists_otherwise(error)):
@@ -98,10 +100,20 @@ async def _add_or_update(bus: Bus, config: StreamConfig, change: bool) -> None:
             f"NATS at {bus.where} cannot keep {config.num_replicas} replicas ({refusal.description}); set "
             "RYZANSTEIN_NATS_REPLICAS to the number of its servers, or less."
         )
+    await _update(bus, config, refusal, change)
+
+
+async def _update(bus: Bus, config: StreamConfig, refusal: APIError, change: bool) -> None:
+    """Of a stream that could not be added. `refusal`: why; what is raised if it does not exist either."""
+    jetstream = bus.jetstream()
+    full = lacks_room(refusal)
     try:
-        await jetstream.update_stream(config)
-    except NotFoundError:  # it does not exist, so the first answer says what is wrong
-        raise _other_stream(bus, config, refusal) from None
+        if full and not change:
+            await jetstream.stream_info(config.name or "")
+        else:
+            await jetstream.update_stream(config)
+    except NotFoundError:
+        raise refusal if full else _other_stream(bus, config, refusal) from None
     except APIError as error:
         if error.code == 503 or lacks_room(error):
             raise

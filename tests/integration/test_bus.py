@@ -1,6 +1,7 @@
 """The bus on a real NATS: typed messages, buckets, objects, the journal."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from nats.errors import SlowConsumerError
 from nats.js.api import RetentionPolicy, StreamConfig
+from nats.js.errors import APIError
 from structlog.testing import capture_logs
 
 from services.cli.supervision.nats_server import LocalNats
@@ -208,6 +210,20 @@ async def test_a_broker_without_room_says_so(nats_settings: CommonSettings) -> N
     try:
         with pytest.raises(BrokerUnavailable, match=r"create the stream JOURNAL: .*; free disk space"):
             await ensure_streams(connection)
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize("change", [True, False])
+async def test_a_stream_that_exists_needs_no_room_again(nats_settings: CommonSettings, change: bool) -> None:
+    connection = await Bus.connect(nats_settings.model_copy(update={"journal_max_bytes": 8 << 20}), "test")
+    try:
+        await ensure_streams(connection)
+        for bits in range(60, 20, -1):  # what NATS has left to set aside, but for less than 2 MiB
+            ballast = StreamConfig(name=f"B{bits}", subjects=[f"b{bits}"], max_bytes=1 << bits)
+            with contextlib.suppress(APIError):
+                await connection.jetstream().add_stream(ballast)
+        await ensure_streams(connection, change=change)
     finally:
         await connection.close()
 
