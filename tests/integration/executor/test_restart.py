@@ -118,6 +118,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 async def test_a_ring_comes_back_by_what_was_kept(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, model: Path
 ) -> None:
