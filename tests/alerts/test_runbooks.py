@@ -36,6 +36,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_what_rules_and_runbooks_read_is_told_by_the_services(stack: Stack) -> None:
     told = asyncio.run(families(stack))

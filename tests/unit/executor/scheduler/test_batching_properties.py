@@ -327,7 +327,10 @@ def _with(request: GenerationRequest, **changes: object) -> GenerationRequest:
     )
 
 
-TestBatcherMachine = BatcherMachine.TestCase
-TestBatcherMachine.pytestmark = pytest.mark.timeout(400)
-"""A failure is made small before it is shown, and that takes a while."""
-TestBatcherMachine.settings = settings(max_examples=150, stateful_step_count=60)
+class TestBatcherMachine(BatcherMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=40, stateful_step_count=60)
+
+
+@pytest.mark.slow
+class TestBatcherMachineForLonger(BatcherMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=300, stateful_step_count=60)

@@ -267,7 +267,9 @@ def text_of(entries: list[TokenEntry], name: str) -> tuple[list[int], list[Any],
     ],
     ids=str,
 )
-@pytest.mark.parametrize("stops", [False, True], ids=["no stop", "stop"])
+@pytest.mark.parametrize(
+    "stops", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no stop", "stop"]
+)
 def test_the_text_is_the_same(sampling: dict[str, Any], stops: bool) -> None:
     """Several choices of one prompt, as n > 1 gives them, one of them a continued attempt."""
     prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
