@@ -31,7 +31,7 @@ def main() -> None:
             "no chromium here; install it (Debian: chromium) or name one in RYZANSTEIN_TEST_CHROMIUM"
         )
     with tempfile.TemporaryDirectory() as directory:
-        with Stack(Path(directory) / "stack", "--replicas", "2", "--no-proof") as stack:
+        with Stack(Path(directory) / "stack", "--replicas", "2", "--no-smoke-test") as stack:
             cast = record(stack, Path(directory))
             (arguments.into / "console.png").write_bytes(asyncio.run(photograph(chromium, stack.url)))
         drawn = arguments.into / "failover.svg"
