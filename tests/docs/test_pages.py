@@ -41,6 +41,17 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in links(page.read_text()) if not (page.parent / target).exists()] == []
 
 
+def test_files_that_the_code_names_are_there() -> None:
+    code = [path for folder in ("services", "shared") for path in (ROOT / folder).rglob("*.py")]
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in code
+        for name in paths_named(path.read_text())
+        if name.endswith((".py", ".c", ".h")) and not exists(name)
+    ]
+    assert missing == []
+
+
 def test_prose_is_wrapped() -> None:
     long = [
         f"{page.relative_to(ROOT)}: {line[:60]}..."

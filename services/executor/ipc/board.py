@@ -128,7 +128,7 @@ class _Rank(IntEnum):
     LOADED = 4
     TO_LOAD = 5
     TRACED = 8
-    """And the words behind it: `ipc/board.py`."""
+    """And the words behind it: a `RankClock`'s."""
     SIZE = 16
 
 

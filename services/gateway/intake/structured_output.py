@@ -215,7 +215,7 @@ class _Job(NamedTuple):
 
 class Grammars:
     """Grammars of requests, each compiled once to see whether it can be; the verdicts are remembered. Tenants take
-    turns (`grammar_turns.py`)."""
+    turns."""
 
     def __init__(self) -> None:
         self._check = GrammarCheck()

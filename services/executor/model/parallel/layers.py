@@ -115,7 +115,7 @@ class LinearShard(ShardedLayer):
         self._product = product
 
     def pack(self, packed: Tensor, keep_plain: bool) -> None:
-        """From now on multiplies with `packed` (see `packing.py`); the plain weight goes unless it is kept."""
+        """From now on multiplies with `packed` (`packed_weight`); the plain weight goes unless it is kept."""
         self._packed = packed
         if not keep_plain:
             self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)

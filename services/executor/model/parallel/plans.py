@@ -8,7 +8,7 @@ transformers has none, or one that gathers what need not be gathered, has its pl
     style       what is cut, see `Style`
 
 A module that no pattern names is replicated: every rank computes all of it. That is exact as long as its
-input is whole on every rank, so whatever follows a split module must be split as well; `parallel.py`
+input is whole on every rank, so whatever follows a split module must be split as well; `splitting.py`
 checks what it can of that.
 """
 
