@@ -50,14 +50,17 @@ SHAPES: dict[Kind, _Shape] = {
 }
 
 
-class _At(IntEnum):
+class Counter(IntEnum):
+    """What is counted since the ring started; `count` adds to it, and `supervisor/metrics.py` shows it."""
+
     QUERIED_TOKENS = 0
+    """Tokens of prompts that were looked up in the KV cache."""
     COMMUNICATION_NS = 1
-    HISTOGRAMS = 2
+    """Spent in collectives."""
 
 
 _BEGINS: dict[Kind, int] = {}
-_end = int(_At.HISTOGRAMS)
+_end = len(Counter)
 for _kind, _shape in SHAPES.items():
     _BEGINS[_kind] = _end
     _end += len(_shape.bounds) + 2  # beyond them all, and the sum
@@ -116,13 +119,13 @@ class RingFigures:
         words[begin + bisect_left(bounds, value)] += 1
         words[begin + len(bounds) + 1] += int(value * scale)
 
-    def add_queried(self, tokens: int) -> None:
-        """So many tokens of prompts were looked up in the KV cache."""
-        self._words[self._offset + _At.QUERIED_TOKENS] += tokens
+    def count(self, counter: Counter, amount: int = 1) -> None:
+        """So much more of it."""
+        self._words[self._offset + counter] += amount
 
     def set_communication(self, seconds: float) -> None:
         """Spent in collectives so far."""
-        self._words[self._offset + _At.COMMUNICATION_NS] = round(seconds * 1e9)
+        self._words[self._offset + Counter.COMMUNICATION_NS] = round(seconds * 1e9)
 
     # --- written by each rank --------------------------------------------------------------------
 
@@ -131,13 +134,9 @@ class RingFigures:
 
     # --- read by the orchestrator ----------------------------------------------------------------
 
-    @property
-    def queried_tokens(self) -> int:
-        return int(self._words[self._offset + _At.QUERIED_TOKENS])
-
-    @property
-    def communication_seconds(self) -> float:
-        return float(self._words[self._offset + _At.COMMUNICATION_NS]) / 1e9
+    def counted(self, counter: Counter) -> int:
+        """How much of it there was."""
+        return int(self._words[self._offset + counter])
 
     def histogram(self, kind: Kind) -> Histogram:
         bounds, unit = SHAPES[kind]

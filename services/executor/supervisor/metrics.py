@@ -16,7 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from services.executor.ipc.board import RingBoard
-from services.executor.ipc.board_metrics import Kind
+from services.executor.ipc.board_metrics import Counter, Kind
 from services.executor.kv_transfer.board import HandoverBoard
 from shared.messages import RING_CAUSES
 from shared.service.metrics import MODEL, Alias, Aliases
@@ -211,11 +211,14 @@ def _counters(board: RingBoard, labels: Labels) -> Iterable[Metric]:
         "step_seconds": ("Time spent computing steps.", totals.step_seconds),
         "communication_seconds": (
             "Part of step_seconds that the leader spent in collectives, waiting for other ranks included.",
-            figures.communication_seconds,
+            figures.counted(Counter.COMMUNICATION_NS) / 1e9,
         ),
         "prompt_tokens": ("Prompt tokens computed.", totals.prompt_tokens),
         "output_tokens": ("Tokens generated.", totals.output_tokens),
-        "prefix_queried_tokens": ("Prompt tokens looked up in the KV cache.", figures.queried_tokens),
+        "prefix_queried_tokens": (
+            "Prompt tokens looked up in the KV cache.",
+            figures.counted(Counter.QUERIED_TOKENS),
+        ),
         "cached_tokens": ("Prompt tokens found in the KV cache.", totals.cached_tokens),
         "preemptions": ("Preemptions: sequences that lost their KV blocks to others.", totals.preemptions),
         "drafted_tokens": ("Draft tokens that were verified.", totals.drafted_tokens),

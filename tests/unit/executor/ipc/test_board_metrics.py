@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.executor.collectives.torch_distributed import SAMPLE, CommunicationTime, TorchDistributed
 from services.executor.ipc.board import RingBoard
-from services.executor.ipc.board_metrics import SHAPES, Kind, RingFigures, words_of
+from services.executor.ipc.board_metrics import SHAPES, Counter, Kind, RingFigures, words_of
 from services.executor.supervisor.metrics import GpuReader, GpuUse, Labels, RingCollector, vllm_aliases
 from shared.messages import GroupLoad
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask
@@ -48,7 +48,7 @@ def test_each_histogram_has_what_was_observed_and_nothing_of_its_neighbours(
         ]
         assert total == pytest.approx(sum(mine), abs=unit * (len(mine) + 1))
     assert ours.gpus == {0: GPU}
-    assert (ours.queried_tokens, ours.communication_seconds) == (0, 0.0)
+    assert [ours.counted(counter) for counter in Counter] == [0] * len(Counter)
 
 
 def test_the_bounds_of_a_histogram_grow() -> None:
@@ -78,7 +78,7 @@ def test_a_collector_tells_what_is_on_the_board(tmp_path: Path) -> None:
     rank.set_load(GroupLoad(running=3, free_blocks=30, total_blocks=40))
     rank.add_step(2_000_000, 10, 3, sequences=5)
     rank.figures.set_communication(0.5)
-    rank.figures.add_queried(12)
+    rank.figures.count(Counter.QUERIED_TOKENS, 12)
     found = collected(board, OneGpu())
     assert found["kv_used_ratio"] == 0.25
     assert (found["step_duration_seconds_count"], found["step_duration_seconds_sum"]) == (1, 0.002)
@@ -153,8 +153,9 @@ class Observed:
     def observe(self, kind: Kind, value: float) -> None:
         self.values.append((kind, value))
 
-    def add_queried(self, tokens: int) -> None:
-        self.queried += tokens
+    def count(self, counter: Counter, amount: int = 1) -> None:
+        assert counter is Counter.QUERIED_TOKENS
+        self.queried += amount
 
 
 def step(ring: Ring, begins: float, seconds: float) -> None:
