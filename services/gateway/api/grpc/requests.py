@@ -31,26 +31,6 @@ _ROLES = {
     pb.ROLE_ASSISTANT: "assistant",
     pb.ROLE_TOOL: "tool",
 }
-_SAME = frozenset(
-    (
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-        "n",
-        "ignore_eos",
-        "min_tokens",
-        "skip_special_tokens",
-        "truncate_prompt_tokens",
-        "prompt_logprobs",
-    )
-)
-"""Fields of SamplingParameters that a request has under the same name."""
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 _USAGE = StreamOptions(include_usage=True)
 
@@ -147,17 +127,15 @@ def messages_of(given: Sequence[pb.ChatMessage]) -> list[Message]:
 
 
 def _fields(sampling: pb.SamplingParameters) -> dict[str, Any]:
-    """What is given, under the names of the REST API."""
+    """What is given: fields of the REST API, under the same names."""
     found: dict[str, Any] = {}
     for descriptor, value in sampling.ListFields():
         name = descriptor.name
-        if name in _SAME or name == "logprobs":
-            found[name] = value
-        elif name in _LISTS:
-            found[name] = list(value)
-        else:
-            found[name] = dict(value)
         _check_number(name, value)
+        if name == "logit_bias":
+            found[name] = dict(value)
+        else:
+            found[name] = list(value) if name in _LISTS else value
     return found
 
 
