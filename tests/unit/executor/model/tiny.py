@@ -21,7 +21,7 @@ BASE = {
     "pad_token_id": 0,
 }
 
-ARCHITECTURES: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "qwen3": {"attention_bias": True},
@@ -39,7 +39,7 @@ embeddings, scaled logits and a bias on row-parallel layers, mixed windows and a
 
 def make_model(directory: Path, model_type: str, **changes: Any) -> Path:
     """Saves a random fp32 model whose weights are large enough for its logits to tell tokens apart."""
-    settings = {**BASE, **ARCHITECTURES.get(model_type, {}), **changes}
+    settings = {**BASE, **VARIANTS.get(model_type, {}), **changes}
     config = CONFIG_MAPPING[model_type](**settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -15,7 +15,7 @@ from services.executor.core.progress import Progress
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError, RingLost
 from tests.unit.executor.model.ring import Script, make_runner, mixed_script, on_ring
-from tests.unit.executor.model.tiny import ARCHITECTURES, make_model, reference_logits
+from tests.unit.executor.model.tiny import VARIANTS, make_model, reference_logits
 
 TOLERANCE = 1e-4
 
@@ -38,7 +38,7 @@ def check_mixed(directory: Path, results: list[torch.Tensor | None]) -> None:
             assert (row - expected[sequence][position]).abs().max() < TOLERANCE
 
 
-@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+@pytest.fixture(scope="module", params=sorted(VARIANTS))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp(request.param), request.param)
 
