@@ -75,12 +75,13 @@ async def cancel_all(tasks: Collection["asyncio.Task[Any]"]) -> None:
 class Backoff:
     """How long to wait before something that has ended is started again. Pure: time comes in, in seconds."""
 
-    FIRST, LONGEST = 0.2, 10.0
+    FIRST = 0.2
     """Seconds; the pause doubles with each end."""
     STABLE_AFTER = 60.0
     """What has lived for so long begins with the first pause again."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest: float = 10.0) -> None:
+        self._longest = longest
         self._pause = self.FIRST / 2
         self._began: float | None = None
 
@@ -93,7 +94,7 @@ class Backoff:
         if self._began is not None and now - self._began > self.STABLE_AFTER:
             self._pause = self.FIRST / 2
         self._began = None
-        self._pause = min(self._pause * 2, self.LONGEST)
+        self._pause = min(self._pause * 2, self._longest)
         return self._pause
 
 

@@ -28,12 +28,10 @@ from shared.nats.kv import Bucket
 from shared.service.endpoints import Health
 from shared.service.lifecycle import Service
 from shared.service.logs import Change
+from shared.tasks import Backoff
 
 log = structlog.get_logger(__name__)
 
-FIRST_PAUSE = 0.2
-LONGEST_PAUSE = 10.0
-STABLE_AFTER = 60.0
 HANDOVER_MARGIN = 10.0
 """Seconds that the last batch of a hand-over may take beyond its time."""
 MOST_LOGGED = 8
@@ -141,7 +139,7 @@ class ExecutorService(Service):
 
     async def _supervise(self) -> None:
         """One ring after the other; each is killed to the last process before the next begins."""
-        pause = FIRST_PAUSE
+        pauses = Backoff()
         self._epoch = await self._last_epoch()
         while not self._stopping.is_set():
             if not await self._all_hosts():
@@ -151,7 +149,7 @@ class ExecutorService(Service):
                 self._executor_settings, self.group, self.instance, self._epoch, self._nodes, self._forks
             )
             ring.board.set_log_level(self._log_level)
-            began = time.monotonic()
+            pauses.began(time.monotonic())
             try:
                 end = await self._live(ring)
                 if end.kind != "drained" and not self._stopping.is_set():
@@ -162,9 +160,8 @@ class ExecutorService(Service):
                 await ring.kill()
             if self._stopping.is_set() or self._is_final(end):
                 return
-            pause = FIRST_PAUSE if time.monotonic() - began > STABLE_AFTER else min(pause * 2, LONGEST_PAUSE)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+                await asyncio.wait_for(self._stopping.wait(), pauses.next(time.monotonic()))
 
     async def _last_epoch(self) -> int:
         """Of the group's last ring that anybody knows of, 0 without one. Epochs are milliseconds, so that they grow

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -39,12 +40,13 @@ from services.executor.supervisor.rank_process import LocalRank, fork_client
 from shared.messages import ServiceName
 from shared.service.endpoints import Health
 from shared.service.lifecycle import Service
+from shared.tasks import Backoff
 from shared.version import VERSION
 
 log = structlog.get_logger(__name__)
 
-FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 5.0
+"""Seconds before host 0 is tried again, at most."""
 OWN = (
     "model_cache",
     "weight_cache_bytes",
@@ -179,20 +181,19 @@ class RingNode(Service):
         return Health(self.name, self.instance, self.state, ready=False, reason=self._reason)
 
     async def _keep_in_touch(self) -> None:
-        pause = FIRST_PAUSE
+        pauses = Backoff(LONGEST_PAUSE)
         address = f"{self._executor_settings.master_addr}:{self._executor_settings.master_port}"
         while True:
             try:
                 line = await self._line_to_head()
-                pause = FIRST_PAUSE
+                pauses = Backoff(LONGEST_PAUSE)
                 await self._talk(line)
             except LineLost as error:
                 reason = f"host 0 at {address} is not there: {error}"
                 if reason != self._reason:
                     log.warning("head_node_unreachable", address=address, reason=str(error))
                 self._reason = reason
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, LONGEST_PAUSE)
+            await asyncio.sleep(pauses.next(time.monotonic()))
 
     async def _line_to_head(self) -> Line[ToNode]:
         """A line whose other end knows the secret. Raises `LineLost`."""
