@@ -3,6 +3,9 @@
 Messages on the hot path (token frames) are arrays on the wire; all others are maps with their
 field names, so that a program in any language can read and write them. Fields are only ever added,
 at the end and with a default: services of two versions can talk during a rolling update.
+
+Here: requests with their sampling parameters, dispatch, token frames, control, heartbeats, what lies in buckets. In
+modules of their own: what a gateway needs to serve a generation (`records`), batches, KV hand-over, debugging.
 """
 
 from typing import Any, Literal
