@@ -17,13 +17,8 @@ from services.gateway.core.errors import InvalidParameter, check_range, check_si
 from services.gateway.intake.record import Context, Parts
 from services.gateway.intake.sampling import cache_salt, session_of
 from services.gateway.intake.validation import check_token_ids
-from services.gateway.lifecycle.answer import PREFIXES, Answer, new_identity
-from services.gateway.lifecycle.generation import Generation
-from services.gateway.lifecycle.token_stream import limits_of
-from services.gateway.streams.reading import new_run
-from services.gateway.streams.run import Run
+from services.gateway.lifecycle.answer import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
-from services.gateway.tracing.generations import traced
 from shared import limits
 from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, ModelCard
@@ -133,16 +128,11 @@ def _wrong(param: str, what: str, reason: str) -> InvalidParameter:
     return InvalidParameter(f"Invalid '{param}': {what}.", param=param, reason=reason)
 
 
-def embedding_run(
-    parts: Parts,
-    request: EmbeddingRequest,
-    card: ModelCard,
-    tokenizer: Tokenizer,
-    context: Context,
-    prompts: Sequence[list[int]],
-) -> Run:
-    """The run of a checked request."""
-    now, started_at = time.monotonic(), time.time()
+def record_of(
+    prompts: Sequence[list[int]], request: EmbeddingRequest, card: ModelCard, context: Context, parts: Parts
+) -> GenerationRecord:
+    """The record of a checked request."""
+    started_at = time.time()
     identity = new_identity(parts.answers.writer, started_at)
     settings = parts.settings
     wires = [
@@ -162,7 +152,7 @@ def embedding_run(
         )
         for index, prompt in enumerate(prompts)
     ]
-    record = GenerationRecord(
+    return GenerationRecord(
         identity=identity,
         endpoint="embeddings",
         created=started_at,
@@ -175,21 +165,3 @@ def embedding_run(
         base64=request.encoding_format == "base64",
         user=request.user or "",
     )
-    record, trace = traced(record, PREFIXES[record.endpoint] + identity, len(wires))
-    limits = limits_of(settings)
-    generations = [
-        Generation(wire, index, limits, now=now, started_at=started_at)
-        for index, wire in enumerate(record.requests)
-    ]
-    answer = Answer(
-        record,
-        generations,
-        owner=parts.answers.consumer,
-        owned=True,
-        now=now,
-        trace=trace,
-        admission=context.admission,
-        may_cost=sum(map(len, prompts)),
-    )
-    metrics = parts.metrics.of_model(card.model)
-    return new_run(answer, tokenizer, parts.answers, metrics=metrics, view=context.view)

@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
+import structlog
 
 from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.intake import embeddings, extra_fields, sampling, validation
 from services.gateway.intake.chat import ChatPlan, check_conversation, demanded, rendered, schemas_of
-from services.gateway.intake.record import Build, Context, OuterResponse, Parts
+from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
 from services.gateway.intake.responses.intake import History, ResponseIntake
 from services.gateway.intake.responses.schemas import ResponseRequest
 from services.gateway.intake.sampling import cache_key, conversation_key
@@ -28,9 +29,13 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.families import markers_of
 from shared import tracing
 from shared.messages import Grammar, ModelCard
-from shared.messages.records import Idempotency
+from shared.messages.records import GenerationRecord, Idempotency
 from shared.nats.kv import Entry
 
+log = structlog.get_logger(__name__)
+
+SHOWN_OF_USER = 64
+"""Characters of `user` that logs show: it is a client's text."""
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 Decoded = ChatCompletionRequest | CompletionRequest | embeddings.EmbeddingRequest
 Endpoint = Literal["chat.completions", "completions", "responses", "embeddings"]
@@ -252,10 +257,32 @@ class Intake:
         session = context.session or cache_key(request.prompt_cache_key)
         session = session or conversation_key(chat_messages(request))
         extras = await extra_fields.extras_of(request, card, tokenizer)
-        build = Build(
-            self._parts, request, card, tokenizer, context, session, grammar, parsing, response, extras
+        record = record_of(
+            [prompt],
+            request,
+            card,
+            context,
+            self._parts,
+            session=session,
+            grammar=grammar,
+            parsing=parsing,
+            response=response,
+            extras=extras,
         )
-        return build.run([prompt])
+        return self._run(record, request, card, tokenizer, context)
+
+    def _run(
+        self,
+        record: GenerationRecord,
+        request: GenerationFields,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        context: Context,
+    ) -> Run:
+        context.answer_headers[validation.EXACT_HEADER] = "true" if card.exact else "false"
+        if record.user:
+            log.info("generation_for", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
+        return run_of(record, may_cost(record, request), card, tokenizer, context, self._parts)
 
     def context_length(self, model: str) -> int:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
@@ -314,7 +341,8 @@ class Intake:
         tokenizer = await self._tokenizers.get(card)
         limit = self._parts.settings.prompt_limit
         prompts = await embeddings.prompts_of(request, given, tokenizer, card, limit)
-        return embeddings.embedding_run(self._parts, request, card, tokenizer, context, prompts)
+        record = embeddings.record_of(prompts, request, card, context, self._parts)
+        return run_of(record, sum(map(len, prompts)), card, tokenizer, context, self._parts)
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         validation.check_completion(request)
@@ -333,8 +361,10 @@ class Intake:
             prompts = await _prompt_ids(given, tokenizer, card, special)
         extras = await extra_fields.extras_of(request, card, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key)
-        build = Build(self._parts, request, card, tokenizer, context, session, grammar, extras=extras)
-        return build.run(prompts)
+        record = record_of(
+            prompts, request, card, context, self._parts, session=session, grammar=grammar, extras=extras
+        )
+        return self._run(record, request, card, tokenizer, context)
 
 
 def _streamed(request: FieldsT) -> FieldsT:

@@ -1,12 +1,11 @@
-"""From a checked, tokenized request to its generations and the `Run` that reads them."""
+"""From a checked, tokenized request to its record, and to the `Run` that hands it in and reads it."""
 
 import math
 import time
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
-import structlog
 
 from services.gateway.auth.authenticator import ANONYMOUS, Principal
 from services.gateway.core.errors import InvalidParameter
@@ -30,15 +29,11 @@ from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, Samplin
 from shared.messages.records import GenerationRecord, Parsing, ResponseRecord
 from shared.nats.bus import encode
 
-SHOWN_OF_USER = 64
-"""Characters of `user` that logs show: it is a client's text."""
 UNNAMED_OUTPUT = 512
 """Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
 
 _TOKEN_BYTES, _OTHER_BYTES = 5, GRAMMAR_BYTES.value + (64 << 10)
 """Bytes of a token on the wire, and of all else in a generation, at most."""
-
-log = structlog.get_logger(__name__)
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -88,162 +83,166 @@ class OuterResponse(Protocol):
         ...
 
 
-class Build:
-    """The generations of one request. Choice c of prompt p has the index p * n + c, as in OpenAI's API."""
+def record_of(
+    prompts: Sequence[list[int]],
+    request: GenerationFields,
+    card: ModelCard,
+    context: Context,
+    parts: Parts,
+    *,
+    session: str,
+    grammar: Grammar | None = None,
+    parsing: Parsing | None = None,
+    response: OuterResponse | None = None,
+    extras: extra_fields.Extras = extra_fields.Extras(),  # noqa: B008  # frozen
+) -> GenerationRecord:
+    """The record of a checked, tokenized request. Choice c of prompt p has the index p * n + c, as in OpenAI's API.
 
-    def __init__(
-        self,
-        parts: Parts,
-        request: GenerationFields,
-        card: ModelCard,
-        tokenizer: Tokenizer,
-        context: Context,
-        session: str,
-        grammar: Grammar | None = None,
-        parsing: Parsing | None = None,
-        response: OuterResponse | None = None,
-        extras: extra_fields.Extras = extra_fields.Extras(),  # noqa: B008  # frozen
-    ) -> None:
-        """`parsing`: how a chat's text is taken apart; `response`: what the chat is inside of, if it is a
-        response. Raises `InvalidParameter`."""
-        self._extras = extras
-        self._parts = parts
-        self._request = request
-        self._card = card
-        self._tokenizer = tokenizer
-        self._context = context
-        self._session = session_of(context.tenant, session)
-        self._grammar = grammar
-        self._parsing = parsing
-        self._chat = isinstance(request, ChatCompletionRequest)
-        self._sampling = sampling.sampling_params(request, card)
-        self._stop_ids = sampling.stop_token_ids(request, card)
-        self._stops = validation.stop_strings(request)
-        self._now, self._started_at = time.monotonic(), time.time()
-        self._response = response
-        self._identity = (
-            response.identity if response else new_identity(parts.answers.writer, self._started_at)
+    `parsing`: how a chat's text is taken apart; `response`: what the chat is inside of, if it is a response. Raises
+    `InvalidParameter`, `ContextLengthExceeded`, `PayloadTooLarge`.
+    """
+    started_at, options = time.time(), request.stream_options
+    params = sampling.sampling_params(request, card)
+    first = GenerationRequest(
+        generation_id=response.identity if response else new_identity(parts.answers.writer, started_at),
+        request_id=context.request_id,
+        model=card.model,
+        consumer=parts.answers.consumer,
+        prompt=[],
+        max_tokens=0,
+        sampling=params,
+        stop_token_ids=sampling.stop_token_ids(request, card),
+        session=session_of(context.tenant, session),
+        lane=context.lane,
+        tenant=context.tenant,
+        deadline=_deadline(started_at, context, parts.settings),
+        grammar=grammar,
+        prompt_logprobs=sampling.prompt_logprobs(request),
+        cache_salt=_cache_salt(request.cache_salt, context, parts.settings),
+        priority=request.priority or 0,
+    )
+    stops = validation.stop_strings(request)
+    count = extra_fields.candidates(request)
+    requests = [
+        extra_fields.applied(
+            _with_prompt(first, index * count, prompt, request, card, parts), request, card, extras
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    validation.check_prompt_logprobs(requests, count)
+    if request.return_token_ids:
+        validation.check_prompt_ids(requests, count)
+    _check_size(requests, count, parts.settings.generation_bytes)
+    chat = isinstance(request, ChatCompletionRequest)
+    record = GenerationRecord(
+        identity=first.generation_id,
+        endpoint="responses" if response else "chat.completions" if chat else "completions",
+        created=started_at,
+        requests=requests,
+        choices=count,
+        prompts=len(prompts),
+        stop=stops,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        stream=bool(request.stream),
+        include_usage=bool(options and options.include_usage),
+        background=context.background,
+        idempotency=context.idempotency,
+        tenant=context.tenant,
+        parsing=parsing,
+        response=response.record(params) if response else None,
+    )
+    return extra_fields.noted(record, request, card)
+
+
+def run_of(
+    record: GenerationRecord,
+    may_cost: int,
+    card: ModelCard,
+    tokenizer: Tokenizer,
+    context: Context,
+    parts: Parts,
+) -> Run:
+    """What hands a record's generations in and reads them. `may_cost`: tokens that they may come to."""
+    now = time.monotonic()
+    choices = len(record.requests) * record.choices
+    record, trace = traced(record, PREFIXES[record.endpoint] + record.identity, choices)
+    limits = limits_of(parts.settings)
+    answer = Answer(
+        record,
+        [
+            Generation(request, index, limits, now=now, started_at=record.created)
+            for index, request in enumerate(requests_of(record))
+        ],
+        owner=parts.answers.consumer,
+        owned=True,
+        now=now,
+        trace=trace,
+        admission=context.admission,
+        may_cost=may_cost,
+    )
+    metrics = parts.metrics.of_model(card.model)
+    return new_run(answer, tokenizer, parts.answers, metrics=metrics, view=context.view)
+
+
+def may_cost(record: GenerationRecord, request: GenerationFields) -> int:
+    """Tokens that it may come to; where the client names no limit, what answers usually are."""
+    named = request.max_tokens or getattr(request, "max_completion_tokens", None)
+    most = record.requests[0].max_tokens if named else UNNAMED_OUTPUT
+    outputs = (min(most, item.max_tokens) * record.choices for item in record.requests)
+    return sum(len(item.prompt) for item in record.requests) + sum(outputs)
+
+
+def _with_prompt(
+    first: GenerationRequest,
+    index: int,
+    prompt: list[int],
+    request: GenerationFields,
+    card: ModelCard,
+    parts: Parts,
+) -> GenerationRequest:
+    """The request of choice 0 of a prompt."""
+    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    if not prompt:
+        raise InvalidParameter(
+            f"Invalid '{param}': it resulted in no token; send at least one character.",
+            param=param,
+            reason="empty_prompt",
+        )
+    most = parts.settings.prompt_limit
+    prompt = extra_fields.truncated(request, card, prompt)
+    if most and len(prompt) > most:
+        raise ContextLengthExceeded(
+            f"This server takes prompts of at most {most} tokens, and yours has {len(prompt)}; shorten it "
+            f"({PROMPT_TOKENS.cited(most)}).",
+            param=param,
+        )
+    limit = sampling.max_tokens(request, card, len(prompt), parts.settings.default_max_tokens)
+    validation.check_min_tokens(request, limit)
+    return msgspec.structs.replace(
+        first, generation_id=f"{first.generation_id}-{index}", prompt=prompt, max_tokens=limit
+    )
+
+
+def _check_size(requests: Sequence[GenerationRequest], count: int, most: int) -> None:
+    """Raises `PayloadTooLarge` where `count` generations of each of `requests` are too much for the queue."""
+    tokens = sum(len(one.prompt) + len(one.prediction) for one in requests)
+    if count * (len(requests) * _OTHER_BYTES + tokens * _TOKEN_BYTES) <= most:
+        return
+    size = count * sum(len(encode(one)) for one in requests)
+    if size > most:
+        raise PayloadTooLarge(
+            f"The request's {count * len(requests)} generations have {size:,} bytes together, each with the whole "
+            f"prompt and prediction; ask for fewer choices ({GENERATION_BYTES.cited(most)}).",
+            param="n" if count > 1 else None,
         )
 
-    def run(self, prompts: Sequence[list[int]]) -> Run:
-        """Raises `InvalidParameter`, `ContextLengthExceeded`."""
-        parts, request, options = self._parts, self._request, self._request.stream_options
-        count = extra_fields.candidates(request)
-        record = GenerationRecord(
-            identity=self._identity,
-            endpoint=self._endpoint(),
-            created=self._started_at,
-            requests=[self._wire(index * count, prompt) for index, prompt in enumerate(prompts)],
-            choices=count,
-            prompts=len(prompts),
-            stop=self._stops,
-            skip_special_tokens=request.skip_special_tokens is not False,
-            stream=bool(request.stream),
-            include_usage=bool(options and options.include_usage),
-            background=self._context.background,
-            idempotency=self._context.idempotency,
-            tenant=self._context.tenant,
-            parsing=self._parsing,
-            response=self._response.record(self._sampling) if self._response else None,
-        )
-        validation.check_prompt_logprobs(record.requests, count)
-        if request.return_token_ids:
-            validation.check_prompt_ids(record.requests, count)
-        self._check_wire(record.requests, count)
-        record = extra_fields.noted(record, request, self._card)
-        self._context.answer_headers[validation.EXACT_HEADER] = "true" if self._card.exact else "false"
-        record, trace = traced(record, PREFIXES[record.endpoint] + record.identity, len(prompts) * count)
-        if record.user:
-            log.info("generation_for", generation_id=self._identity, user=record.user[:SHOWN_OF_USER])
-        settings = parts.settings
-        limits = limits_of(settings)
-        generations = [
-            Generation(wire, index, limits, now=self._now, started_at=self._started_at)
-            for index, wire in enumerate(requests_of(record))
-        ]
-        answer = Answer(
-            record,
-            generations,
-            owner=parts.answers.consumer,
-            owned=True,
-            now=self._now,
-            trace=trace,
-            admission=self._context.admission,
-            may_cost=self._may_cost(record),
-        )
-        metrics = parts.metrics.of_model(self._card.model)
-        return new_run(answer, self._tokenizer, parts.answers, metrics=metrics, view=self._context.view)
 
-    def _check_wire(self, requests: Sequence[GenerationRequest], count: int) -> None:
-        """Raises `PayloadTooLarge` where `count` generations of each of `requests` are too much for the queue."""
-        most = self._parts.settings.generation_bytes
-        tokens = sum(len(one.prompt) + len(one.prediction) for one in requests)
-        if count * (len(requests) * _OTHER_BYTES + tokens * _TOKEN_BYTES) <= most:
-            return
-        size = count * sum(len(encode(one)) for one in requests)
-        if size > most:
-            raise PayloadTooLarge(
-                f"The request's {count * len(requests)} generations have {size:,} bytes together, each with the whole "
-                f"prompt and prediction; ask for fewer choices ({GENERATION_BYTES.cited(most)}).",
-                param="n" if count > 1 else None,
-            )
+def _deadline(started_at: float, context: Context, settings: GatewaySettings) -> float:
+    """Unix seconds until which a first token is of use. One that can be read later outlives its client."""
+    given = started_at + settings.token_timeout
+    later = context.background or context.key
+    return given if later else min(given, context.deadline)
 
-    def _may_cost(self, record: GenerationRecord) -> int:
-        """Tokens that it may come to; where the client names no limit, what answers usually are."""
-        request = self._request
-        named = request.max_tokens or getattr(request, "max_completion_tokens", None)
-        most = record.requests[0].max_tokens if named else UNNAMED_OUTPUT
-        outputs = (min(most, item.max_tokens) * record.choices for item in record.requests)
-        return sum(len(item.prompt) for item in record.requests) + sum(outputs)
 
-    def _endpoint(self) -> Literal["chat.completions", "completions", "responses"]:
-        if self._response is not None:
-            return "responses"
-        return "chat.completions" if self._chat else "completions"
-
-    def _wire(self, index: int, prompt: list[int]) -> GenerationRequest:
-        """The request of choice 0 of a prompt."""
-        settings = self._parts.settings
-        if not prompt:
-            param = "messages" if self._chat else "prompt"
-            raise InvalidParameter(
-                f"Invalid '{param}': it resulted in no token; send at least one character.",
-                param=param,
-                reason="empty_prompt",
-            )
-        prompt = extra_fields.truncated(self._request, self._card, prompt)
-        if settings.prompt_limit and len(prompt) > settings.prompt_limit:
-            raise ContextLengthExceeded(
-                f"This server takes prompts of at most {settings.prompt_limit} tokens, and yours has {len(prompt)}; "
-                f"shorten it ({PROMPT_TOKENS.cited(settings.prompt_limit)}).",
-                param="messages" if self._chat else "prompt",
-            )
-        limit = sampling.max_tokens(self._request, self._card, len(prompt), settings.default_max_tokens)
-        validation.check_min_tokens(self._request, limit)
-        wire = GenerationRequest(
-            generation_id=f"{self._identity}-{index}",
-            request_id=self._context.request_id,
-            model=self._card.model,
-            consumer=self._parts.answers.consumer,
-            prompt=prompt,
-            max_tokens=limit,
-            sampling=self._sampling,
-            stop_token_ids=self._stop_ids,
-            session=self._session,
-            lane=self._context.lane,
-            tenant=self._context.tenant,
-            deadline=self._deadline(),
-            grammar=self._grammar,
-            prompt_logprobs=sampling.prompt_logprobs(self._request),
-            cache_salt=cache_salt(
-                self._request.cache_salt, self._context.tenant if settings.isolate_tenant_cache else ""
-            ),
-            priority=self._request.priority or 0,
-        )
-        return extra_fields.applied(wire, self._request, self._card, self._extras)
-
-    def _deadline(self) -> float:
-        """Unix seconds until which a first token is of use. One that can be read later outlives its client."""
-        given = self._started_at + self._parts.settings.token_timeout
-        later = self._context.background or self._context.key
-        return given if later else min(given, self._context.deadline)
+def _cache_salt(given: str | None, context: Context, settings: GatewaySettings) -> str:
+    return cache_salt(given, context.tenant if settings.isolate_tenant_cache else "")
