@@ -52,11 +52,11 @@ serve: $(INSTALLED) ## Serve the default model on http://127.0.0.1:8000 until Ct
 	@exec $(BIN)/ryzanstein up $(ARGS)
 
 .PHONY: test
-test: lint test-only ## Lint, types and all tests but the slow ones, with coverage: before every commit
+test: lint test-only ## Lint, types and all tests but the slow ones, with coverage, in 10 minutes: before every commit
 
 .PHONY: test-all
 test-all: SELECTED := not chaos
-test-all: lint test-only ## The same with the slow tests: what CI runs
+test-all: lint test-only ## The same with the slow tests, in 16 to 25 minutes: what CI runs
 
 # Hundreds of processes are started: one that keeps no bytecode compiles the project anew.
 .PHONY: test-only
@@ -69,7 +69,7 @@ test-only: $(INSTALLED) ## make test without lint (make test-only ARGS="tests/un
 
 .PHONY: test-slow
 test-slow: export PYTHONDONTWRITEBYTECODE :=
-test-slow: $(INSTALLED) ## The slow tests alone, without coverage: the real model, kernels' variants, faults
+test-slow: $(INSTALLED) ## The slow tests alone, without coverage: the real model, variants of kernels, faults, the wheel
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m "slow and not chaos" $(ARGS)
 
 .PHONY: clients
