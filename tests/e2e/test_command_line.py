@@ -21,9 +21,8 @@ from tests.e2e.stack import CLI, Stack, run_cli
 pytestmark = pytest.mark.e2e
 
 
-def test_up_proves_itself_and_leaves_nothing_behind(tmp_path: Path, model_directory: Path) -> None:
-    with Stack(tmp_path) as stack:
-        assert "distributed system" in stack.output, "one answer is streamed as a smoke test"
+def test_up_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Stack(tmp_path, "--engine", "stub", "--no-smoke-test") as stack:
         processes = stack.descendants()
         names = " ".join(" ".join(process.cmdline()) for process in processes)
         for part in ("nats-server", "gateway", "scheduler", "health_monitor", "services.executor", "rank"):
@@ -46,6 +45,10 @@ def test_nothing_outlives_a_killed_head(tmp_path: Path) -> None:
         stack.process.kill()
         _, alive = psutil.wait_procs(processes, timeout=30)
         assert not alive
+
+
+def test_up_proves_itself(two_groups: Stack) -> None:
+    assert "distributed system" in two_groups.output, "one answer is streamed as a smoke test"
 
 
 def test_status_has_its_promised_shape(two_groups: Stack) -> None:
@@ -164,6 +167,7 @@ def test_wrong_options_are_one_sentence(tmp_path: Path, arguments: list[str], me
     assert "Traceback" not in result.stderr + result.stdout
 
 
+@pytest.mark.slow
 def test_a_corrupt_weights_file_is_said_and_nothing_is_left(tmp_path: Path, model_directory: Path) -> None:
     broken = tmp_path / "broken-model"
     shutil.copytree(model_directory, broken)

@@ -133,9 +133,10 @@ def continued(turn: Turn, tokens: dict[str, list[int]]) -> Turn:
     return Turn(request, turn.later)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "kv_dtype", "blocks", "tolerance"),
-    [pytest.param(1, "bf16", 26, 1e-4, marks=pytest.mark.slow), (0, "int8", 23, 0.08)],
+    [(1, "bf16", 26, 1e-4), (0, "int8", 23, 0.08)],
 )
 async def test_every_rank_holds_what_the_leader_believes(
     tmp_path: Path, killed: int, kv_dtype: str, blocks: int, tolerance: float

@@ -53,7 +53,9 @@ def test_sums_are_taken_in_the_ranks_order() -> None:
     assert found == [0.0] * 3
 
 
-@pytest.mark.parametrize(("model_type", "layers"), [("llama", 1), ("gemma3_text", 2)])
+@pytest.mark.parametrize(
+    ("model_type", "layers"), [("llama", 1), pytest.param("gemma3_text", 2, marks=pytest.mark.slow)]
+)
 def test_rows_have_the_same_bits_however_steps_are_cut(tmp_path: Path, model_type: str, layers: int) -> None:
     """Alone and beside others, token by token through graphs and in chunks; gemma3 has windows."""
     directory = small_model(tmp_path, model_type, num_hidden_layers=layers)

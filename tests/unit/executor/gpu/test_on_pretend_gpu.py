@@ -87,7 +87,12 @@ def run_steps(directory: Path, codec: Codec | None, host: Host | None, collectiv
 
 
 @pytest.mark.parametrize(
-    ("model_type", "codec", "ranks"), [("llama", None, 1), ("gemma3_text", INT8, 1), ("qwen2", FP8, 2)]
+    ("model_type", "codec", "ranks"),
+    [
+        pytest.param("llama", None, 1, marks=pytest.mark.slow),
+        ("gemma3_text", INT8, 1),
+        ("qwen2", FP8, 2),
+    ],
 )
 def test_graphs_and_sampling_give_the_host_s_tokens(
     tmp_path: Path, model_type: str, codec: Codec | None, ranks: int
