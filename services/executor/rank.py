@@ -14,7 +14,7 @@ import uvloop
 from services.executor.core import gpu_errors
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RingBoard
-from services.executor.ipc.rank_pipe import Failed, Orchestrator, RankSpec
+from services.executor.ipc.rank_pipe import Failed, RankSpec, SupervisorPipe, read_spec
 from services.executor.supervisor.fork_server import leave
 from services.executor.worker.diagnostics.desk import RankDesk
 from shared import tracing
@@ -28,11 +28,10 @@ log = structlog.get_logger(__name__)
 
 def main(events_fd: int) -> int:
     """The process. `events_fd`: where its events go."""
-    orchestrator = Orchestrator(sys.stdin.buffer, events_fd)
-    spec = orchestrator.read_spec()
+    spec = read_spec(sys.stdin.buffer)
     settings = ExecutorSettings.model_validate(spec.settings)
     desk = RankDesk(spec)
-    orchestrator.attach(desk)
+    supervisor = SupervisorPipe(sys.stdin.buffer, events_fd, desk)
     configure_logging(
         "executor",
         spec.instance,
@@ -45,16 +44,16 @@ def main(events_fd: int) -> int:
     follow_level(board.log_level)
     try:
         if spec.rank == 0:
-            _lead(settings, spec, board, orchestrator)
+            _lead(settings, spec, board, supervisor)
         else:
-            _follow(settings, spec, board, orchestrator)
+            _follow(settings, spec, board, supervisor)
     except RyzansteinError as error:
         cause = gpu_errors.CRASHED if isinstance(error, InternalError) else gpu_errors.EXTERNAL
-        orchestrator.send(Failed(error.code, str(error), isinstance(error, RingLost), cause))
+        supervisor.send(Failed(error.code, str(error), isinstance(error, RingLost), cause))
         return 1
     except Exception as error:
         log.exception("rank_failed")
-        orchestrator.send(_failed(error, f"Rank {spec.rank} of group {spec.group}"))
+        supervisor.send(_failed(error, f"Rank {spec.rank} of group {spec.group}"))
         return 1
     finally:
         tracing.close()  # last: a collector that is away must not keep anybody waiting for what was said before
@@ -70,7 +69,7 @@ def _failed(error: Exception, who: str) -> Failed:
     return Failed(InternalError.code, reason, cause=gpu_errors.cause(error))
 
 
-def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestrator: Orchestrator) -> None:
+def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, supervisor: SupervisorPipe) -> None:
     from services.executor.leader.leader import Leader
     from services.executor.worker.factory import make_engine
 
@@ -80,17 +79,16 @@ def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestr
         "ryzanstein.epoch": spec.epoch,
     }
     tracing.configure("executor", spec.instance, about)
-    engine = make_engine(settings, spec, board, orchestrator.send)
-    orchestrator.listen()
-    leader = Leader(settings, spec, board, engine, orchestrator)
+    engine = make_engine(settings, spec, board, supervisor.send)
+    leader = Leader(settings, spec, board, engine, supervisor)
     uvloop.run(leader.run())
 
 
-def _follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, orchestrator: Orchestrator) -> None:
+def _follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, supervisor: SupervisorPipe) -> None:
     from services.executor.worker.factory import follow
 
-    rendezvous = orchestrator.read_rendezvous()
-    orchestrator.listen()
+    rendezvous = supervisor.read_rendezvous()
+    supervisor.listen()
     follow(settings, spec, board, rendezvous)
 
 

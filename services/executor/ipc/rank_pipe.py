@@ -145,46 +145,38 @@ class Desk(Protocol):
     def on_state(self, leader: Callable[[], LeaderDump | None]) -> None: ...
 
 
-class Orchestrator:
-    """The rank's line to the process that started it."""
+def read_spec(commands: BinaryIO) -> RankSpec:
+    """The first line of a rank's standard input."""
+    return msgspec.json.decode(commands.readline(), type=RankSpec)
 
-    def __init__(self, commands: BinaryIO, events_fd: int) -> None:
+
+class SupervisorPipe:
+    """The rank's end, once its specification has been read."""
+
+    def __init__(self, commands: BinaryIO, events_fd: int, desk: Desk) -> None:
+        """`desk` answers what is asked about this rank."""
         self._commands = commands
         self._events_fd = events_fd
-        self._on_drain: Callable[[], object] | None = None
-        self._on_debug: Callable[[bytes], object] | None = None
-        self.on_state: Callable[[Callable[[], LeaderDump | None]], object] = lambda leader: None
-        """Takes what the leader tells whoever looks into the ring."""
-
-    def read_spec(self) -> RankSpec:
-        return msgspec.json.decode(self._commands.readline(), type=RankSpec)
+        self.desk = desk
 
     def read_rendezvous(self) -> Rendezvous:
         """Waits for it; answers what is asked meanwhile."""
         while (line := self._commands.readline()).startswith(PREFIX):
-            if self._on_debug is not None:
-                self._on_debug(line)
+            self.desk.answer(line)
         return msgspec.json.decode(line, type=Rendezvous)
 
     def send(self, event: RankEvent) -> None:
         os.write(self._events_fd, msgspec.json.encode(event) + b"\n")
 
-    def on_drain(self, callback: Callable[[], object]) -> None:
-        """Calls `callback`, from another thread, when the orchestrator wants the ring to drain."""
-        self._on_drain = callback
+    def listen(self, drain: Callable[[], object] = lambda: None) -> None:
+        """Calls `drain`, from another thread, when the ring is to. Ends the process when the supervisor is gone."""
+        thread = threading.Thread(target=self._listen, args=(drain,), name="orchestrator", daemon=True)
+        thread.start()
 
-    def attach(self, desk: Desk) -> None:
-        """Has `desk` answer what is asked about this rank."""
-        self._on_debug, self.on_state = desk.answer, desk.on_state
-
-    def listen(self) -> None:
-        """Ends the process when the orchestrator is gone."""
-        threading.Thread(target=self._listen, name="orchestrator", daemon=True).start()
-
-    def _listen(self) -> None:
+    def _listen(self, drain: Callable[[], object]) -> None:
         for line in self._commands:
-            if line == b"drain\n" and self._on_drain is not None:
-                self._on_drain()
-            elif line.startswith(PREFIX) and self._on_debug is not None:
-                self._on_debug(line)
+            if line == b"drain\n":
+                drain()
+            elif line.startswith(PREFIX):
+                self.desk.answer(line)
         os._exit(1)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -19,7 +18,7 @@ import structlog
 from services.executor.core.engine import Engine, EngineSpec
 from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.ipc.board import RingBoard, RingState
-from services.executor.ipc.rank_pipe import Drained, RankSpec, Ready
+from services.executor.ipc.rank_pipe import Drained, RankSpec, Ready, SupervisorPipe
 from services.executor.kv_transfer.service import Handover
 from services.executor.leader.diagnostics import LeaderDebug
 from services.executor.leader.frames import Gathering, RecentFrames, acknowledgements, in_frames
@@ -51,9 +50,6 @@ from shared.nats.kv import Bucket
 from shared.nats.objects import ObjectStore
 from shared.process import freeze_gc_after_startup
 
-if TYPE_CHECKING:
-    from services.executor.ipc.rank_pipe import Orchestrator
-
 log = structlog.get_logger(__name__)
 
 
@@ -69,13 +65,13 @@ class Leader:
         spec: RankSpec,
         board: RingBoard,
         engine: Engine,
-        orchestrator: "Orchestrator",
+        supervisor: SupervisorPipe,
     ) -> None:
         self._settings = settings
         self._spec = spec
         self._board = board
         self._engine = engine
-        self._orchestrator = orchestrator
+        self._supervisor = supervisor
         self._model = served_name(settings)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._wake = asyncio.Event()
@@ -97,7 +93,7 @@ class Leader:
     async def run(self) -> None:
         """Loads, serves until drained. Raises what makes the ring unusable."""
         loop = asyncio.get_running_loop()
-        self._orchestrator.on_drain(lambda: loop.call_soon_threadsafe(self._leave))
+        self._supervisor.listen(lambda: loop.call_soon_threadsafe(self._leave))
         engine_spec = await loop.run_in_executor(self._thread, self._engine.load, lambda done, total: None)
         self._batcher = ContinuousBatcher(
             engine_spec,
@@ -112,7 +108,7 @@ class Leader:
             figures=self._board.figures,
         )
         self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
-        self._orchestrator.on_state(self._debug.tell)
+        self._supervisor.desk.on_state(self._debug.tell)
         self._steps = Stepping(
             self._engine,
             self._thread,
@@ -144,7 +140,7 @@ class Leader:
             await self._announce(engine_spec)
             await self._step_loop()
             await self._bus.flush()
-            self._orchestrator.send(Drained())
+            self._supervisor.send(Drained())
         finally:
             beating.cancel()
             await self._bus.close()
@@ -178,7 +174,7 @@ class Leader:
         await self._bus.flush()
         freeze_gc_after_startup()
         self._board.set_state(RingState.READY)
-        self._orchestrator.send(Ready(self._model, engine_spec.kv_bytes, engine_spec.imports))
+        self._supervisor.send(Ready(self._model, engine_spec.kv_bytes, engine_spec.imports))
         log.info(
             "leader_ready",
             group=group,

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from services.executor import rank as rank_process
 from services.executor.core.engine import SampledToken
@@ -23,7 +24,7 @@ FAULTS = Path(os.environ["RYZANSTEIN_TEST_GPU"])
 spec: RankSpec
 told = False
 """Whether the leader knows of the fault."""
-attach, compute, read_spec = RingBoard.rank, StubEngine.execute, rank_process.Orchestrator.read_spec
+attach, compute, read_spec = RingBoard.rank, StubEngine.execute, rank_process.read_spec
 
 
 class AcceleratorError(RuntimeError):
@@ -78,16 +79,16 @@ def wait_for_tokens(
     return compute(engine, plan, samples)
 
 
-def remember(orchestrator: rank_process.Orchestrator) -> RankSpec:
+def remember(commands: BinaryIO) -> RankSpec:
     global spec
-    spec = read_spec(orchestrator)
+    spec = read_spec(commands)
     return spec
 
 
 if __name__ == "__main__":
     RingBoard.rank = on_a_gpu  # type: ignore[method-assign]
     StubEngine.execute = wait_for_tokens  # type: ignore[method-assign]
-    rank_process.Orchestrator.read_spec = remember  # type: ignore[method-assign]
+    rank_process.read_spec = remember
     code = rank_process.main(int(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
