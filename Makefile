@@ -151,6 +151,7 @@ lint-images: $(INSTALLED) ## Lint the Dockerfile, and check the images and the c
 # the checkout lies. auditwheel names the oldest glibc it runs on, and refuses a wheel without kernels.
 # REPOSITORY gives the metadata its addresses, and makes the README's links absolute, as a package index wants them.
 .PHONY: dist
+dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
 dist: $(INSTALLED) ## Make the wheel and the sdist in dist/ (make dist REPOSITORY=https://github.com/OWNER/NAME)
 	@rm -rf build/release dist && mkdir -p build/release/source dist
 	@git archive HEAD | tar -x -C build/release/source
@@ -161,7 +162,7 @@ dist: $(INSTALLED) ## Make the wheel and the sdist in dist/ (make dist REPOSITOR
 	    "$(REPOSITORY)/tree/HEAD/docs" "$(REPOSITORY)/blob/HEAD/CHANGELOG.md" "$(REPOSITORY)/issues" \
 	    >> build/release/source/pyproject.toml; \
 	fi
-	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) CFLAGS=-g0 LDSHARED="$${CC:-gcc} -shared" \
+	@CFLAGS=-g0 LDSHARED="$${CC:-gcc} -shared" \
 	  $(BIN)/python -m build --no-isolation --outdir build/release build/release/source > build/release/log 2>&1 \
 	  || { tail -50 build/release/log; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --wheel-dir dist build/release/*.whl >> build/release/log 2>&1
