@@ -80,9 +80,36 @@ BANS = {"min_tokens", "allowed_token_ids", "bad_words"}
 """Tried in test_token_bans.py."""
 
 
+ACTIVE: dict[str, object] = {
+    "top_k": 5,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {3: 3.0, 5: -9.0},
+    "logprobs": 5,
+}
+"""Of each parameter a value that changes what is drawn, or told."""
+
+
 def test_every_sampling_parameter_is_tried() -> None:
     """One that is left out may need more of the logits than `SamplingState.candidates` asks the ranks for."""
+    assert ACTIVE.keys() == PARAMS.keys()
     assert {"seed", "temperature"} | PARAMS.keys() | BANS == set(SamplingParams.__struct_fields__)
+
+
+def test_each_parameter_beside_each_filter_draws_as_from_all_logits() -> None:
+    filters: tuple[dict[str, object], ...] = ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1})
+    tried = [{**beside, name: ACTIVE[name]} for name in ACTIVE for beside in filters]
+    states = [
+        SamplingState(SamplingParams(**params, seed=seed), [1, 2], [3, 3])  # type: ignore[arg-type]
+        for params in tried
+        for seed in range(24)
+    ]
+    logits = logits_of(5, len(states), torch.bfloat16)
+    expected = Sampler().sample(on_shards(logits, np.zeros(len(states), WANT), [VOCAB]), states)
+    assert_same(Sampler().sample(on_shards(logits, wants_of(states, VOCAB), spans_of(2)), states), expected)
 
 
 @settings(max_examples=150)
