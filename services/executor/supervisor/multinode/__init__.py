@@ -6,5 +6,5 @@
     rank 0, 1 ─────────── plans, collectives ─────── rank 2, 3
 
 A line carries what pipes carry on one host: a rank's input and events, its end, and its row of the board. Where a line
-ends, the ring is lost, and both sides kill their ranks: there is no half a ring here either.
+ends, the ring is lost, and both sides kill their ranks: a ring is all-or-nothing.
 """

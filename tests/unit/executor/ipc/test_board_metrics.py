@@ -147,15 +147,14 @@ class Observed:
 
     def __init__(self, ring: Ring) -> None:
         self.values: list[tuple[Kind, float]] = []
-        self.queried = 0
+        self.counts = dict.fromkeys(Counter, 0)
         ring.batcher._stages._figures = self
 
     def observe(self, kind: Kind, value: float) -> None:
         self.values.append((kind, value))
 
     def count(self, counter: Counter, amount: int = 1) -> None:
-        assert counter is Counter.QUERIED_TOKENS
-        self.queried += amount
+        self.counts[counter] += amount
 
 
 def step(ring: Ring, begins: float, seconds: float) -> None:
@@ -179,7 +178,7 @@ def test_the_stages_of_a_request_follow_each_other() -> None:
     assert told.values[2:] == [(Kind.DECODE, 1.5)]
     step(ring, 20.0, 0.25)  # the one that has waited: its first token is its last
     assert told.values[3:] == [(Kind.QUEUE, 10.0), (Kind.PREFILL, 0.25)]
-    assert told.queried == 16
+    assert told.counts[Counter.QUERIED_TOKENS] == 16
 
 
 def test_a_sequence_that_gives_up_its_place_waits_once() -> None:
