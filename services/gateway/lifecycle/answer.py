@@ -172,14 +172,17 @@ class Answer:
     def public_id(self) -> str:
         return PREFIXES[self.record.endpoint] + self.record.identity
 
-    def fingerprint_of(self, index: int) -> str:
-        """Of the ring that computes choice `index`; -1: of the whole answer, one that differs from what it was when
-        the request was taken before others. Empty: it is not known."""
-        taken = self.record.fingerprint
-        if index >= 0:
-            return self.generations[index].fingerprint or taken
+    @property
+    def first_fingerprint(self) -> str:
+        """Of the rings when the request was taken. Empty: it was not known."""
+        return self.record.fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rings that compute the whole: one that differs from the first before others."""
+        first = self.first_fingerprint
         known = [item.fingerprint for item in self.generations if item.fingerprint]
-        return next((one for one in known if one != taken), taken)
+        return next((one for one in known if one != first), first)
 
     @property
     def ended(self) -> bool:

@@ -122,16 +122,34 @@ class Format(Protocol):
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes: ...
 
 
-FingerprintOf = Callable[[int], str]
-"""The fingerprint of the ring that computes a choice, by its index; -1: of the whole answer. Empty: it has none."""
+class Computed(Protocol):
+    """What tells the fingerprints of the rings that compute a choice. Read for every chunk, so attributes."""
+
+    @property
+    def fingerprint(self) -> str: ...  # empty: it is not known
+
+
+class Fingerprints(Protocol):
+    """Of the rings that compute an answer."""
+
+    @property
+    def first_fingerprint(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def generations(self) -> Sequence[Computed]: ...
 
 
 class _Frame:
     """The part of every chunk that does not change."""
 
-    def __init__(self, head: dict[str, Any], fingerprint_of: FingerprintOf, *, include_usage: bool) -> None:
+    def __init__(self, head: dict[str, Any], rings: Fingerprints | None, *, include_usage: bool) -> None:
         self._head = head
-        self._fingerprint_of = fingerprint_of
+        self._rings = rings
+        self._choices = rings.generations if rings else ()
+        self._first = rings.first_fingerprint if rings else ""
         self._after = b'],"usage":null}' if include_usage else b"]}"
         self._show("")
 
@@ -143,12 +161,12 @@ class _Frame:
 
     def chunk(self, index: int, choice: bytes, beside: bytes = b"") -> bytes:
         """`beside`: a field beside the choice."""
-        if (fingerprint := self._fingerprint_of(index)) != self._fingerprint:
-            self._show(fingerprint)
+        if self._choices and (shown := self._choices[index].fingerprint or self._first) != self._fingerprint:
+            self._show(shown)
         return self._before + choice + (b"]," + beside + self._after[1:] if beside else self._after)
 
     def usage(self, usage: Usage) -> bytes:
-        self._show(self._fingerprint_of(-1))
+        self._show(self._rings.fingerprint if self._rings else "")
         return self._before + b'],"usage":' + _json.encode(usage) + b"}"
 
     def whole(
@@ -158,7 +176,7 @@ class _Frame:
         usage: Usage,
         beside: Mapping[str, object] = MappingProxyType({}),
     ) -> bytes:
-        self._show(self._fingerprint_of(-1))
+        self._show(self._rings.fingerprint if self._rings else "")
         return _json.encode({**self._head, "object": kind, "choices": choices, "usage": usage, **beside})
 
 
@@ -184,7 +202,7 @@ class ChatFormat:
         tokenizer: Tokenizer,
         *,
         include_usage: bool = False,
-        fingerprint_of: FingerprintOf = lambda index: "",
+        rings: Fingerprints | None = None,
         service_tier: str = "",
         parsing: Parsing | None = None,
         logprobs: bool = False,
@@ -196,7 +214,7 @@ class ChatFormat:
         are named by their ids; `ids`: where those of prompt and output are shown."""
         self._tokens_as_ids, self._ids = tokens_as_ids, ids
         head = _head(f"chatcmpl-{identity}", "chat.completion.chunk", created, model, service_tier)
-        self._frame = _Frame(head, fingerprint_of, include_usage=include_usage)
+        self._frame = _Frame(head, rings, include_usage=include_usage)
         self._tokenizer = tokenizer
         self._parsing = parsing
         self._tools = parsing is not None and bool(parsing.tools)
@@ -282,7 +300,7 @@ class CompletionFormat:
         tokenizer: Tokenizer,
         *,
         include_usage: bool = False,
-        fingerprint_of: FingerprintOf = lambda index: "",
+        rings: Fingerprints | None = None,
         service_tier: str = "",
         logprobs: bool = False,
         prompts: PromptList | None = None,
@@ -293,7 +311,7 @@ class CompletionFormat:
         are named by their ids; `ids`: where those of prompt and output are shown."""
         self._tokens_as_ids, self._ids = tokens_as_ids, ids
         head = _head(f"cmpl-{identity}", "text_completion", created, model, service_tier)
-        self._frame = _Frame(head, fingerprint_of, include_usage=include_usage)
+        self._frame = _Frame(head, rings, include_usage=include_usage)
         self._tokenizer = tokenizer
         self._asked, self._prompts = logprobs, prompts
         self._texts: dict[int, str] = {}
