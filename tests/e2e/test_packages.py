@@ -90,7 +90,9 @@ def test_up_says_what_installs_the_whole_stack(tmp_path: Path) -> None:
         ("torch", "The executor"),
         ("starlette", "The gateway"),
     ):
-        result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path), **without(tmp_path, {package}))
+        result = run_cli(
+            "up", "--port", "0", "--data-dir", str(tmp_path), **without(tmp_path / package, {package})
+        )
         assert result.returncode == 1
         assert result.stderr.startswith(f"error: {needs} needs")
         assert package in result.stderr
