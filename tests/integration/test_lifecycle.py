@@ -12,6 +12,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
+from shared import tasks
 from shared.config import CommonSettings
 from shared.errors import InternalError, PortInUse
 from shared.messages import Heartbeat
@@ -200,7 +201,7 @@ class Stubborn(Example):
 async def test_a_task_that_does_not_end_is_left_behind(
     nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "CANCEL_TIMEOUT", 0.1)
+    monkeypatch.setattr(tasks, "CANCEL_TIMEOUT", 0.1)
     service = Stubborn(nats_settings)
     with capture_logs() as logs:
         await asyncio.wait_for(service.run(), 10)
