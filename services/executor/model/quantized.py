@@ -1,0 +1,300 @@
+"""A weight of integer codes with scales per group of inputs: one form for every file that holds such weights.
+
+    value[o, i] = s(o, g) * T(code[o, i]) - m(o, g)        g = i // group
+
+    T(c)         table[c] where there is a table, else c - offset
+    one level    s = scales[o, g]                          m = mins[o, g], or s * zeros[o, g], or 0
+    two levels   s = supers[o, g // per] * scales[o, g]    m = super_mins[o, g // per] * mins[o, g], or 0
+
+Codes and scales are a file's own, bit for bit: nothing is rounded again. The native kernels take them as they are
+(`native/quantized.h`); `dequantized` is the reference that they, and every reader of files, are held to.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+BITS = (2, 3, 4, 5, 6, 8)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_SMALLEST_GROUP = 16
+"""Inputs. What the kernels can give a scale of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedRows:
+    """A weight [out, in] as it was stored. Raises `ValueError`, one sentence, where the parts do not fit."""
+
+    codes: Tensor
+    """uint8 [out, columns], below 2 ** bits. Codes that a file keeps signed are kept plus `offset`."""
+    bits: int
+    group: int
+    """Columns that share a scale: 16 or a multiple, which divides them; or all of them, however many."""
+    scales: Tensor
+    """[out, groups] float16, bfloat16 or float32; with two levels uint8 or int8"""
+    offset: int = 0
+    mins: Tensor | None = None
+    """[out, groups], of the dtype of `scales`; with two levels uint8"""
+    zeros: Tensor | None = None
+    """uint8 [out, groups], with one level: codes that stand for 0"""
+    supers: Tensor | None = None
+    """[out, groups / per] float16, bfloat16 or float32, where there are two levels"""
+    super_mins: Tensor | None = None
+    """As `supers`, where there are `mins`"""
+    per: int = 1
+    """Groups under one of `supers`; divides them."""
+    table: tuple[int, ...] = ()
+    """int8, one per code"""
+    permutation: Tensor | None = None
+    """int32 [columns]: code column i is the layer's input permutation[i]; -1: none, its codes count for nothing"""
+    of_inputs: int | None = None
+    """Of the layer, where there is a permutation; None: as many as there are columns"""
+
+    def __post_init__(self) -> None:
+        if reason := self._flaw():
+            raise ValueError(reason)
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        """Of the layer."""
+        return self.columns_stored if self.of_inputs is None else self.of_inputs
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in] of the weight that it stands for."""
+        return self.outputs, self.inputs
+
+    @property
+    def columns_stored(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """Of a row."""
+        return self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Codes at their width, and scales."""
+        rest = (self.scales, self.mins, self.zeros, self.supers, self.super_mins)
+        return self.codes.numel() * self.bits // 8 + sum(part.nbytes for part in rest if part is not None)
+
+    def rows(self, first: int, end: int) -> "QuantizedRows":
+        """The outputs [first, end). Shares their memory."""
+        return self._of_each_row(lambda part: part[first:end])
+
+    def columns(self, first: int, end: int) -> "QuantizedRows":
+        """The inputs [first, end), which are inputs [0, end - first) of what is returned.
+
+        Cuts at multiples of 16 inputs are exact whatever the group (where one is cut, its parts are groups of their
+        own); a scale that covers the row may be cut anywhere. Others raise `ValueError`.
+        """
+        if not 0 <= first < end <= self.inputs:
+            raise ValueError(f"a weight of {self.inputs} inputs has no inputs {first} to {end}")
+        if self.permutation is not None:
+            return self._permuted_columns(first, end)
+        if self.groups == 1:
+            return replace(self, codes=self.codes[:, first:end], group=end - first)
+        group = math.gcd(self.group, first, end)
+        if group < _SMALLEST_GROUP:
+            raise ValueError(
+                f"a weight quantized in groups of {self.group} inputs cannot be cut at {first} and {end}: a cut must "
+                f"be at a multiple of {_SMALLEST_GROUP}"
+            )
+        finer = self._regrouped(group)
+        return _cut_groups(finer, first // group, end // group)
+
+    def same_format(self, other: "QuantizedRows") -> bool:
+        """Whether rows of the two can be one weight's."""
+        return _format(self) == _format(other) and _same(self.permutation, other.permutation)
+
+    @staticmethod
+    def joined(weights: Sequence["QuantizedRows"]) -> "QuantizedRows":
+        """Their outputs end to end. Raises `ValueError` where they are not of `same_format`."""
+        first = weights[0]
+        if not all(first.same_format(other) for other in weights[1:]):
+            raise ValueError("weights of different formats cannot be joined")
+        parts = {
+            name: torch.cat([getattr(weight, name) for weight in weights])
+            for name in _ROW_PARTS
+            if getattr(first, name) is not None
+        }
+        return replace(first, **parts)  # type: ignore[arg-type]
+
+    def level_scales(self) -> tuple[Tensor, Tensor | None]:
+        """(s, m) float32 [out, groups], m without `zeros`: what a kernel multiplies by."""
+        scales, mins = self.scales.float(), None if self.mins is None else self.mins.float()
+        if self.supers is not None:
+            scales = scales * self.supers.float().repeat_interleave(self.per, dim=1)
+        if self.super_mins is not None and mins is not None:
+            mins = mins * self.super_mins.float().repeat_interleave(self.per, dim=1)
+        return scales, mins
+
+    def dequantized(self) -> Tensor:
+        """float32 [out, in]"""
+        scales, mins = self.level_scales()
+        by_group = (self.outputs, self.groups, self.group)
+        codes = self.codes.reshape(by_group)
+        if self.table:
+            values = torch.tensor(self.table, dtype=torch.float32)[codes.int()]
+        else:
+            values = codes.float() - self.offset
+        if self.zeros is not None:
+            values -= self.zeros.float().unsqueeze(2)
+        values *= scales.unsqueeze(2)
+        if mins is not None:
+            values -= mins.unsqueeze(2)
+        values = values.reshape(self.codes.shape)
+        if self.permutation is None:
+            return values
+        there = self.permutation >= 0
+        ordered = torch.zeros(self.shape)
+        ordered[:, self.permutation[there].long()] = values[:, there]
+        return ordered
+
+    def _flaw(self) -> str:
+        """Why it is no weight; nothing where it is one."""
+        if self.bits not in BITS or self.codes.dtype is not torch.uint8 or self.codes.dim() != 2:
+            return f"codes of {self.bits} bits kept as {self.codes.dtype} are not served"
+        columns, groups = self.columns_stored, self.scales.shape[-1]
+        if not self.outputs or not columns:
+            return "a weight without outputs or inputs is not served"
+        if self.group * groups != columns or (groups > 1 and self.group % _SMALLEST_GROUP):
+            return (
+                f"{columns} columns do not divide into {groups} groups of {self.group}, which must be a multiple of "
+                f"{_SMALLEST_GROUP}"
+            )
+        if self.table and len(self.table) != 1 << self.bits:
+            return f"a table of {len(self.table)} values does not serve codes of {self.bits} bits"
+        if not 0 <= self.offset < 256 or any(not -128 <= value < 128 for value in self.table):
+            return f"an offset of {self.offset} or a value of the table is beyond eight bits"
+        return self._flaw_of_scales(groups) or self._flaw_of_order()
+
+    def _flaw_of_scales(self, groups: int) -> str:
+        two = self.supers is not None
+        if self.per < 1 or groups % self.per or (self.per > 1 and not two):
+            return f"{groups} groups do not divide into {self.per} each"
+        if two and (self.zeros is not None or (self.mins is None) != (self.super_mins is None)):
+            return "scales of two levels have minimums of two levels or none"
+        if self.mins is not None and self.zeros is not None:
+            return "a weight has minimums or zero points, not both"
+        small, supers = (self.outputs, groups), (self.outputs, groups // self.per)
+        floats = _FLOATS if self.supers is None else (self.supers.dtype,)
+        kinds = (torch.uint8, torch.int8) if two else _FLOATS
+        expected = (
+            (self.scales, small, kinds),
+            (self.mins, small, (torch.uint8,) if two else (self.scales.dtype,)),
+            (self.zeros, small, (torch.uint8,)),
+            (self.supers, supers, tuple(set(floats) & set(_FLOATS))),
+            (self.super_mins, supers, floats),
+        )
+        for part, shape, dtypes in expected:
+            if part is None:
+                continue
+            if tuple(part.shape) != shape or part.dtype not in dtypes:
+                return f"scales of {part.dtype} {list(part.shape)} do not fit {groups} groups of {self.outputs} rows"
+            if part.is_floating_point() and not bool(part.isfinite().all()):
+                return "its scales hold values that are no numbers"
+        return ""
+
+    def _flaw_of_order(self) -> str:
+        order = self.permutation
+        if order is None:
+            return (
+                ""
+                if self.of_inputs is None
+                else "a weight's inputs are its columns where nothing permutes them"
+            )
+        if tuple(order.shape) != (self.columns_stored,) or order.dtype is not torch.int32:
+            return f"a permutation of {order.dtype} {list(order.shape)} does not fit {self.columns_stored} columns"
+        used = order[order >= 0]
+        if bool((order < -1).any()) or bool((used >= self.inputs).any()) or bool((used.bincount() > 1).any()):
+            return f"its permutation does not name each of {self.inputs} inputs once"
+        return ""
+
+    def _of_each_row(self, select) -> "QuantizedRows":  # type: ignore[no-untyped-def]
+        parts = {name: select(part) for name in _ROW_PARTS if (part := getattr(self, name)) is not None}
+        return replace(self, **parts)
+
+    def _regrouped(self, group: int) -> "QuantizedRows":
+        """The same values in groups of `group`, which divides those that there are."""
+        times = self.group // group
+        if times == 1:
+            return self
+        parts = {
+            name: part.repeat_interleave(times, dim=1)
+            for name in ("scales", "mins", "zeros")
+            if (part := getattr(self, name)) is not None
+        }
+        per = self.per * times if self.supers is not None else 1
+        return replace(self, group=group, per=per, **parts)
+
+    def _permuted_columns(self, first: int, end: int) -> "QuantizedRows":
+        """Each group keeps the columns that are asked for, filled up to a multiple of 16."""
+        order = self.permutation
+        assert order is not None, "the columns of others are where their inputs are"
+        kept: list[Tensor] = []
+        groups: list[int] = []
+        for number, members in enumerate(torch.split(order, self.group)):
+            asked = ((members >= first) & (members < end)).nonzero().flatten() + number * self.group
+            chunks = -(-len(asked) // _SMALLEST_GROUP)
+            filled = torch.full((chunks * _SMALLEST_GROUP,), -1, dtype=torch.long)
+            filled[: len(asked)] = asked
+            kept.append(filled)
+            groups += [number] * chunks
+        columns, of = torch.cat(kept), torch.tensor(groups)
+        supers = {
+            name: part[:, of // self.per]
+            for name in ("supers", "super_mins")
+            if (part := getattr(self, name)) is not None
+        }
+        parts = {
+            name: part[:, of]
+            for name in ("scales", "mins", "zeros")
+            if (part := getattr(self, name)) is not None
+        }
+        return replace(
+            self,
+            codes=self.codes[:, columns.clamp(min=0)],
+            group=_SMALLEST_GROUP,
+            per=1,
+            permutation=torch.where(columns < 0, -1, order[columns.clamp(min=0)] - first).int(),
+            of_inputs=end - first,
+            **parts,
+            **supers,
+        )
+
+
+_ROW_PARTS = ("codes", "scales", "mins", "zeros", "supers", "super_mins")
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _format(weight: QuantizedRows) -> tuple[object, ...]:
+    parts = [getattr(weight, name) for name in _ROW_PARTS]
+    dtypes = [None if part is None else part.dtype for part in parts]
+    sizes = (weight.bits, weight.group, weight.per, weight.inputs, weight.columns_stored)
+    return (*sizes, weight.offset, weight.table, *dtypes)
+
+
+def _cut_groups(weight: QuantizedRows, first: int, end: int) -> QuantizedRows:
+    """The groups [first, end) of a weight without a permutation."""
+    per = math.gcd(weight.per, first, end)
+    parts = {"codes": weight.codes[:, first * weight.group : end * weight.group]}
+    for name in ("scales", "mins", "zeros"):
+        if (part := getattr(weight, name)) is not None:
+            parts[name] = part[:, first:end]
+    for name in ("supers", "super_mins"):
+        if (part := getattr(weight, name)) is not None:
+            parts[name] = part.repeat_interleave(weight.per // per, dim=1)[:, first // per : end // per]
+    return replace(weight, per=per, **parts)  # type: ignore[arg-type]
