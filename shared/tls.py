@@ -89,10 +89,10 @@ class Certificates:
             _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._certificate, self._key)
             _load(self._context, self._certificate, self._key)
         except ConfigurationError as error:
-            log.warning("certificate_not_taken", error=str(error))
+            log.warning("certificate_reload_failed", error=str(error))
             return False
         self._seen = now
-        log.info("certificate_replaced", file=self._certificate)
+        log.info("certificate_reloaded", file=self._certificate)
         return True
 
     def _look(self) -> tuple[tuple[int, int, int] | None, ...]:

@@ -168,7 +168,7 @@ class GatewayService(Service):
         self._grpc = server
         await server.start()
         self.grpc_address = server.address
-        log.info("grpc", address=server.address)
+        log.info("grpc_listening", address=server.address)
 
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 
-import structlog
-
 from services.scheduler.intake import Intake
 from services.scheduler.metrics import SchedulerMetrics, WaitingCollector, vllm_aliases
 from services.scheduler.placement.groups import GroupTable
@@ -20,8 +18,6 @@ from shared.service.lifecycle import Service
 
 SETTLE_TIMEOUT = 5.0
 """Seconds that a leaving scheduler takes to settle what was decided; the rest is delivered again."""
-
-log = structlog.get_logger(__name__)
 
 
 class SchedulerService(Service):

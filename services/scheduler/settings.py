@@ -14,9 +14,9 @@ class SchedulerSettings(CommonSettings):
     max_waiting: int = Field(default=4096, gt=0)
     """Interactive requests for one model that a scheduler queues; more are refused with `queue_full`."""
     held_requests: int = Field(default=1024, gt=0)
-    """Recovery requests, and as many batch requests, that one scheduler holds; the rest waits in the stream."""
+    """Most recovery requests, and as many batch requests, that a scheduler holds; the rest wait in the stream."""
     held_bytes: int = Field(default=256 << 20, gt=0)
-    """Bytes of all requests that one scheduler holds; the rest waits in the stream."""
+    """Bytes of all requests that a scheduler holds; the rest wait in the stream."""
     batch_wait: float = Field(default=0.005, ge=0, le=0.1)
     """Seconds that a dispatch batch waits, at most, for more requests to the same busy group."""
     dispatch_timeout: float = Field(default=2.0, gt=0)
@@ -28,4 +28,4 @@ class SchedulerSettings(CommonSettings):
     """Session affinity, in prompt tokens: a session moves to another group only if its own would answer later by
     more than the time that so many tokens, and those of the request's prompt, take."""
     session_cache: int = Field(default=65_536, gt=0)
-    """Session pins that one scheduler remembers."""
+    """Session pins that a scheduler caches."""

@@ -158,10 +158,10 @@ class Trimmed(Generic[T]):
             gone = await self._bucket.trim(tenant, self._quota)
         except RyzansteinError as error:
             self._written.pop(tenant, None)  # with the next writing
-            log.info("quota_not_kept", error=str(error))
+            log.info("quota_check_failed", error=str(error))
         else:
             if gone:
-                log.info("oldest_made_room", tenant=tenant, entries=gone)
+                log.info("oldest_entries_deleted", tenant=tenant, entries=gone)
 
     async def looked(self) -> None:
         """Waits for what is being looked through."""

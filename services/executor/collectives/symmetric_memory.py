@@ -224,10 +224,10 @@ def with_symmetric_memory(
             reason = "" if right else "what it adds up is wrong here"
             sums = None
     if sums is None:
-        log.info("summing_by_nccl_alone", reason=reason or "another rank of the ring cannot, see its log")
+        log.info("all_reduce_by_nccl", reason=reason or "another rank of the ring cannot, see its log")
         return others
     limit = one_shot_limit(others.world_size)
-    log.info("summing_small_tensors_in_symmetric_memory", multicast=multicast, one_shot_bytes=limit)
+    log.info("all_reduce_in_symmetric_memory", multicast=multicast, one_shot_bytes=limit)
     return SymmetricCollectives(others, sums, multicast)
 
 

@@ -51,7 +51,7 @@ async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
     known = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get(card.model)
     if known is not None and known.value.fingerprint not in ("", card.fingerprint):
         log.warning(
-            "computes_otherwise",
+            "fingerprint_changed",
             model=card.model,
             before=known.value.fingerprint,
             now=card.fingerprint,

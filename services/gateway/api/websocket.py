@@ -39,7 +39,6 @@ import time
 from typing import Any, Literal
 
 import msgspec
-import structlog
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from services.gateway.api.backend import Backend
@@ -62,8 +61,6 @@ from shared import tracing
 from shared.errors import QueueFull
 from shared.service.endpoints import Receive, Scope, Send
 from shared.tracing import Span, TraceContext
-
-log = structlog.get_logger(__name__)
 
 ROUTE = "/v1/stream"
 """As metrics name it."""

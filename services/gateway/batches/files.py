@@ -180,7 +180,7 @@ class Files:
         try:
             await self._remove(record)
         except RyzansteinError as error:  # the sweep will do it
-            log.info("upload_not_removed", file=record.id, error=str(error))
+            log.info("upload_cleanup_failed", file=record.id, error=str(error))
 
     async def publish(self, record: FileRecord) -> FileRecord:
         """From now on it is seen."""
@@ -280,7 +280,7 @@ class Files:
             try:
                 await self.sweep(time.time())
             except RyzansteinError as error:
-                log.info("files_not_swept", error=str(error))
+                log.info("file_expiry_failed", error=str(error))
 
     async def sweep(self, now: float) -> None:
         """Each gateway does this; what is gone already is no error. It looks at what is due alone, and removes the

@@ -90,7 +90,7 @@ class Jobs:
         for entry in entries[:count]:
             await self._bucket.delete(entry.key, entry.revision)
             self._held.forget(entry.key)
-        log.info("oldest_batches_forgotten", tenant=tenant, batches=len(entries[:count]))
+        log.info("oldest_batches_deleted", tenant=tenant, batches=len(entries[:count]))
 
     async def create(self, job: BatchJob) -> bool:
         """False when there is a batch of that id."""

@@ -127,9 +127,9 @@ class LineRunner:
             except RyzansteinError as error:
                 if not error.retryable:
                     return failed(job.id, request.line, request.custom_id, error)
-                log.info("line_delayed", error=str(error))
+                log.info("line_retried", error=str(error))
             except Exception:
-                log.exception("line_fault")
+                log.exception("line_unexpected_error")
                 faults += 1
                 if faults >= FAULTS:
                     fault = InternalError("The line failed by a fault of the server.")

@@ -74,7 +74,7 @@ class BatchQueue:
             try:
                 await self._bus.client.publish(message.reply, encode(reply))
             except BROKER_ERRORS as error:
-                log.info("batch_not_answered", subject=message.subject, error=reason_of(error))
+                log.info("batch_reply_failed", subject=message.subject, error=reason_of(error))
 
         return handle
 

@@ -83,7 +83,7 @@ class BatchRunner:
                 try:
                     await self._step()
                 except (RyzansteinError, msgspec.DecodeError) as error:
-                    log.warning("batch_delayed", batch=self._job.id, error=str(error))
+                    log.warning("batch_step_failed", batch=self._job.id, error=str(error))
                     await asyncio.sleep(backoff(tries))
                 tries = 0 if self._job.status != began else tries + 1
         except asyncio.CancelledError:
@@ -128,7 +128,7 @@ class BatchRunner:
             try:
                 job = await self._lease.write(self._with_counts)
             except BrokerUnavailable as error:
-                log.info("batch_not_renewed", batch=self._job.id, error=str(error))
+                log.info("batch_lease_renewal_failed", batch=self._job.id, error=str(error))
                 continue
             except LeaseLost:
                 self._lost = True
@@ -259,7 +259,7 @@ class BatchRunner:
             raise error
         said = f"There was no room for the batch's files for {FINISH_WITHIN:g} s: {error.message}"
         await self._lease.write(lambda job: states.unwritten(job, now, BatchError(error.code, said)))
-        log.warning("batch_not_written", batch=job.id, error=error.message)
+        log.warning("batch_output_failed", batch=job.id, error=error.message)
 
     async def _write(self, kind: Kind) -> str:
         confirm = self._lease.write

@@ -162,7 +162,7 @@ class Runners:
         ]  # some may have been taken by others meanwhile
         yields = to_yield(patient, self._runs(), now) if not self._stopping else None
         if yields is not None:
-            log.info("batch_yields", batch=yields.key, tenant=yields.tenant)
+            log.info("batch_suspended", batch=yields.key, tenant=yields.tenant)
             run = self._running[yields.key]
             await cancel_all([run.task])
             await run.runner.release()
@@ -208,7 +208,7 @@ class Runners:
         try:
             lease = await self._jobs.claim(key, job, seen.revision, self._parts.instance)
         except RyzansteinError as error:
-            log.info("batch_not_claimed", batch=job.id, error=str(error))
+            log.info("batch_claim_failed", batch=job.id, error=str(error))
             return
         if lease is None or self._stopping:
             return
@@ -225,7 +225,7 @@ class Runners:
         try:
             await runner.run()
         except LeaseLost:
-            log.info("batch_lost", batch=batch)
+            log.info("batch_lease_lost", batch=batch)
         except Exception:
             log.exception("batch_runner_failed", batch=batch)
             await runner.release()

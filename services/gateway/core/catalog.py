@@ -4,15 +4,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-import structlog
-
 from shared.errors import UnknownModel
 from shared.messages import GroupRecord, ModelCard
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
-
-log = structlog.get_logger(__name__)
 
 
 class RingListener(Protocol):

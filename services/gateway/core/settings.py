@@ -11,13 +11,13 @@ class GatewaySettings(CommonSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of the API and of /health, /ready and /metrics; 0: the system chooses."""
     tls_certificate: str = ""
-    """File of the certificate chain (PEM) of the API; with `tls_key`. Both may be replaced while it runs."""
+    """PEM file of the API's certificate chain; with `tls_key`. Both files may be replaced while the gateway runs."""
     tls_key: str = ""
-    """File of its key (PEM, without a password)."""
+    """PEM file of its private key, without a password."""
     tls_client_ca: str = ""
-    """File of the authorities of which every client must bring a certificate; empty: clients need none."""
+    """PEM file of the authorities that must have signed every client's certificate (mutual TLS); empty: none needed."""
     tls_check_interval: float = Field(default=5.0, gt=0)
-    """Seconds between two looks whether certificate and key were replaced."""
+    """Seconds between checks for a replaced certificate or key."""
     body_limit: int = Field(default=4 << 20, gt=0)
     """Largest request body or WebSocket message, in bytes."""
     generation_bytes: int = Field(default=16 << 20, gt=0)
@@ -26,7 +26,7 @@ class GatewaySettings(CommonSettings):
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds that a client gets to send a request body."""
     prompt_limit: int = Field(default=0, ge=0)
-    """Tokens that a prompt may have; 0: what the model's context takes."""
+    """Most tokens of a prompt; 0: the model's context length."""
     special_tokens_in_messages: bool = False
     """Whether the text of a special token inside a message is tokenized as that token. Off: it is plain text, so
     that no message can imitate a chat turn of another role."""
@@ -52,7 +52,7 @@ class GatewaySettings(CommonSettings):
     idempotency_ttl: float = Field(default=3600.0, gt=0)
     """Seconds for which an idempotency key is remembered; the journal should keep frames as long."""
     records_max_bytes: int = Field(default=512 << 20, gt=0)
-    """Bytes of requests that are too large for the journal and are stored beside it, of all tenants together."""
+    """Bytes of all requests that are stored beside the journal, since they are 32 KiB or larger."""
     tenant_record_bytes: int = Field(default=128 << 20, gt=0)
     """Bytes of one tenant's requests beside the journal; beyond them its own oldest are deleted, and can no longer
     be resumed."""
@@ -67,9 +67,9 @@ class GatewaySettings(CommonSettings):
     """Stored responses of one tenant, and as many stored chat completions; beyond them its own oldest are
     deleted."""
     default_max_tokens: int = Field(default=0, ge=0)
-    """Output tokens of a chat completion that names no limit; 0: what is left of the context."""
+    """`max_tokens` of a chat completion that names none; 0: what is left of the context."""
     recovery_attempts: int = Field(default=3, ge=0)
-    """Times that a request is submitted again after its group was lost."""
+    """Times that a request is retried on another ring after its group was lost."""
     drain_delay: float = Field(default=0.0, ge=0)
     """Seconds for which a stopping gateway goes on accepting requests while /ready already answers 503: as long as
     a load balancer takes to notice."""
@@ -113,7 +113,7 @@ class GatewaySettings(CommonSettings):
     tenant_files: int = Field(default=10_000, gt=0)
     """Files of a tenant; beyond them uploads are refused."""
     batch_requests: int = Field(default=200_000, gt=0)
-    """Largest number of lines of a batch."""
+    """Most lines of a batch."""
     batch_window_limit: float = Field(default=604_800.0, gt=0)
     """Longest completion window of a batch, in seconds."""
     tenant_batches: int = Field(default=200, gt=0)

@@ -281,7 +281,7 @@ class Intake:
     ) -> Run:
         context.answer_headers[validation.EXACT_HEADER] = "true" if card.exact else "false"
         if record.user:
-            log.info("generation_for", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
+            log.info("generation_user", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
         return run_of(record, may_cost(record, request), card, tokenizer, context, self._parts)
 
     def context_length(self, model: str) -> int:

@@ -395,7 +395,7 @@ class Answers:
                 if not await self.owners.still(answer):
                     return
         except BrokerUnavailable as error:  # asked again with the next sweep
-            log.info("not_given_up", generation_id=answer.identity, error=str(error))
+            log.info("ownership_check_failed", generation_id=answer.identity, error=str(error))
             return
         finally:
             self._giving_up.discard(answer.identity)

@@ -127,7 +127,7 @@ class Cancellations:
         try:
             await self._bus.jetstream().delete_msg(subjects.INTAKE_STREAM, sequence)
         except APIError as error:  # it has left the queue: the broadcast finds it
-            log.debug("not_withdrawn", sequence=sequence, error=str(error))
+            log.debug("withdrawal_too_late", sequence=sequence, error=str(error))
         except BROKER_ERRORS as error:
             raise broker_error(f"take back the request {sequence} of the queue", error) from error
 
@@ -142,7 +142,7 @@ class Cancellations:
                 return
             except RyzansteinError as error:
                 if last or self._stopping:
-                    log.info("not_cancelled", error=str(error))
+                    log.info("cancel_failed", error=str(error))
                     return
             await self._connected()
             if claim != ANY_CLAIM:
@@ -155,7 +155,7 @@ class Cancellations:
         try:
             return await self._claims.rival(of_choice(generation_id)) is None
         except RyzansteinError as error:
-            log.info("not_cancelled", error=str(error))
+            log.info("cancel_failed", error=str(error))
             return False
 
     async def _connected(self) -> None:

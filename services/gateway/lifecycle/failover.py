@@ -102,7 +102,7 @@ class Heirs:
             await self._unfinished.put(self._consumer, Unfinished(now, old[: LIST_BYTES // 40]))
             self._listed = bool(old)
         except RyzansteinError as error:
-            log.info("unfinished_not_listed", error=str(error))
+            log.info("unfinished_list_write_failed", error=str(error))
 
     # --- what others leave -----------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Heirs:
                 return
             except (RyzansteinError, *BROKER_ERRORS) as error:
                 reason = str(error) if isinstance(error, RyzansteinError) else reason_of(error)
-                log.warning("not_inherited", of=lost, error=reason)
+                log.warning("takeover_failed", of=lost, error=reason)
             await asyncio.sleep(PAUSE)
 
     async def _inherit(self, lost: str, lost_at: float) -> None:
@@ -137,7 +137,7 @@ class Heirs:
         for begin in range(0, len(records), SLICE):
             await self._take(records[begin : begin + SLICE])
         if records:
-            log.info("inherited", of=lost, generations=len(records))
+            log.info("generations_taken_over", of=lost, generations=len(records))
         await self._keep_ended(left, records)
         await self._settle(lost, lost_at)
         for heirless in await self._unsettled(lost):

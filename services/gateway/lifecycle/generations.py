@@ -240,7 +240,7 @@ class Generations:
                 return
             await self._bus.publish_durable(subjects.tokens(self._consumer), frame)
         except RyzansteinError as error:
-            log.info("end_not_recorded", generation_id=frame.entries[0].generation_id, error=str(error))
+            log.info("end_write_failed", generation_id=frame.entries[0].generation_id, error=str(error))
 
     async def _hand_in(self, generation: Generation) -> None:
         request = generation.request
@@ -352,7 +352,7 @@ class Generations:
         try:
             number = await self.journal.look()
         except BROKER_ERRORS as error:
-            log.info("journal_not_looked_at", error=reason_of(error))
+            log.info("journal_position_unknown", error=reason_of(error))
             return
         for generation in self._by_id.values():
             generation.begins_behind(number)
@@ -428,7 +428,7 @@ class Generations:
             self._remove(generation)
             if generation.error is not None:
                 log.warning(
-                    "not_recovered",
+                    "recovery_failed",
                     generation_id=generation.id,
                     request_id=generation.request.request_id,
                     group=lost,

@@ -146,7 +146,7 @@ class Owners:
 
     def _yield(self, answer: Answer, ownership: Ownership) -> None:
         if answer.owned:
-            log.info("generation_yielded", generation_id=answer.identity, to=ownership.owner)
+            log.info("ownership_lost", generation_id=answer.identity, to=ownership.owner)
             self._answers.spawn(self._follow(answer, ownership))
 
     async def _on_listen(self, message: Listen) -> Listened:
@@ -199,7 +199,7 @@ class Owners:
         try:
             await self._answers.read_sources(answer, answer.consumers)
         except BrokerUnavailable as error:
-            log.info("not_read", generation_id=answer.identity, error=str(error))
+            log.info("journal_read_failed", generation_id=answer.identity, error=str(error))
 
     async def _inherit(self, answer: Answer) -> None:
         async with self._gate:
@@ -210,7 +210,7 @@ class Owners:
                 answer.quiet_since = time.monotonic() + CLAIM_TIME  # not to be dropped meanwhile
                 ownership, claim = await self._claims.claim(answer.identity, lost, answer.consumers)
             except BrokerUnavailable as error:  # asked again while it is read
-                log.info("not_claimed", generation_id=answer.identity, error=str(error))
+                log.info("ownership_claim_failed", generation_id=answer.identity, error=str(error))
                 return
             if ownership.owner != self._consumer:
                 await self._follow(answer, ownership)
@@ -220,7 +220,7 @@ class Owners:
             answer.owned, answer.owner, answer.quiet_since = True, self._consumer, time.monotonic()
             answer.consumers = list(ownership.consumers)
             self._metrics.adopted.inc()
-            log.info("generation_adopted", generation_id=answer.identity, of=lost)
+            log.info("ownership_claimed", generation_id=answer.identity, of=lost)
             self._answers.on_owned(answer, claim)
 
     def _lacks_owner(self, answer: Answer) -> bool:

@@ -90,7 +90,7 @@ class Suspects:
                 if generation.unheard and generation.intake_sequence == sequence:
                     self._recover(generation)
             except BROKER_ERRORS as error:
-                log.debug("suspect_not_checked", error=reason_of(error))
+                log.debug("queue_check_failed", error=reason_of(error))
                 self.add([generation])
 
 
@@ -135,7 +135,7 @@ class QueuedRequests:
             for model in models:
                 found |= await self._queued(model)
         except BROKER_ERRORS as error:
-            log.info("queue_not_read", error=reason_of(error))
+            log.info("queue_read_failed", error=reason_of(error))
             return None
         return found
 

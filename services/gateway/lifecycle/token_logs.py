@@ -118,7 +118,7 @@ class TokenConsumer:
                 if not whole and (begin := self._replay_from()) is not None:
                     await self._replay(self._journal, begin, late=())
             except BROKER_ERRORS as error:
-                log.warning("replay_failed", consumer=self._name, error=reason_of(error))
+                log.warning("journal_replay_failed", consumer=self._name, error=reason_of(error))
                 self._waiting += waiting
                 self._late += [one for one in late if not one.done.done()]
                 self._wanted.set()
@@ -235,4 +235,4 @@ async def _close(source: _Source) -> None:
 
 def _done(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("source_failed", error=str(error))
+        log.error("token_log_failed", error=str(error))

@@ -68,7 +68,7 @@ class Keeper:
                 await self._shelf(answer.record).put(answer)
                 return
             except RyzansteinError as error:
-                log.warning("answer_not_kept", generation=answer.public_id, error=str(error))
+                log.warning("response_store_failed", generation=answer.public_id, error=str(error))
             await asyncio.sleep(pause)
             pause *= 2
 

@@ -212,7 +212,7 @@ def allowed_by_files(connections: int) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
     if reached < needed:
         log.warning(
-            "few_file_descriptors",
+            "max_connections_reduced",
             limit=reached,
             needed=needed,
             connections=max(FEWEST, reached - others),

@@ -235,7 +235,7 @@ async def test_a_gateway_that_takes_over_goes_on_in_the_same_trace(house: House,
                 pass
     assert "text_completion stub" not in first, "its span is lost with the gateway"
     original = first["send intake.interactive"].parent_id
-    await until(lambda: '"event": "generation_adopted"' in house.logs("gateway-0.log"))
+    await until(lambda: '"event": "ownership_claimed"' in house.logs("gateway-0.log"))
     os.kill(house.group("executor-0").ranks[0].pid, signal.SIGKILL)
     await spans_of(received, trace_id, "send intake.recovery", "process intake.recovery")
     async with httpx.AsyncClient(base_url=house.url("gateway-0"), trust_env=False, timeout=60) as http:

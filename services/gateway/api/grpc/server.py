@@ -61,8 +61,6 @@ def end_call(span: Span, call: Call) -> None:
     span.end()
 
 
-log = structlog.get_logger(__name__)
-
 SWEEP = 1.0
 """Seconds between two looks at all connections."""
 LINGER = 2.0

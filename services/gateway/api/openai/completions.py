@@ -5,7 +5,6 @@ import contextlib
 from typing import Any
 
 import msgspec
-import structlog
 
 from services.gateway.api.backend import Backend
 from services.gateway.core.asgi import EventStream, header, read_body, send_json, watch_disconnect
@@ -19,8 +18,6 @@ from services.gateway.streams.run import Run
 from shared.errors import Unavailable
 from shared.messages import ModelCard
 from shared.service.endpoints import Receive, Scope, Send
-
-log = structlog.get_logger(__name__)
 
 DONE = b"[DONE]"
 

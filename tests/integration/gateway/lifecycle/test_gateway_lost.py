@@ -281,7 +281,7 @@ async def test_a_gateway_that_was_only_asleep_yields(
     await until(lambda: any(answer.owned for answer in answers.all()), 20)
     doomed.process.process.send_signal(signal.SIGCONT)
     log = doomed.process.log
-    await until(lambda: re.search("generation_yielded", log.read_text()))
+    await until(lambda: re.search("ownership_lost", log.read_text()))
     paced.allow()
     assert text_of(events[:2]) + text_of(await reading) == TEXT.decode("latin-1")
     await reader

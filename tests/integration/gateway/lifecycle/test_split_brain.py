@@ -109,7 +109,7 @@ async def test_a_gateway_that_was_stopped_ends_nothing_that_another_one_owns(
         await until(lambda: owned(gateway) == 1, 20)
         doomed.process.process.send_signal(signal.SIGCONT)
         log = doomed.process.log
-        await until(lambda: re.search("generation_yielded|cancelled", log.read_text()), 20)
+        await until(lambda: re.search("ownership_lost|cancelled", log.read_text()), 20)
         paced.allow()
         rest = await reading
     assert text_of(events) + text_of(rest) == TEXT.decode("latin-1")
