@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -19,7 +19,6 @@ from nats.js.api import (
 )
 from nats.js.errors import (
     APIError,
-    BadRequestError,
     BucketNotFoundError,
     KeyNotFoundError,
     KeyWrongLastSequenceError,
@@ -29,8 +28,8 @@ from nats.js.kv import KeyValue
 
 from shared.errors import BrokerFull, BrokerUnavailable
 from shared.nats.bus import LEADER_PAUSE, Bus, encode
-from shared.nats.errors import BROKER_ERRORS, broker_error, lacks_servers, reason_of, translated
-from shared.nats.streams import ensure_stream, when_led
+from shared.nats.errors import BROKER_ERRORS, broker_error, reason_of, translated
+from shared.nats.streams import create_replicated, ensure_stream, when_led
 from shared.nats.subjects import escape, unescape
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -152,8 +151,6 @@ class Bucket(Generic[T]):
         with self._writing():
             try:
                 await self._store.delete(self._token(key), last=revision)
-            except KeyWrongLastSequenceError:
-                return False
             except APIError as error:  # nats-py translates it for puts alone
                 if error.err_code != _WRONG_LAST_SEQUENCE:
                     raise
@@ -376,18 +373,12 @@ async def _find_or_create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
 
 
 async def _create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
-    jetstream = bus.jetstream()
-    for replicas in bus.replica_choices():
+    def create(replicas: int) -> Awaitable[KeyValue]:
         config = KeyValueConfig(bucket=name, history=1, ttl=ttl, replicas=replicas)
-        try:
-            return await jetstream.create_key_value(config)
-        except APIError as error:
-            if lacks_servers(error):
-                continue
-            if not isinstance(error, BadRequestError):
-                raise
-            break  # another service was first, with another time to live
-    return await _existing(bus, name)
+        return bus.jetstream().create_key_value(config)
+
+    # None: another service was first, with another time to live
+    return await create_replicated(bus, create) or await _existing(bus, name)
 
 
 async def _existing(bus: Bus, name: str) -> KeyValue:

@@ -17,21 +17,20 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 import structlog
-from nats.js import JetStreamContext
 from nats.js.api import Header, ObjectStoreConfig, RawStreamMsg
-from nats.js.errors import APIError, BadRequestError, BucketNotFoundError, NotFoundError, ObjectNotFoundError
+from nats.js.errors import BucketNotFoundError, NotFoundError, ObjectNotFoundError
 from nats.js.object_store import ObjectStore as NatsObjectStore
 
-from shared.errors import BrokerUnavailable, InternalError, PayloadTooLarge, StorageFull
+from shared.errors import BrokerFull, BrokerUnavailable, InternalError, PayloadTooLarge, StorageFull
 from shared.nats.bus import LEADER_PAUSE, Bus
-from shared.nats.errors import BROKER_ERRORS, broker_error, lacks_room, lacks_servers, reason_of, translated
-from shared.nats.streams import when_led
+from shared.nats.errors import BROKER_ERRORS, broker_error, lacks_room, reason_of, translated
+from shared.nats.streams import create_replicated, when_led
 from shared.nats.subjects import escape
 
 log = structlog.get_logger(__name__)
@@ -71,26 +70,19 @@ class Objects:
 
     async def open(self) -> None:
         """Creates the store where it does not exist."""
-        jetstream = self._bus.jetstream()
-        with translated(f"create the object store {self._name}"):
-            for replicas in self._bus.replica_choices():
-                config = ObjectStoreConfig(
-                    bucket=self._name, replicas=replicas, max_bytes=self._max_bytes or None
-                )
-                try:
-                    await jetstream.create_object_store(self._name, config)
-                    return
-                except APIError as error:
-                    if lacks_servers(error):
-                        continue
-                    if lacks_room(error) and self._max_bytes:
-                        log.warning("stream_max_bytes_reduced", store=self._name, set=self._max_bytes)
-                        self._max_bytes = 0
-                        await self.open()
-                        return
-                    if not isinstance(error, BadRequestError):
-                        raise
-                    return  # it exists
+        try:
+            with translated(f"create the object store {self._name}"):
+                await create_replicated(self._bus, self._create)
+        except BrokerFull:
+            if not self._max_bytes:
+                raise
+            log.warning("stream_max_bytes_reduced", store=self._name, set=self._max_bytes)
+            self._max_bytes = 0
+            await self.open()
+
+    def _create(self, replicas: int) -> Awaitable[NatsObjectStore]:
+        config = ObjectStoreConfig(bucket=self._name, replicas=replicas, max_bytes=self._max_bytes or None)
+        return self._bus.jetstream().create_object_store(self._name, config)
 
     async def capacity(self) -> int:
         """Bytes that the store may have, as it was created; 0: as many as the broker has."""
@@ -292,7 +284,9 @@ class ObjectStore:
             try:
                 store = await jetstream.object_store(self._name)
             except (BucketNotFoundError, NotFoundError):
-                store = await self._create(jetstream)
+                store = await create_replicated(self._bus, self._create) or await jetstream.object_store(
+                    self._name
+                )
             await store.put(escape(key), data)
 
     async def get(self, key: str) -> bytes | None:
@@ -306,16 +300,6 @@ class ObjectStore:
                 return None
         return result.data
 
-    async def _create(self, jetstream: JetStreamContext) -> NatsObjectStore:
-        for replicas in self._bus.replica_choices():
-            try:
-                return await jetstream.create_object_store(
-                    self._name, ObjectStoreConfig(bucket=self._name, replicas=replicas)
-                )
-            except APIError as error:
-                if lacks_servers(error):
-                    continue
-                if not isinstance(error, BadRequestError):
-                    raise
-                break  # another service was first
-        return await jetstream.object_store(self._name)
+    def _create(self, replicas: int) -> Awaitable[NatsObjectStore]:
+        config = ObjectStoreConfig(bucket=self._name, replicas=replicas)
+        return self._bus.jetstream().create_object_store(self._name, config)

@@ -75,6 +75,19 @@ async def when_led(bus: Bus, work: Callable[[], Awaitable[T]]) -> T:
         await asyncio.sleep(LEADER_PAUSE)
 
 
+async def create_replicated(bus: Bus, create: Callable[[int], Awaitable[T]]) -> T | None:
+    """What `create` makes, with as many replicas as there are servers for; None: somebody was first."""
+    for replicas in bus.replica_choices():
+        try:
+            return await create(replicas)
+        except APIError as error:
+            if not lacks_servers(error):
+                if not isinstance(error, BadRequestError):
+                    raise
+                break
+    return None
+
+
 async def _add_or_update(bus: Bus, config: StreamConfig, change: bool) -> None:
     jetstream = bus.jetstream()
     refusal: APIError | None = None

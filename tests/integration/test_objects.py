@@ -1,0 +1,89 @@
+"""Object stores on a real NATS: what has no room, what cannot be read, and a broker that does not answer."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext
+from structlog.testing import capture_logs
+
+from shared.errors import BrokerUnavailable, StorageFull
+from shared.nats import objects
+from shared.nats.bus import Bus
+from shared.nats.objects import CHUNK, MissingObject, Objects
+
+
+async def parts(*given: bytes) -> AsyncIterator[bytes]:
+    for part in given:
+        yield part
+
+
+async def whole(store: Objects, name: str) -> bytes:
+    return b"".join([part async for part in store.read(name)])
+
+
+async def test_a_store_gets_what_room_there_is(bus: Bus) -> None:
+    """And one that is opened again stays as it is."""
+    store = Objects(bus, "files", max_bytes=1 << 60)
+    with capture_logs() as logs:
+        await store.open()
+    assert [line["event"] for line in logs] == ["stream_max_bytes_reduced"]
+    assert await store.capacity() == 0
+    await Objects(bus, "files", max_bytes=1 << 20).open()
+    assert await store.capacity() == 0
+
+
+async def test_a_full_store_says_so_and_keeps_nothing_of_what_did_not_fit(bus: Bus) -> None:
+    store = Objects(bus, "files", max_bytes=3 * CHUNK)
+    await store.open()
+    await store.write("small", parts(b"x" * CHUNK), nuid="1")
+    with pytest.raises(StorageFull, match=r"files is full .*delete files that are not needed"):
+        await store.write("large", parts(b"y" * 3 * CHUNK), nuid="2")
+    assert await store.info("large") is None
+    assert await whole(store, "small") == b"x" * CHUNK
+
+
+async def test_what_cannot_be_read_is_not_there(bus: Bus) -> None:
+    store = Objects(bus, "files")
+    await store.open()
+    await store.write("file", parts(b"x"), nuid="1")
+    await bus.jetstream().publish(store._meta("file"), b"no JSON")
+    assert await store.info("file") is None
+    with pytest.raises(MissingObject):
+        await whole(store, "file")
+
+
+class Broken:
+    """A JetStream context whose next answers do not come."""
+
+    def __init__(self, jetstream: JetStreamContext, lost: int) -> None:
+        self._jetstream = jetstream
+        self.lost = lost
+
+    def __getattr__(self, name: str) -> Any:
+        if self.lost:
+            self.lost -= 1
+            raise TimeoutError
+        return getattr(self._jetstream, name)
+
+
+async def test_a_reader_with_patience_asks_again(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "READ_PAUSE", 0.001)
+    store = Objects(bus, "files")
+    await store.open()
+    data = bytes(range(256)) * (CHUNK // 128)
+    await store.write("file", parts(data), nuid="1")
+    broken = Broken(bus.jetstream(), 2)
+    monkeypatch.setattr(bus, "jetstream", lambda: broken)
+    patient = store.read("file", patience=60)
+    read = await anext(patient)
+    broken.lost = 2
+    assert read + b"".join([part async for part in patient]) == data
+    broken.lost = 1
+    with pytest.raises(BrokerUnavailable, match="did not read an object of files"):
+        await whole(store, "file")
+    hasty = store.read("file")
+    await anext(hasty)
+    broken.lost = 1
+    with pytest.raises(BrokerUnavailable, match="did not read an object of files"):
+        await anext(hasty)
