@@ -21,7 +21,7 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.service.logs import LEVELS
 
-ANSWER_TIMEOUT = 3.0
+LEVEL_TIMEOUT = 3.0
 """Seconds that a service has to answer."""
 
 
@@ -95,7 +95,7 @@ def meant_by(
 async def _ask(bus: Bus, record: ServiceRecord, wanted: SetLogLevel) -> LogLevel | None:
     subject = subjects.service_control(record.name, record.instance)
     try:
-        return await bus.request(subject, wanted, LogLevel, timeout=ANSWER_TIMEOUT)
+        return await bus.request(subject, wanted, LogLevel, timeout=LEVEL_TIMEOUT)
     except RyzansteinError:
         return None
 

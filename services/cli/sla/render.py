@@ -73,7 +73,7 @@ def tables(report: Report, zone: tzinfo) -> Iterator[Table]:
         yield Table("Outages", [("begin", "end", "for", "why"), *_outages(scopes, zone)])
     if report.verdicts:
         yield Table(
-            "Targets", [("target", "", "actual", "worst model", "met"), *map(_verdict, report.verdicts)]
+            "Targets", [("target", "", "actual", "worst model", "met"), *map(_verdict_row, report.verdicts)]
         )
 
 
@@ -171,7 +171,7 @@ def _outages(scopes: Sequence[Scope], zone: tzinfo) -> Iterator[tuple[str, ...]]
         yield f"... {len(outages) - OUTAGES} more", "", "", "--format json has all"
 
 
-def _verdict(verdict: Verdict) -> tuple[str, ...]:
+def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
     show = share if verdict.indicator in ("availability", "error_rate") else seconds
     sign = "at least" if verdict.indicator == "availability" else "at most"
     actual = "not known" if verdict.actual is None else show(verdict.actual)
