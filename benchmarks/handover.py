@@ -26,9 +26,9 @@ from rich.table import Table
 
 from benchmarks.errors import BenchError
 from benchmarks.report import machine
-from services.cli.commands.drain import drain_group
-from services.cli.settings import StackSettings
+from services.cli.commands.control import drain_group
 from services.cli.supervision.stack import LocalStack, StackPlan
+from services.cli.target import StackSettings
 
 BLOCK = 16
 NAME = "model"

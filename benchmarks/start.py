@@ -36,8 +36,7 @@ from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.random_model import LlamaShape
 from benchmarks.report import machine, versions
 from services.cli.models.catalog import DEFAULT_MODEL
-from services.cli.settings import LocalSettings
-from services.cli.target import read_run_file
+from services.cli.target import LocalSettings, read_run_file
 
 TINYLLAMA = "2048,32,4,5632,22,49152"
 """TinyLlama 1.1B, with the vocabulary of the tokenizer that it is given here: 2.3 GB."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from services.cli.supervision.nats_config import deployed
+from services.cli.supervision.nats_server import deployed
 
 ROOT = Path(__file__).parent.parent
 _RULES, _DASHBOARDS = Path("monitoring/rules"), Path("monitoring/dashboards")

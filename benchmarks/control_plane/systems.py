@@ -24,8 +24,8 @@ from benchmarks.control_plane.load_client import MARK, http_request
 from benchmarks.errors import BenchError
 from benchmarks.peers.catalog import pip
 from benchmarks.peers.servers import free_port
-from services.cli.settings import StackSettings
 from services.cli.supervision.stack import LocalStack, StackPlan
+from services.cli.target import StackSettings
 from services.executor.worker.factory import FIRST_WORD
 from services.executor.worker.stub import stub_token
 from shared.errors import RyzansteinError

@@ -1,8 +1,8 @@
-"""Which stack a command is about: its NATS and its gateway.
+"""Which stack a command is about: the command line's settings, and the stack's NATS and gateway.
 
-A stack leaves a note (the run file) once its NATS runs, and anew when it is up, so that `status` and `chat` find it. It
-holds the password of the stack's NATS server and is readable by its owner alone. Credentials in addresses of a NATS
-that somebody else runs are never shown.
+A stack writes a run file once its NATS runs, and again when it is up, so that `status` and `chat` find it. It holds the
+password of the stack's NATS server and is readable by its owner alone. Credentials in addresses of a NATS that somebody
+else runs are never shown.
 """
 
 import fcntl
@@ -10,17 +10,56 @@ import os
 import re
 import ssl
 from pathlib import Path
-from typing import IO, Annotated, NamedTuple
+from typing import IO, Annotated, Literal, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
 import typer
-from pydantic import SecretStr
+from platformdirs import user_cache_path, user_data_path
+from pydantic import Field, SecretStr
+from pydantic_settings import CliSuppress
 
-from services.cli.settings import LocalSettings
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError
 from shared.tls import client_context, pinned_context
+
+
+class LocalSettings(CommonSettings):
+    """Settings of the command line; options of the commands take precedence."""
+
+    data_dir: Path = Field(default_factory=lambda: user_data_path("ryzanstein"))
+    """The local stack's NATS store, logs and run file."""
+    model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
+    """Models that were pulled or converted."""
+    url: CliSuppress[str] = ""
+    """The gateway that commands talk to where no stack runs here."""
+    api_key: CliSuppress[SecretStr] = SecretStr("")
+    """API key that commands send to that gateway."""
+
+
+class StackSettings(LocalSettings):
+    """Settings of the services that the stack must know as well; they read these by themselves too."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The executors' device: GPUs are divided among the groups unless it is `cpu`."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of each rank; 0: the cores divided among all ranks of the stack."""
+    replicas_on_host: int = Field(default=0, ge=0)
+    """Executor groups that share this host's memory; 0: those of the stack."""
+    tls_certificate: str = ""
+    """File of the API's certificate chain (PEM); the API is at https:// then."""
+    tls_key: str = ""
+    """File of its private key (PEM)."""
+    tls_client_ca: str = ""
+    """File of the authorities that must have signed clients' certificates; empty: clients need none."""
+    drain_grace: float = Field(default=10.0, ge=0)
+    """Seconds that an executor takes to finish what runs; only then may it be killed."""
+    handover_timeout: float = Field(default=10.0, ge=0)
+    """Seconds more that it takes to transfer its sessions' KV blocks to peers."""
+    drain_delay: float = Field(default=0.0, ge=0)
+    """Seconds that the gateway goes on taking requests before that."""
+    drain_timeout: float = Field(default=20.0, ge=0)
+    """Seconds that the gateway takes to finish its streams; only then may it be killed."""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -163,6 +202,15 @@ def _joined(addresses: list[re.Match[str]]) -> str:
     return ",".join(one["scheme"] + one["rest"] for one in addresses)
 
 
+Url = Annotated[str, typer.Option(help="The gateway. Default: the local stack's. [env: RYZANSTEIN_URL]")]
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        envvar="RYZANSTEIN_API_KEY",
+        help="Where the gateway asks for one. Other users of this machine can see options: the variable is safer.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="All of it, for machines.")]
 DataDir = Annotated[
     Path | None,
     typer.Option(help="Where the stack keeps its NATS store, logs and run file. [env: RYZANSTEIN_DATA_DIR]"),

@@ -40,6 +40,11 @@ def console() -> Console:
     return Console(emoji=False)
 
 
+def say(screen: Console, text: str, style: str | None = None) -> None:
+    """Prints `text` as it is: the terminal wraps it, and nothing in it is markup."""
+    screen.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def megabytes(count: int) -> str:
     """Such as "270 MB"; from ten thousand on in GB."""
     return f"{count / 1e6:,.0f} MB" if count < 1e10 else f"{count / 1e9:,.1f} GB"
@@ -56,7 +61,7 @@ def print_columns(screen: Console, rows: Sequence[Sequence[str]], *, right: Coll
             for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         style = "bold" if number == 0 else None
-        screen.print("  ".join([*padded, last]), style=style, markup=False, highlight=False, soft_wrap=True)
+        say(screen, "  ".join([*padded, last]), style)
 
 
 class WordWrap:
@@ -264,4 +269,4 @@ class LoadBars:
     def _tell(self, line: str) -> None:
         if not self._console.is_terminal and line not in self._told:
             self._told.add(line)
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(self._console, line)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -140,6 +140,16 @@ class Bus:
         if bus.clustered:
             await bus._client.subscribe(f"{_ELECTIONS}.*", cb=bus._on_election)
         return bus
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def session(cls, settings: CommonSettings, name: str) -> AsyncIterator["Bus"]:
+        """A connection that is closed with the block. Raises as `connect`."""
+        bus = await cls.connect(settings, name)
+        try:
+            yield bus
+        finally:
+            await bus.close()
 
     async def _connect(self, urls: list[str], name: str, tls: ssl.SSLContext | None) -> None:
         """nats-py tries again for ever, a wrong password or certificate included: watch for these beside it."""

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
-from services.cli.settings import LocalSettings
+from services.cli.target import LocalSettings
 from services.executor.native.library import why_not
 from tests.chaos.exercise import Row, exercise
 from tests.chaos.expected import Task, repeated

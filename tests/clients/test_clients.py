@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
-from services.cli.settings import LocalSettings
+from services.cli.target import LocalSettings
 from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.e2e

@@ -10,7 +10,7 @@ import annotated_types
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from services.cli.settings import LocalSettings, StackSettings
+from services.cli.target import LocalSettings, StackSettings
 from services.executor.core.settings import ExecutorSettings
 from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.settings import HealthMonitorSettings

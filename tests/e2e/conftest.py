@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
-from services.cli.settings import LocalSettings
+from services.cli.target import LocalSettings
 from tests.e2e.stack import Stack
 
 

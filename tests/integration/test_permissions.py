@@ -10,8 +10,7 @@ from pathlib import Path
 import nats
 import pytest
 
-from services.cli.supervision.nats_config import deployed, variable_of
-from services.cli.supervision.nats_server import LocalNats, find_binary
+from services.cli.supervision.nats_server import LocalNats, deployed, find_binary, variable_of
 from services.gateway.batches.files import Files
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.lifecycle.records import LargeRecords

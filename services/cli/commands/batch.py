@@ -1,11 +1,17 @@
-"""`ryzanstein batch`: its commands, and what they do whichever way the batches are reached."""
+"""`ryzanstein batch`: its commands, by the gateway's HTTP API or by the queue itself (docs/batch.md)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+import inspect
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Literal, Protocol
 
+import httpx
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -17,191 +23,301 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from services.cli.commands.batch_clients import (
-    FILE_FIELDS,
-    Batch,
-    BatchClient,
-    Kind,
-    Wanted,
-    by_http,
-    by_nats,
-)
-from services.cli.ui import console, print_columns
+from services.cli.target import ApiKey, DataDir, NatsUrl, Url, gateway_of_stack, nats_of_stack
+from services.cli.ui import console, print_columns, say
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
-from shared.messages.batches import OVER
+from shared.messages.batches import OVER, BatchAsk, BatchListing, BatchReply, BatchSubmit
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.objects import CHUNK, MissingObject, Objects
 
-T = TypeVar("T")
+Batch = dict[str, Any]
+"""A batch as `GET /v1/batches/{id}` shows it."""
+Kind = Literal["output", "errors"]
+FILE_FIELDS = {"output": "output_file_id", "errors": "error_file_id"}
+TIMEOUT = 30.0
 
-Url = Annotated[str, typer.Option(help="The gateway. Default: the local stack's.")]
-Nats = Annotated[bool, typer.Option("--nats", help="By the queue instead of the gateway's HTTP API.")]
-NatsUrl = Annotated[str, typer.Option(help="With --nats: a NATS server instead of the local stack's.")]
-DataDir = Annotated[Path | None, typer.Option(help="The local stack's. [env: RYZANSTEIN_DATA_DIR]")]
-ApiKey = Annotated[
-    str, typer.Option(envvar="RYZANSTEIN_API_KEY", help="Where the gateway asks for one.", show_envvar=True)
-]
-Output = Annotated[Path | None, typer.Option(help="Where the results go.", dir_okay=False)]
-Errors = Annotated[Path | None, typer.Option(help="Where the lines go that failed.", dir_okay=False)]
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What is to be submitted."""
+
+    path: Path
+    endpoint: str
+    window: str
+    metadata: dict[str, str] | None
+
+
+class BatchClient(Protocol):
+    """Methods raise `RyzansteinError`."""
+
+    async def submit(self, wanted: Wanted) -> Batch: ...
+
+    async def get(self, batch: str) -> Batch: ...
+
+    async def cancel(self, batch: str) -> Batch: ...
+
+    async def listed(self, limit: int) -> list[Batch]: ...
+
+    def content(self, batch: Batch, kind: Kind) -> AsyncIterator[bytes]:
+        """The bytes of one of its files."""
+        ...
+
+
+class Refused(RyzansteinError):
+    """The server's own words."""
+
+
+class HttpBatches:
+    """By the gateway's API, as any OpenAI client does it."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+
+    async def submit(self, wanted: Wanted) -> Batch:
+        with wanted.path.open("rb") as data:
+            file = await self._ask(
+                "POST",
+                "/v1/files",
+                data={"purpose": "batch"},
+                files={"file": (wanted.path.name, data)},
+                timeout=httpx.Timeout(TIMEOUT, write=600.0, read=600.0),
+            )
+        body = {
+            "input_file_id": file["id"],
+            "endpoint": wanted.endpoint,
+            "completion_window": wanted.window,
+            "metadata": wanted.metadata,
+        }
+        key = {"Idempotency-Key": secrets.token_hex(16)}
+        return await self._ask("POST", "/v1/batches", json=body, headers=key)
+
+    async def get(self, batch: str) -> Batch:
+        return await self._ask("GET", f"/v1/batches/{batch}")
+
+    async def cancel(self, batch: str) -> Batch:
+        return await self._ask("POST", f"/v1/batches/{batch}/cancel")
+
+    async def listed(self, limit: int) -> list[Batch]:
+        found: list[Batch] = (await self._ask("GET", f"/v1/batches?limit={limit}"))["data"]
+        return found
+
+    async def content(self, batch: Batch, kind: Kind) -> AsyncGenerator[bytes, None]:
+        with _reachable(self._http):
+            path = f"/v1/files/{batch[FILE_FIELDS[kind]]}/content"
+            async with self._http.stream("GET", path) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise Refused(_message(response))
+                async for part in response.aiter_bytes():
+                    yield part
+
+    async def _ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        with _reachable(self._http):
+            response = await self._http.request(method, path, **options)
+        if response.status_code != 200:
+            raise Refused(_message(response))
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+@contextlib.contextmanager
+def _reachable(http: httpx.AsyncClient) -> Iterator[None]:
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise Unavailable(
+            f"The gateway at {http.base_url} did not answer ({error or type(error).__name__}); start it, or name it "
+            "with --url."
+        ) from None
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"{response.url} answered with status {response.status_code}."
+    return str(message)
+
+
+class NatsBatches:
+    """By the queue: the file goes into the object store, the rest is request and reply."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._objects = Objects(bus, subjects.FILES_STORE)
+
+    async def submit(self, wanted: Wanted) -> Batch:
+        name = f"upload-{secrets.token_hex(12)}"
+        await self._objects.write(name, _parts(wanted.path), nuid=secrets.token_hex(11))
+        asked = BatchSubmit(
+            endpoint=wanted.endpoint,
+            object=name,
+            filename=wanted.path.name,
+            completion_window=wanted.window,
+            metadata=wanted.metadata,
+        )
+        return self._batch(await self._ask(subjects.BATCH_SUBMIT, asked))
+
+    async def get(self, batch: str) -> Batch:
+        return self._batch(await self._ask(subjects.BATCH_STATUS, BatchAsk(id=batch)))
+
+    async def cancel(self, batch: str) -> Batch:
+        return self._batch(await self._ask(subjects.BATCH_CANCEL, BatchAsk(id=batch)))
+
+    async def listed(self, limit: int) -> list[Batch]:
+        return (await self._ask(subjects.BATCH_LIST, BatchListing(limit=limit))).batches or []
+
+    async def content(self, batch: Batch, kind: Kind) -> AsyncGenerator[bytes, None]:
+        name = batch[FILE_FIELDS[kind]]
+        try:
+            async with contextlib.aclosing(self._objects.read(name)) as parts:
+                async for part in parts:
+                    yield part
+        except MissingObject:
+            raise Refused(f"The file {name} is gone.") from None
+
+    async def _ask(self, subject: str, asked: msgspec.Struct) -> BatchReply:
+        reply = await self._bus.request(subject, asked, BatchReply, timeout=TIMEOUT)
+        if reply.error is not None:
+            raise Refused(str(reply.error["message"]))
+        return reply
+
+    def _batch(self, reply: BatchReply) -> Batch:
+        return reply.batch or {}
+
+
+async def _parts(path: Path) -> AsyncGenerator[bytes, None]:
+    with path.open("rb") as data:
+        while part := data.read(CHUNK):
+            yield part
+
+
+@contextlib.asynccontextmanager
+async def by_http(url: str, key: str) -> AsyncIterator[BatchClient]:
+    """`key`: an API key, or none. Raises `ConfigurationError` for what is no address."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ConfigurationError(f"{url!r} is no address of a gateway ({error}).") from None
+    async with http:
+        yield HttpBatches(http)
+
+
+@contextlib.asynccontextmanager
+async def by_nats(settings: CommonSettings) -> AsyncIterator[BatchClient]:
+    """Raises `BrokerUnavailable`."""
+    async with Bus.session(settings, "ryzanstein batch") as bus:
+        yield NatsBatches(bus)
+
+
+Id = Annotated[str, typer.Argument(metavar="ID")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is over.")]
+Output = Annotated[Path | None, typer.Option(help="File for the results.", dir_okay=False)]
+Errors = Annotated[Path | None, typer.Option(help="File for the lines that failed.", dir_okay=False)]
+
+batch_app = typer.Typer(
+    help="Many requests from a file, each answered once.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 class BatchUnfinished(RyzansteinError):
     """The batch is over, and not every line has its answer."""
 
 
-class BatchCommands:
-    """Each method is a command; `app` has them all."""
+def _command(name: str) -> Callable[[Callable[..., Awaitable[None]]], None]:
+    """Registers a command that is given a client first, and has the options that say how batches are reached."""
 
-    def __init__(
-        self,
-        gateway_of: Callable[[Path | None], str],
-        nats_of: Callable[[Path | None, str], CommonSettings],
-    ) -> None:
-        """They find the local stack's gateway and NATS."""
-        self._gateway_of = gateway_of
-        self._nats_of = nats_of
-
-    def app(self) -> typer.Typer:
-        made = typer.Typer(
-            help="Many requests from a file, each answered once.", no_args_is_help=True, rich_markup_mode=None
-        )
-        for name, command in (
-            ("submit", self.submit),
-            ("status", self.status),
-            ("list", self.list_),
-            ("cancel", self.cancel),
-            ("download", self.download),
-        ):
-            made.command(name)(command)
-        return made
-
-    def _run(
-        self,
-        do: Callable[[BatchClient], Awaitable[T]],
-        url: str,
-        key: str,
-        nats: bool,
-        nats_url: str,
-        data_dir: Path | None,
-    ) -> T:
-        if nats and url:
-            raise ConfigurationError("--url and --nats are two ways; name one.")
-
-        async def reached() -> T:
+    def register(command: Callable[..., Awaitable[None]]) -> None:
+        def run(
+            url: Url = "",
+            api_key: ApiKey = "",
+            nats: Annotated[
+                bool, typer.Option("--nats", help="By the queue instead of the gateway's HTTP API.")
+            ] = False,
+            nats_url: NatsUrl = "",
+            data_dir: DataDir = None,
+            **given: Any,
+        ) -> None:
+            if nats and url:
+                raise ConfigurationError("--url and --nats are two ways; name one.")
             if nats or nats_url:
-                way = by_nats(self._nats_of(data_dir, nats_url))
+                way = by_nats(nats_of_stack(data_dir, nats_url))
             else:
-                way = by_http(url or self._gateway_of(data_dir), key)
+                way = by_http(url or gateway_of_stack(data_dir).url, api_key)
+            asyncio.run(reached(way, given))
+
+        async def reached(way: AbstractAsyncContextManager[BatchClient], given: dict[str, Any]) -> None:
             async with way as client:
-                return await do(client)
+                await command(client, **given)
 
-        return asyncio.run(reached())
+        _, *own = inspect.signature(command).parameters.values()
+        *common, _ = inspect.signature(run).parameters.values()
+        run.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
+        run.__annotations__ |= command.__annotations__
+        run.__doc__ = command.__doc__
+        batch_app.command(name)(run)
 
-    def submit(
-        self,
-        file: Annotated[Path, typer.Argument(help="JSON lines, a request each.", metavar="FILE")],
-        endpoint: Annotated[str, typer.Option(help="The URL of its lines.")] = "/v1/chat/completions",
-        window: Annotated[str, typer.Option(help="Time for all of it: 24h, 90m, 7d.")] = "24h",
-        metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None,
-        wait: Annotated[bool, typer.Option("--wait", help="Wait until it is over.")] = False,
-        output: Output = None,
-        errors: Errors = None,
-        url: Url = "",
-        api_key: ApiKey = "",
-        nats: Nats = False,
-        nats_url: NatsUrl = "",
-        data_dir: DataDir = None,
-    ) -> None:
-        """Hand in a file; with --wait, --output or --errors wait for it and fetch what has come of it."""
-        wanted = Wanted(file, endpoint, window, metadata_of(metadata or []))
+    return register
 
-        async def do(client: BatchClient) -> Batch:
-            batch = await submit(client, wanted)
-            if not (wait or output or errors):
-                return batch
-            console().print(batch["id"], markup=False, highlight=False)
-            batch = await wait_for_end(client, batch, console())
-            await _fetch(client, batch, output, errors)
-            return batch
 
-        batch = self._run(do, url, api_key, nats, nats_url, data_dir)
-        if wait or output or errors:
-            print_batch(batch, console())
-            _judge(batch)
-        else:
-            print(batch["id"])  # noqa: T201
+@_command("submit")
+async def _submit(
+    client: BatchClient,
+    file: Annotated[Path, typer.Argument(help="JSON lines, a request each.", metavar="FILE")],
+    endpoint: Annotated[str, typer.Option(help="The URL of its lines.")] = "/v1/chat/completions",
+    window: Annotated[str, typer.Option(help="Time for all of it: 24h, 90m, 7d.")] = "24h",
+    metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None,
+    wait: Wait = False,
+    output: Output = None,
+    errors: Errors = None,
+) -> None:
+    """Submit a file; with --wait, --output or --errors wait until it is over and fetch what has come of it."""
+    batch = await submit(client, Wanted(file, endpoint, window, metadata_of(metadata or [])))
+    if not (wait or output or errors):
+        print(batch["id"])  # noqa: T201
+        return
+    say(console(), batch["id"])
+    batch = await wait_for_end(client, batch, console())
+    await _fetch(client, batch, output, errors)
+    print_batch(batch, console())
+    _judge(batch)
 
-    def status(
-        self,
-        batch: Annotated[str, typer.Argument(metavar="ID")],
-        wait: Annotated[bool, typer.Option("--wait", help="Wait until it is over.")] = False,
-        url: Url = "",
-        api_key: ApiKey = "",
-        nats: Nats = False,
-        nats_url: NatsUrl = "",
-        data_dir: DataDir = None,
-    ) -> None:
-        """Show how far a batch is, or what was wrong with its file."""
 
-        async def do(client: BatchClient) -> Batch:
-            found = await client.get(batch)
-            return await wait_for_end(client, found, console()) if wait else found
+@_command("status")
+async def _status(client: BatchClient, batch: Id, wait: Wait = False) -> None:
+    """Show how far a batch is, or what was wrong with its file."""
+    found = await client.get(batch)
+    print_batch(await wait_for_end(client, found, console()) if wait else found, console())
 
-        print_batch(self._run(do, url, api_key, nats, nats_url, data_dir), console())
 
-    def list_(
-        self,
-        limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
-        url: Url = "",
-        api_key: ApiKey = "",
-        nats: Nats = False,
-        nats_url: NatsUrl = "",
-        data_dir: DataDir = None,
-    ) -> None:
-        """Show the newest batches."""
-        found = self._run(lambda client: client.listed(limit), url, api_key, nats, nats_url, data_dir)
-        print_batches(found, console())
+@_command("list")
+async def _list(client: BatchClient, limit: Annotated[int, typer.Option(min=1, max=100)] = 20) -> None:
+    """Show the newest batches."""
+    print_batches(await client.listed(limit), console())
 
-    def cancel(
-        self,
-        batch: Annotated[str, typer.Argument(metavar="ID")],
-        url: Url = "",
-        api_key: ApiKey = "",
-        nats: Nats = False,
-        nats_url: NatsUrl = "",
-        data_dir: DataDir = None,
-    ) -> None:
-        """Begin no more of its lines; what is done is kept."""
-        found = self._run(lambda client: client.cancel(batch), url, api_key, nats, nats_url, data_dir)
-        print_batch(found, console())
 
-    def download(
-        self,
-        batch: Annotated[str, typer.Argument(metavar="ID")],
-        output: Output = None,
-        errors: Errors = None,
-        url: Url = "",
-        api_key: ApiKey = "",
-        nats: Nats = False,
-        nats_url: NatsUrl = "",
-        data_dir: DataDir = None,
-    ) -> None:
-        """Fetch the results of a batch that is over, and the lines that failed."""
+@_command("cancel")
+async def _cancel(client: BatchClient, batch: Id) -> None:
+    """Begin no more of its lines; what is done is kept."""
+    print_batch(await client.cancel(batch), console())
 
-        async def do(client: BatchClient) -> None:
-            found = await client.get(batch)
-            names = output, errors
-            if not any(names):
-                names = Path(f"{batch}_output.jsonl"), Path(f"{batch}_errors.jsonl")
-            await _fetch(client, found, *names)
 
-        self._run(do, url, api_key, nats, nats_url, data_dir)
+@_command("download")
+async def _download(client: BatchClient, batch: Id, output: Output = None, errors: Errors = None) -> None:
+    """Fetch the results of a batch that is over, and the lines that failed."""
+    names = output, errors
+    if not any(names):
+        names = Path(f"{batch}_output.jsonl"), Path(f"{batch}_errors.jsonl")
+    await _fetch(client, await client.get(batch), *names)
 
 
 async def _fetch(client: BatchClient, batch: Batch, output: Path | None, errors: Path | None) -> None:
     if output is not None and await download(client, batch, "output", output):
-        console().print(f"results: {output}", markup=False, highlight=False, soft_wrap=True)
+        say(console(), f"results: {output}")
     if errors is not None and await download(client, batch, "errors", errors):
-        console().print(f"errors: {errors}", markup=False, highlight=False, soft_wrap=True)
+        say(console(), f"errors: {errors}")
 
 
 def _judge(batch: Batch) -> None:
@@ -260,7 +376,7 @@ async def wait_for_end(client: BatchClient, batch: Batch, console: Console) -> B
             progress.update(task, description=batch["status"], completed=done, total=total or None)
             if not console.is_terminal and batch["status"] != told:
                 told = batch["status"]
-                console.print(f"{batch['id']}: {told}", markup=False, highlight=False, soft_wrap=True)
+                say(console, f"{batch['id']}: {told}")
             if batch["status"] in OVER:
                 return batch
             await asyncio.sleep(POLL)
@@ -318,7 +434,7 @@ def print_batch(batch: Batch, console: Console) -> None:
     print_columns(console, rows[1:])
     for error in (batch["errors"] or {"data": []})["data"]:
         where = f"line {error['line']}: " if error["line"] else ""
-        console.print(f"{where}{error['message']} ({error['code']})", markup=False, highlight=False)
+        say(console, f"{where}{error['message']} ({error['code']})")
 
 
 def print_batches(batches: Sequence[Batch], console: Console) -> None:

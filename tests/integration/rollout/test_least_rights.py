@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.cli.commands.batch_clients import Wanted, by_nats
-from services.cli.commands.drain import drain_group
+from services.cli.commands.batch import Wanted, by_nats
+from services.cli.commands.control import drain_group
 from services.cli.commands.status import read_status
 from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.sla.intervals import Interval
+from services.cli.sla.periods import Interval
 from services.cli.sla.prometheus import queries
 
 PROMTOOL = shutil.which("promtool")

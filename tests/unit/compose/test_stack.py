@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.settings import LocalSettings
+from services.cli.target import LocalSettings
 from services.executor.core.settings import ExecutorSettings
 from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.settings import HealthMonitorSettings

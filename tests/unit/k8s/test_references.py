@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.supervision.nats_config import ACCOUNT
+from services.cli.supervision.nats_server import ACCOUNT
 from shared.nats import subjects
 from tests.unit.k8s import manifests
 from tests.unit.k8s.manifests import Build, Pod, Resource, name_of, selects

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from services.cli.models import catalog, hub
-from services.cli.models.cache import claimed
 from services.cli.models.catalog import ensure_model, list_models
-from services.cli.models.wheels import WheelModel
+from services.cli.models.downloads import WheelModel, claimed
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.models import converted_name
 

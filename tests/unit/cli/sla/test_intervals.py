@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.sla.intervals import Interval, merged, repairs, seconds_of
+from services.cli.sla.periods import Interval, length_of, merged, repairs
 from services.cli.sla.report import downtime_of
 
 LINE = 40
@@ -27,7 +27,7 @@ def test_a_union_is_in_order_apart_and_holds_the_same(intervals: list[Interval])
     union = merged(intervals)
     assert seconds(union) == seconds(intervals)
     assert all(one.end < two.begin for one, two in pairwise(union))
-    assert seconds_of(intervals) == len(seconds(intervals))
+    assert length_of(intervals) == len(seconds(intervals))
 
 
 @given(many, spans)

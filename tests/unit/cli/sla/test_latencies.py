@@ -5,12 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.sla.latencies import (
-    GROWTH,
-    Latencies,
-    bucket_percentiles,
-    bucket_quantile,
-)
+from services.cli.sla.report import GROWTH, Latencies, bucket_percentiles, bucket_quantile
 
 values = st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=200)
 percents = st.floats(0.1, 100)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.sla.intervals import Interval
-from services.cli.sla.ledger import LATE, PATIENCE, Ledger
+from services.cli.sla.journal import LATE, PATIENCE, Ledger
+from services.cli.sla.periods import Interval
 from services.cli.sla.report import Scope
 from services.gateway.lifecycle.records import outline_of
 from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenFrame

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.sla.intervals import Interval
-from services.cli.sla.periods import moment_of, period_of, shown, span_of, zone_of
+from services.cli.sla.periods import Interval, moment_of, period_of, shown, span_of, zone_of
 from shared.errors import ConfigurationError
 
 NOW = datetime(2026, 3, 29, 12, 0, tzinfo=UTC).timestamp()

@@ -10,8 +10,8 @@ from urllib.parse import parse_qs
 
 import pytest
 
-from services.cli.sla.intervals import Interval
 from services.cli.sla.journal import NoData
+from services.cli.sla.periods import Interval
 from services.cli.sla.prometheus import Prometheus, PrometheusError, auth_of, from_prometheus, queries
 from services.cli.sla.report import Scope
 from shared.errors import ConfigurationError, Unavailable

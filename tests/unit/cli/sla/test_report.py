@@ -6,9 +6,19 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.cli.sla.latencies import Percentiles, Quantile
-from services.cli.sla.render import markdown, print_report, seconds
-from services.cli.sla.report import Outage, Report, Requests, Scope, Tokens, judge
+from services.cli.sla.report import (
+    Outage,
+    Percentiles,
+    Quantile,
+    Report,
+    Requests,
+    Scope,
+    Tokens,
+    judge,
+    markdown,
+    print_report,
+    seconds,
+)
 
 NONE = Percentiles(0)
 ZONE = ZoneInfo("Europe/Zurich")

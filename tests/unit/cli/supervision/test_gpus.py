@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.supervision import gpus
-from services.cli.supervision.gpus import among, assign_gpus, find_gpus, parse_listing
+from services.cli.supervision import up
+from services.cli.supervision.up import among, assign_gpus, find_gpus, parse_listing
 from shared.errors import ConfigurationError
 
 LISTING = """\
@@ -70,7 +70,7 @@ def make_program(directory: Path, script: str) -> None:
 
 async def test_the_machine_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(up, "_DRIVER", tmp_path / "driver")
     assert await find_gpus(None) == []
     (tmp_path / "driver" / "0000:01:00.0").mkdir(parents=True)
     assert await find_gpus(None) == ["0"]
@@ -84,5 +84,5 @@ async def test_the_machine_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 async def test_a_driver_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_program(tmp_path, "while :; do :; done")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(gpus, "_TIMEOUT", 0.05)
+    monkeypatch.setattr(up, "_TIMEOUT", 0.05)
     assert await find_gpus(None) == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.cli.supervision.nats_config import nats_config
+from services.cli.supervision.nats_server import nats_config
 from shared.errors import ConfigurationError
 
 

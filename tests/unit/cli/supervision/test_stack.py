@@ -9,11 +9,18 @@ import msgspec
 import pytest
 
 from services.cli.serve import MODULES
-from services.cli.settings import StackSettings
-from services.cli.supervision.child import Child, ending, set_aside
-from services.cli.supervision.stack import LocalStack, StackPlan, bracketed, reachable
+from services.cli.supervision.stack import (
+    Child,
+    LocalStack,
+    StackPlan,
+    bracketed,
+    ending,
+    reachable,
+    set_aside,
+)
 from services.cli.target import (
     RunFile,
+    StackSettings,
     existing_nats,
     gateway_of_stack,
     lock,

