@@ -75,8 +75,8 @@ def row_of(
 def markdown(rows: list[Row]) -> str:
     """The table of docs/reliability.md."""
     lines = [
-        "| fault | told after | streams go on after | gap after the news (median) | longest wait for a token | "
-        "all as before after | streams moved | requests | sent again |",
+        "| fault | detected after | streams flow after | gap after detection (median) | longest wait for a token | "
+        "recovered after | streams moved | requests | retried |",
         "| --- " + "| ---: " * 8 + "|",
     ]
     for row in rows:

@@ -52,7 +52,7 @@ async def measure(rounds: int, directory: Path) -> dict[str, list[Row]]:
 def table(found: dict[str, list[Row]]) -> str:
     """Served: until the last stream that was hit went on. Whole: until every process was back."""
     lines = [
-        "| fault | times | served again after (mean) | at most | all as before after (mean) | at most |",
+        "| fault | times | served again after (mean) | at most | recovered after (mean) | at most |",
         "| --- " + "| ---: " * 5 + "|",
     ]
     every = [row for rows in found.values() for row in rows]

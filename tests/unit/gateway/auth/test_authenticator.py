@@ -48,7 +48,7 @@ def test_everybody_is_let_in_until_the_first_key_exists() -> None:
         house.check(ANONYMOUS)
 
 
-def test_a_house_that_was_closed_stays_closed_when_the_records_are_lost() -> None:
+def test_a_deployment_that_was_closed_stays_closed_when_the_records_are_lost() -> None:
     house = ready()
     house.update(KEY.identity, None)
     with pytest.raises(AuthenticationFailed):
