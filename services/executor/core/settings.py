@@ -100,6 +100,9 @@ class ExecutorSettings(CommonSettings):
     """Executor groups that share this host's memory; each takes its share of it for the KV cache."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of each rank; 0: the cores divided among the ranks."""
+    cpu_level: str = ""
+    """Level of CPU instructions that the native kernels compute with: `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16`
+    or `amx`; on Arm `neon` or `neonbf16`. Empty: the best that the CPU has (docs/performance.md)."""
     fork_server: Literal["auto", "off"] = "auto"
     """A process that has imported all that a rank needs and forks ranks, so that a ring restarts within a second:
     `auto` (on Linux), or `off`, which starts each rank as a new Python. It costs some 25 MB of unshared memory."""

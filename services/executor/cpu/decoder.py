@@ -41,6 +41,8 @@ class NativeDecoder:
     ) -> None:
         """`cpus`: the cores to keep the threads on, one each; none: any."""
         self._library = library
+        self.level: str = library.level
+        """Of instructions (`native/library.py`)."""
         self._store = store
         self.packed = packed
         self._handle: int | None = None

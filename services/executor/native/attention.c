@@ -30,35 +30,21 @@ size_t rz_attention_scratch(int head_dim)
 
 /* --- reading blocks ---------------------------------------------------------------------------------- */
 
-RZ_INLINE void store_both(bf16 *to, __m512 first, __m512 second)
-{
-    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-}
-
-RZ_INLINE __m512 wide_int8(const int8_t *codes)
-{
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
-}
-
 RZ_INLINE void decode_int8(const int8_t *codes, int d, bf16 *row)
 {
     for (int i = 0; i < d; i += 2 * LANES)
-        store_both(row + i, wide_int8(codes + i), wide_int8(codes + i + LANES));
+        f32_store_two_bf16(row + i, f32_load_i8(codes + i), f32_load_i8(codes + i + LANES));
 }
 
-/* e4m3 is float16 with three exponent bits less: moved into its place, it is the value over FP8_UNIT. */
+/* What codes of e4m3 are loaded as is the value over this. */
 #define FP8_UNIT 256.0f
 
 RZ_INLINE void decode_fp8(const uint8_t *codes, int d, bf16 *row)
 {
-    const __m512i sign = _mm512_set1_epi16((short)0x8000), rest = _mm512_set1_epi16(0x3f80);
     for (int i = 0; i < d; i += 2 * LANES) {
-        __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(codes + i)));
-        wide = _mm512_slli_epi16(wide, 7);
-        /* A sign that was extended has filled a bit of the exponent as well. */
-        __m512i half = _mm512_or_si512(_mm512_and_si512(wide, sign), _mm512_and_si512(wide, rest));
-        store_both(row + i, _mm512_cvtph_ps(_mm512_castsi512_si256(half)),
-                   _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)));
+        f32 first, second;
+        f32_load_two_e4m3(codes + i, &first, &second);
+        f32_store_two_bf16(row + i, first, second);
     }
 }
 
@@ -175,7 +161,7 @@ RZ_INLINE void pull(upcoming *ahead, int lines)
         return;
     const char *from = ahead->planes[ahead->next] + ahead->at;
     for (int line = 0; line < lines; line++)
-        _mm_prefetch(from + line * 64, _MM_HINT_T0);
+        __builtin_prefetch(from + line * 64);
     ahead->at += lines * 64;
     if (ahead->at >= ahead->bytes) {
         ahead->at = 0;
@@ -194,19 +180,12 @@ static void pack_keys(int d, int panels, const bf16 *const *rows, scratch_memory
     }
 }
 
-/* Interleaves two rows: v0[0] v1[0] v0[1] v1[1] ... */
 static void pack_values(int d, int keys, const bf16 *const *rows, scratch_memory *scratch, upcoming *ahead)
 {
-    const __m512i low = _mm512_set_epi16(
-        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int key = 0; key < keys; key += 2) {
         for (int column = 0; column < d; column += PANEL) {
             pull(ahead, 2);
-            __m512i even = _mm512_loadu_si512(rows[key] + column), odd = _mm512_loadu_si512(rows[key + 1] + column);
-            bf16 *to = &scratch->values[column / PANEL][key / 2][0][0];
-            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
-            _mm512_storeu_si512(to + PANEL, _mm512_permutex2var_epi16(even, high, odd));
+            interleave_rows(rows[key] + column, rows[key + 1] + column, &scratch->values[column / PANEL][key / 2][0][0]);
         }
     }
 }
@@ -227,51 +206,50 @@ static void multiply(int rows, const bf16 *x, long ldx, const bf16 *panel, long 
 static void soften(const rz_attention_shape *shape, scratch_memory *scratch, int query, int position, int first_key,
                    int used)
 {
+    static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
     float *scores = scratch->scores[query];
-    const __m512 factor = _mm512_set1_ps(shape->scale * LOG2_E);
-    const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    const f32 factor = f32_set1(shape->scale * LOG2_E);
+    const f32 nothing = f32_set1(-INFINITY);
     const int lowest = shape->window ? position - shape->window + 1 - first_key : -1;
-    const __m512i keys = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i newest = _mm512_set1_epi32(position - first_key), oldest = _mm512_set1_epi32(lowest);
-    __m512 values[KEYS / LANES], peak = nothing;
+    const i32 newest = i32_set1(position - first_key), oldest = i32_set1(lowest);
+    f32 values[KEYS / LANES], peak = nothing;
     for (int i = 0; i < used / LANES; i++) {
-        __m512 value = _mm512_mul_ps(_mm512_loadu_ps(scores + i * LANES), _mm512_loadu_ps(scratch->scales[0] + i * LANES));
+        f32 value = f32_mul(f32_load(scores + i * LANES), f32_load(scratch->scales[0] + i * LANES));
         if (shape->soft_cap > 0) {
-            __m512 capped = tanh_ps(_mm512_mul_ps(value, _mm512_set1_ps(shape->scale / shape->soft_cap)));
-            value = _mm512_mul_ps(capped, _mm512_set1_ps(shape->soft_cap * LOG2_E));
+            f32 capped = tanh_f32(f32_mul(value, f32_set1(shape->scale / shape->soft_cap)));
+            value = f32_mul(capped, f32_set1(shape->soft_cap * LOG2_E));
         } else {
-            value = _mm512_mul_ps(value, factor);
+            value = f32_mul(value, factor);
         }
-        __m512i key = _mm512_add_epi32(keys, _mm512_set1_epi32(i * LANES));
-        __mmask16 seen = _mm512_cmple_epi32_mask(key, newest) & _mm512_cmpge_epi32_mask(key, oldest);
-        values[i] = _mm512_mask_blend_ps(seen, nothing, value);
-        peak = _mm512_max_ps(peak, values[i]);
+        i32 key = i32_add(i32_load(numbers), i32_set1(i * LANES));
+        lanes unseen = lanes_or(i32_greater(key, newest), i32_greater(oldest, key));
+        values[i] = f32_select(unseen, nothing, value);
+        peak = f32_max(peak, values[i]);
     }
-    float before = scratch->largest[query], now = _mm512_reduce_max_ps(peak);
+    float before = scratch->largest[query], now = f32_largest(peak);
     if (now <= before)
         now = before;
     if (now == -INFINITY) { /* nothing seen yet */
         memset(scratch->weights[query], 0, (size_t)used * sizeof(bf16));
         return;
     }
-    __m512 total = _mm512_setzero_ps(), base = _mm512_set1_ps(now);
+    f32 total = f32_zero(), base = f32_set1(now);
     for (int i = 0; i < used / LANES; i++) {
-        __m512 weight = exp2_ps(_mm512_sub_ps(values[i], base));
-        weight = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(values[i], nothing, _CMP_EQ_OQ), weight, _mm512_setzero_ps());
-        total = _mm512_add_ps(total, weight);
-        store_bf16(scratch->weights[query] + i * LANES, _mm512_mul_ps(weight, _mm512_loadu_ps(scratch->scales[1] + i * LANES)));
+        f32 weight = exp2_f32(f32_sub(values[i], base));
+        weight = f32_select(f32_equal(values[i], nothing), f32_zero(), weight);
+        total = f32_add(total, weight);
+        f32_store_bf16(scratch->weights[query] + i * LANES, f32_mul(weight, f32_load(scratch->scales[1] + i * LANES)));
     }
     float keep = 1.0f;
     if (now > before) {
         keep = before == -INFINITY ? 0.0f : exp2f(before - now);
         scratch->largest[query] = now;
-        __m512 factor_of_sums = _mm512_set1_ps(keep);
         for (int i = 0; i < shape->head_dim; i += LANES) {
             float *sum = scratch->sums[query] + i;
-            _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), factor_of_sums));
+            f32_store(sum, f32_mul(f32_load(sum), f32_set1(keep)));
         }
     }
-    scratch->total[query] = scratch->total[query] * keep + _mm512_reduce_add_ps(total);
+    scratch->total[query] = scratch->total[query] * keep + f32_sum(total);
 }
 
 static void finish(const rz_attention_shape *shape, const rz_attention_part *part, const scratch_memory *scratch)
@@ -287,9 +265,9 @@ static void finish(const rz_attention_shape *shape, const rz_attention_part *par
             continue;
         }
         bf16 *out = part->out + query / shape->group * part->out_stride + query % shape->group * d;
-        __m512 share = _mm512_set1_ps(scratch->total[query] > 0 ? 1.0f / scratch->total[query] : 0.0f);
+        f32 share = f32_set1(scratch->total[query] > 0 ? 1.0f / scratch->total[query] : 0.0f);
         for (int i = 0; i < d; i += LANES)
-            store_bf16(out + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), share));
+            f32_store_bf16(out + i, f32_mul(f32_load(sums + i), share));
     }
 }
 
@@ -356,14 +334,14 @@ void rz_merge(const float *partial, int parts, long stride, int head_dim, bf16 *
     for (int part = 0; part < parts; part++)
         largest = fmaxf(largest, partial[part * stride + head_dim]);
     for (int i = 0; i < head_dim; i += LANES) {
-        __m512 sum = _mm512_setzero_ps();
+        f32 sum = f32_zero();
         total = 0.0f;
         for (int part = 0; part < parts; part++) {
             const float *from = partial + part * stride;
             float weight = from[head_dim] == -INFINITY ? 0.0f : exp2f(from[head_dim] - largest);
-            sum = _mm512_fmadd_ps(_mm512_loadu_ps(from + i), _mm512_set1_ps(weight), sum);
+            sum = f32_fma(f32_load(from + i), f32_set1(weight), sum);
             total += from[head_dim + 1] * weight;
         }
-        store_bf16(out + i, _mm512_mul_ps(sum, _mm512_set1_ps(total > 0 ? 1.0f / total : 0.0f)));
+        f32_store_bf16(out + i, f32_mul(sum, f32_set1(total > 0 ? 1.0f / total : 0.0f)));
     }
 }

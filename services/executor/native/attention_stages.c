@@ -46,7 +46,7 @@ static void rotate(const rz_model *model, const float *cosines, float *restrict 
 static void to_bf16(bf16 *to, const float *from, int count)
 {
     for (int i = 0; i < count; i += LANES)
-        store_bf16(to + i, _mm512_loadu_ps(from + i));
+        f32_store_bf16(to + i, f32_load(from + i));
 }
 
 /* One token: its heads are normed and turned, its keys and values go to the cache. */
@@ -140,7 +140,7 @@ static void offer_task(void *argument, long token, long next, int thread)
         shared_row row = shared_row_of(decoder, token, i);
         if (decoder->space.mine[token] >> i & 1)
             for (int at = 0; at < row.width; at += LANES)
-                _mm512_storeu_ps(row.exchanged + at, load_bf16(row.attended + at));
+                f32_store(row.exchanged + at, f32_load_bf16(row.attended + at));
     }
 }
 

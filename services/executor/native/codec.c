@@ -4,42 +4,37 @@
 #include <float.h>
 #include <string.h>
 
-#define NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
-
-RZ_INLINE __m128i to_int8(__m512 values)
+RZ_INLINE f32 limited(f32 values, float limit)
 {
-    __m512 limit = _mm512_set1_ps(127.0f);
-    values = _mm512_min_ps(_mm512_max_ps(values, _mm512_sub_ps(_mm512_setzero_ps(), limit)), limit);
-    return _mm512_cvtepi32_epi8(_mm512_cvt_roundps_epi32(values, NEAREST));
+    return f32_min(f32_max(values, f32_set1(-limit)), f32_set1(limit));
 }
 
-/* e4m3: rounded to what it can hold, which float16 holds too; its bits are float16's, moved (attention.c). */
-RZ_INLINE __m128i to_fp8(__m512 values)
+/* Rounded to what e4m3 can hold, which float16 holds too; its bits are float16's, moved (vector_avx512.h). */
+static void store_e4m3(uint8_t *to, f32 values)
 {
-    __m512 limit = _mm512_set1_ps(448.0f);
-    values = _mm512_min_ps(_mm512_max_ps(values, _mm512_sub_ps(_mm512_setzero_ps(), limit)), limit);
-    __m512 exponent = _mm512_max_ps(_mm512_getexp_ps(values), _mm512_set1_ps(-6.0f));
-    __m512 step = _mm512_scalef_ps(_mm512_set1_ps(0.125f), exponent);
-    __m512 rounded = _mm512_mul_ps(_mm512_roundscale_ps(_mm512_div_ps(values, step), NEAREST), step);
-    __m256i half = _mm512_cvtps_ph(_mm512_mul_ps(rounded, _mm512_set1_ps(1.0f / 256)), NEAREST);
-    __m256i rest = _mm256_and_si256(_mm256_srli_epi16(half, 7), _mm256_set1_epi16(0x7f));
-    __m256i sign = _mm256_and_si256(_mm256_srli_epi16(half, 8), _mm256_set1_epi16(0x80));
-    return _mm256_cvtepi16_epi8(_mm256_or_si256(rest, sign));
+    values = limited(values, 448.0f);
+    f32 step = f32_mul(f32_max(f32_power_below(values), f32_set1(1.0f / 64)), f32_set1(0.125f));
+    f32 rounded = f32_mul(f32_round(f32_div(values, step)), step);
+    uint16_t half[LANES];
+    f32_store_f16(half, f32_mul(rounded, f32_set1(1.0f / 256)));
+    for (int i = 0; i < LANES; i++)
+        to[i] = (uint8_t)((half[i] >> 7 & 0x7f) | (half[i] >> 8 & 0x80));
 }
 
 void rz_encode(int codec, const bf16 *values, long count, void *codes, float *scale)
 {
-    __m512 peak = _mm512_setzero_ps();
+    f32 peak = f32_zero();
     for (long i = 0; i < count; i += LANES)
-        peak = _mm512_max_ps(peak, _mm512_abs_ps(load_bf16(values + i)));
-    float unit = _mm512_reduce_max_ps(peak) / (codec == RZ_CODEC_INT8 ? 127.0f : 448.0f);
+        peak = f32_max(peak, f32_abs(f32_load_bf16(values + i)));
+    float unit = f32_largest(peak) / (codec == RZ_CODEC_INT8 ? 127.0f : 448.0f);
     unit = unit > FLT_MIN ? unit : FLT_MIN;
     *scale = unit;
-    __m512 divisor = _mm512_set1_ps(unit);
     for (long i = 0; i < count; i += LANES) {
-        __m512 scaled = _mm512_div_ps(load_bf16(values + i), divisor);
-        __m128i code = codec == RZ_CODEC_INT8 ? to_int8(scaled) : to_fp8(scaled);
-        _mm_storeu_si128((__m128i *)((uint8_t *)codes + i), code);
+        f32 in_units = f32_div(f32_load_bf16(values + i), f32_set1(unit));
+        if (codec == RZ_CODEC_INT8)
+            f32_store_i8((int8_t *)codes + i, limited(in_units, 127.0f));
+        else
+            store_e4m3((uint8_t *)codes + i, in_units);
     }
 }
 

@@ -92,13 +92,12 @@ static void norm_task(void *argument, long task, long next, int thread)
     float *x = decoder->space.residual + token * hidden;
     if (job->adds)
         add_delta(decoder, job->after, x, decoder->space.delta + token * hidden);
-    __m512 scale = _mm512_set1_ps(rms_scale(x, hidden, decoder->model.eps));
+    f32 scale = f32_set1(rms_scale(x, hidden, decoder->model.eps));
     bf16 *to = decoder->space.normed + task * hidden;
     for (long i = 0; i < hidden; i += LANES) {
-        __mmask16 lanes = lanes_left(i, hidden);
-        __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + i), scale);
-        value = _mm512_mul_ps(value, _mm512_maskz_loadu_ps(lanes, job->weight + i));
-        _mm256_mask_storeu_epi16(to + i, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+        lanes some = lanes_first(hidden - i);
+        f32 value = f32_mul(f32_load_some(some, x + i), scale);
+        f32_store_some_bf16(some, to + i, f32_mul(value, f32_load_some(some, job->weight + i)));
     }
 }
 

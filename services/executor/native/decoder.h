@@ -99,6 +99,11 @@ typedef struct {
 /* Bytes of the four structures above: linear, layer, model, step. Whoever fills them asks whether theirs are these. */
 void rz_sizes(int64_t *sizes);
 
+/* The levels of instructions (levels/) that this processor runs, by name, the best first, each with a space behind it,
+ * to `names` [RZ_LEVEL_NAMES]. What computes is there once for each level, its functions named after it. */
+enum { RZ_LEVEL_NAMES = 64 };
+void rz_levels(char *names);
+
 typedef struct rz_decoder rz_decoder;
 
 /* What a step's time is spent on. */

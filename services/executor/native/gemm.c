@@ -1,64 +1,113 @@
 /* See gemm.h. */
 #include "gemm.h"
 
-#include <string.h>
+#if defined(__AMX_BF16__)
+#include "levels/tile_amx.h"
+#else
 
-RZ_INLINE __m512bh pair_of(const bf16 *x)
-{
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (__m512bh)_mm512_set1_epi32(pair);
-}
+enum { PAIRS_AT_ONCE = 64 /* whose inputs are widened at once: they stay in the first cache */ };
 
-/* Every row is summed in the same order, however many rows there are: what a row comes to does not depend on its
- * neighbours. */
-RZ_INLINE void tile(const int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
-                    const char *ahead, long step)
+/* `rows` rows by `vectors` vectors of a panel, whose sums stay in registers. Every row is summed in the same order,
+ * however many rows there are: what a row comes to does not depend on its neighbours. */
+RZ_INLINE void block(const int rows, const int vectors, const operand *x, long ldx, const bf16 *panel, long pairs,
+                     float *c, long ldc, int add, const char *ahead, long step)
 {
-    __m512 sums[TILE_ROWS][2];
+    wide sums[TILE_ROWS][PANEL / WIDTH];
 #pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
-        sums[row][0] = add ? _mm512_loadu_ps(c + row * ldc) : _mm512_setzero_ps();
-        sums[row][1] = add ? _mm512_loadu_ps(c + row * ldc + LANES) : _mm512_setzero_ps();
-    }
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            sums[row][v] = add ? wide_load(c + row * ldc + v * WIDTH) : wide_zero();
     for (long pair = 0; pair < pairs; pair++) {
-        __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
-        __m512bh right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
-        _mm_prefetch(ahead, _MM_HINT_T0);
-        _mm_prefetch(ahead + 64, _MM_HINT_T0);
+#pragma GCC unroll 2
+        for (int line = 0; line < vectors * WIDTH / LANES; line++)
+            __builtin_prefetch(ahead + 64 * line);
         ahead += step;
+#pragma GCC unroll 2
+        for (int turn = 0; turn < TURNS; turn++) {
+            wide weights[PANEL / WIDTH];
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                weights[v] = weights_of(panel + v * 2 * WIDTH, turn);
 #pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-            __m512bh both = pair_of(x + row * ldx);
-            sums[row][0] = _mm512_dpbf16_ps(sums[row][0], both, left);
-            sums[row][1] = _mm512_dpbf16_ps(sums[row][1], both, right);
+            for (int row = 0; row < rows; row++) {
+                wide one = operand_of(x + row * ldx, turn);
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors; v++)
+                    sums[row][v] = multiply_add(sums[row][v], one, weights[v]);
+            }
         }
         x += 2;
         panel += 2 * PANEL;
     }
 #pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
-        _mm512_storeu_ps(c + row * ldc, sums[row][0]);
-        _mm512_storeu_ps(c + row * ldc + LANES, sums[row][1]);
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            wide_store(c + row * ldc + v * WIDTH, sums[row][v]);
+}
+
+typedef void (*block_function)(const operand *, long, const bf16 *, long, float *, long, int, const char *, long);
+
+/* Few rows take a panel at once, and read it as it lies in memory; more of them half a panel. */
+#define BLOCK_OF(n) \
+    static __attribute__((noinline)) void block_##n(const operand *x, long ldx, const bf16 *panel, long pairs, \
+                                                    float *c, long ldc, int add, const char *ahead, long step) \
+    { \
+        if (n <= WHOLE_AT_ONCE) { \
+            block(n, PANEL / WIDTH, x, ldx, panel, pairs, c, ldc, add, ahead, step); \
+            return; \
+        } \
+        for (int half = 0; half < PANEL; half += PANEL / 2) \
+            block(n, PANEL / 2 / WIDTH, x, ldx, panel + 2 * half, pairs, c + half, ldc, add, ahead + 4 * half, step); \
+    }
+
+BLOCK_OF(1) BLOCK_OF(2) BLOCK_OF(3) BLOCK_OF(4) BLOCK_OF(5) BLOCK_OF(6)
+#if MOST_AT_ONCE > 6
+BLOCK_OF(7) BLOCK_OF(8) BLOCK_OF(9) BLOCK_OF(10) BLOCK_OF(11) BLOCK_OF(12)
+#endif
+
+static const block_function BLOCKS[MOST_AT_ONCE + 1] = {
+    NULL, block_1, block_2, block_3, block_4, block_5, block_6,
+#if MOST_AT_ONCE > 6
+    block_7, block_8, block_9, block_10, block_11, block_12,
+#endif
+};
+
+static void blocks(int rows, const operand *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
+                   const char *ahead, long step)
+{
+    int count = (rows + MOST_AT_ONCE - 1) / MOST_AT_ONCE;
+    for (int done = 0; count; count--) {
+        int here = (rows - done + count - 1) / count;
+        BLOCKS[here](x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add, ahead, step);
+        done += here;
     }
 }
 
-#define TILE_OF(n) \
-    static __attribute__((noinline)) void tile_##n( \
-        const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add, \
-        const char *ahead, long step) \
-    { \
-        tile(n, x, ldx, panel, pairs, c, ldc, add, ahead, step); \
+static void widen(int rows, const bf16 *x, long ldx, long count, operand *to, long ld_to)
+{
+    for (int row = 0; row < rows; row++)
+        for (long i = 0; i < count; i++)
+            to[row * ld_to + i] = (operand)bf16_to_float(x[row * ldx + i]);
+}
+
+static void tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
+                 const char *ahead, long step)
+{
+    if (TURNS == 1) {
+        blocks(rows, (const operand *)x, ldx, panel, pairs, c, ldc, add, ahead, step);
+        return;
     }
-
-TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
-TILE_OF(7) TILE_OF(8) TILE_OF(9) TILE_OF(10) TILE_OF(11) TILE_OF(12)
-
-typedef void (*tile_function)(const bf16 *, long, const bf16 *, long, float *, long, int, const char *, long);
-
-static const tile_function TILES[TILE_ROWS + 1] = {
-    NULL, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6, tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
-};
+    operand inputs[TILE_ROWS * 2 * PAIRS_AT_ONCE];
+    for (long pair = 0; pair < pairs; pair += PAIRS_AT_ONCE) {
+        long here = pairs - pair < PAIRS_AT_ONCE ? pairs - pair : PAIRS_AT_ONCE;
+        widen(rows, x + 2 * pair, ldx, 2 * here, inputs, 2 * PAIRS_AT_ONCE);
+        blocks(rows, inputs, 2 * PAIRS_AT_ONCE, panel + pair * 2 * PANEL, here, c, ldc, add || pair,
+               ahead + pair * step, step);
+    }
+}
+#endif
 
 rz_ahead rz_look_ahead(const bf16 *panel, long tiles)
 {
@@ -69,7 +118,7 @@ void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, f
              rz_ahead *ahead)
 {
     long step = ahead ? ahead->step : 0;
-    TILES[rows](x, ldx, panel, pairs, c, ldc, add, step ? ahead->next : (const char *)x, step);
+    tile(rows, x, ldx, panel, pairs, c, ldc, add, step ? ahead->next : (const char *)x, step);
     if (step)
         ahead->next += step * pairs;
 }

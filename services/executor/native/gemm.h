@@ -2,12 +2,13 @@
  *
  *     y[m][n] = sum over k of x[m][k] * w[n][k]
  *
- * Weights are packed once, in panels of 32 outputs; a panel holds pairs of inputs, the shape that the
- * processor's dot-product instruction (vdpbf16ps) reads:
+ * Weights are packed once, in panels of 32 outputs; a panel holds pairs of inputs, the shape that processors'
+ * dot-product instructions (vdpbf16ps, tdpbf16ps, bfdot) read, and the same at every level of instructions:
  *
  *     panel p   k 0,1 of outputs 32p .. 32p+31 | k 2,3 of outputs 32p .. 32p+31 | ...      4 bytes each
  *
- * One tile is up to 12 rows of x by one panel: 24 accumulators stay in registers over all of k.
+ * One tile is up to TILE_ROWS rows of x by one panel; its sums stay in registers as long as they fit. Without such
+ * an instruction bf16 is widened, which is a shift or a mask, and multiplied in float32.
  */
 #ifndef RZ_GEMM_H
 #define RZ_GEMM_H
@@ -16,7 +17,11 @@
 
 enum {
     PANEL = 32,     /* outputs of a panel */
-    TILE_ROWS = 12, /* rows of x of a tile, at most */
+#if defined(__AMX_BF16__)
+    TILE_ROWS = 32, /* rows of x of a tile, at most */
+#else
+    TILE_ROWS = 12,
+#endif
 };
 
 /* The panel that a thread needs next comes from memory while it computes with this one: each tile asks for a

@@ -8,23 +8,27 @@
 
 /* The best so far, of each lane for itself. Values must come by ascending index. */
 typedef struct {
-    __m512 value;
-    __m512i at; /* int32: its index; -1 before the first */
+    float value[LANES];
+    int32_t at[LANES]; /* its index; -1 before the first */
 } rz_best;
 
 RZ_INLINE rz_best rz_best_none(void)
 {
-    return (rz_best){ _mm512_set1_ps(-__builtin_inff()), _mm512_set1_epi32(-1) };
+    rz_best best;
+    f32_store(best.value, f32_set1(-__builtin_inff()));
+    i32_store(best.at, i32_set1(-1));
+    return best;
 }
 
-/* `value`: those at `first` and after it, where `there` has a bit. */
-RZ_INLINE void rz_best_add(rz_best *best, __m512 value, __mmask16 there, long first)
+/* `value`: those at `first` and after it, where they are `there`. */
+RZ_INLINE void rz_best_add(rz_best *best, f32 value, lanes there, long first)
 {
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    __mmask16 larger = _mm512_mask_cmp_ps_mask(there, value, best->value, _CMP_NLE_UQ); /* or one is a NaN */
-    larger &= _mm512_cmp_ps_mask(best->value, best->value, _CMP_ORD_Q);
-    best->value = _mm512_mask_mov_ps(best->value, larger, value);
-    best->at = _mm512_mask_add_epi32(best->at, larger, lanes, _mm512_set1_epi32((int)first));
+    static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    const f32 before = f32_load(best->value);
+    lanes larger = lanes_and(there, lanes_and(f32_above(value, before), f32_is_number(before)));
+    f32_store(best->value, f32_select(larger, value, before));
+    const i32 at = i32_add(i32_load(numbers), i32_set1((int)first));
+    i32_store(best->at, i32_select(larger, at, i32_load(best->at)));
 }
 
 /* Index of the largest of `count` bests, `stride` apart; 0 where all that came was minus infinity. */

@@ -2,6 +2,13 @@
 
 The library is an extension module by its build (setuptools compiles it) and a plain shared library by
 its use: it knows nothing of Python. The structures below mirror `decoder.h`, field by field.
+
+It has the kernels once for each level of instructions of its architecture (`levels/`), over the same layouts:
+
+    x86-64   avx2    avxvnni    avx512vnni    avx512bf16    amx
+    Arm      neon    neonbf16
+
+A process computes at the best one that its processor runs, or at the one that it was told to.
 """
 
 import ctypes
@@ -10,7 +17,10 @@ import os
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_long, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from shared.errors import ConfigurationError
 
 MODULE = "services.executor.native._kernels"
 ROTARIES = 2
@@ -120,10 +130,40 @@ class Step(ctypes.Structure):
     ]
 
 
-@cache
+_KERNELS: dict[str, tuple[Any, list[Any]]] = {
+    "rz_packed_bytes": (c_size_t, [c_long, c_long]),
+    "rz_pack": (None, [c_void_p, c_void_p, *[c_long] * 6]),
+    "rz_decoder_new": (c_void_p, [POINTER(Model), c_int, POINTER(c_int)]),
+    "rz_decoder_free": (None, [c_void_p]),
+    "rz_decoder_forward": (c_int, [c_void_p, POINTER(Step)]),
+    "rz_decoder_spent": (None, [c_void_p, c_void_p]),
+    "rz_decoder_largest": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]),
+}
+"""The functions that are there once for each level, which their names end with."""
+
+_LEVEL_NAMES = 64
+"""As in `decoder.h`."""
+_chosen = ""
+
+
+def choose_level(level: str) -> None:
+    """Has `load_library` give the kernels of `level`; empty: of the best that this processor runs.
+
+    Raises `ConfigurationError` where it does not run them.
+    """
+    global _chosen
+    if level and not why_not() and level not in levels():
+        raise ConfigurationError(
+            f"RYZANSTEIN_CPU_LEVEL is {level!r}, which is not a level that this CPU has; leave it empty, or choose one "
+            f"of: {', '.join(levels())}."
+        )
+    _chosen = level
+
+
 def load_library() -> Any | None:
-    """The library, or None where it cannot be used: `why_not` says why."""
-    return None if why_not() else compiled()
+    """The functions of `_KERNELS` at the chosen level, and `level`, its name. None where they cannot be used:
+    `why_not` says why."""
+    return None if why_not() else kernels_at(_chosen or levels()[0])
 
 
 @cache
@@ -131,13 +171,32 @@ def why_not() -> str:
     """Why the kernels cannot be used here; empty where they can."""
     if os.environ.get(DISABLE) == "0":
         return f"{DISABLE} is 0"
-    library = compiled()
-    if library is None:
+    if compiled() is None:
         return (
             "they were not compiled, or not since they were changed; with gcc on the path, install the package again: "
             "pip install --force-reinstall --no-deps --no-cache-dir ryzanstein (in a checkout: --no-deps --editable .)"
         )
-    return "" if library.rz_supported() else "this processor lacks AVX512-BF16"
+    return "" if levels() else "this processor has neither AVX2 nor Arm's dot products"
+
+
+@cache
+def levels() -> tuple[str, ...]:
+    """The levels of the library that this processor runs, the best first."""
+    names = ctypes.create_string_buffer(_LEVEL_NAMES)
+    if library := compiled():
+        library.rz_levels(names)
+    return tuple(names.value.decode().split())
+
+
+@cache
+def kernels_at(level: str) -> Any:
+    """As `load_library`, at one of `levels`."""
+    kernels = SimpleNamespace(level=level)
+    for name, (result, arguments) in _KERNELS.items():
+        function = getattr(compiled(), f"{name}_{level}")
+        function.restype, function.argtypes = result, arguments
+        setattr(kernels, name, function)
+    return kernels
 
 
 def library_file() -> Path | None:
@@ -158,19 +217,10 @@ def compiled() -> Any | None:
     if file is None:
         return None
     library = ctypes.CDLL(str(file))
-    if not _has_our_structures(library) or not all(hasattr(library, name) for name in _RING_FUNCTIONS):
+    if not _has_our_structures(library) or not all(
+        hasattr(library, name) for name in (*_RING_FUNCTIONS, "rz_levels")
+    ):
         return None
-    library.rz_supported.restype = c_int
-    library.rz_packed_bytes.argtypes, library.rz_packed_bytes.restype = [c_long, c_long], c_size_t
-    library.rz_pack.argtypes = [c_void_p, c_void_p, *[c_long] * 6]
-    library.rz_decoder_new.argtypes = [POINTER(Model), c_int, POINTER(c_int)]
-    library.rz_decoder_new.restype = c_void_p
-    library.rz_decoder_free.argtypes = [c_void_p]
-    library.rz_decoder_forward.argtypes = [c_void_p, POINTER(Step)]
-    library.rz_decoder_forward.restype = c_int
-    library.rz_decoder_spent.argtypes, library.rz_decoder_spent.restype = [c_void_p, c_void_p], None
-    library.rz_decoder_largest.argtypes = [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]
-    library.rz_decoder_largest.restype = None
     for name, (result, arguments) in _RING_FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -6,29 +6,29 @@
 
 enum { ROWS_OF_TASK = 96 /* rows of a task: they stay in the second cache for a panel */ };
 
-RZ_INLINE __m512 with_bias(const rz_product *job, const float *sums, long column)
+RZ_INLINE f32 with_bias(const rz_product *job, const float *sums, long column)
 {
-    __m512 value = _mm512_loadu_ps(sums);
-    return job->linear->bias ? _mm512_add_ps(value, _mm512_loadu_ps(job->linear->bias + column)) : value;
+    f32 value = f32_load(sums);
+    return job->linear->bias ? f32_add(value, f32_load(job->linear->bias + column)) : value;
 }
 
 static void end_activate(const rz_product *job, const float *sums, long row, long column)
 {
-    __m512 gate = with_bias(job, sums, column), up = with_bias(job, sums + LANES, column + LANES);
-    gate = job->activation == RZ_SILU ? silu_ps(gate) : gelu_tanh_ps(gate);
-    store_bf16((bf16 *)job->out + row * (job->linear->outputs / 2) + column / 2, _mm512_mul_ps(gate, up));
+    f32 gate = with_bias(job, sums, column), up = with_bias(job, sums + LANES, column + LANES);
+    gate = job->activation == RZ_SILU ? silu_f32(gate) : gelu_tanh_f32(gate);
+    f32_store_bf16((bf16 *)job->out + row * (job->linear->outputs / 2) + column / 2, f32_mul(gate, up));
 }
 
 /* `before`: what is added to; zeros where nothing is. */
-RZ_INLINE __m512 scaled(const rz_product *job, const float *sums, long column, __mmask16 lanes, __m512 before)
+RZ_INLINE f32 scaled(const rz_product *job, const float *sums, long column, lanes some, f32 before)
 {
-    __m512 value = _mm512_loadu_ps(sums), scale = _mm512_set1_ps(job->scale);
+    f32 value = f32_load(sums), scale = f32_set1(job->scale);
     if (job->linear->bias)
-        value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, job->linear->bias + column));
-    value = job->end == ADD ? _mm512_fmadd_ps(value, scale, before) : _mm512_mul_ps(value, scale);
+        value = f32_add(value, f32_load_some(some, job->linear->bias + column));
+    value = job->end == ADD ? f32_fma(value, scale, before) : f32_mul(value, scale);
     if (job->cap > 0) {
-        __m512 cap = _mm512_set1_ps(job->cap);
-        value = _mm512_mul_ps(cap, tanh_ps(_mm512_div_ps(value, cap)));
+        f32 cap = f32_set1(job->cap);
+        value = f32_mul(cap, tanh_f32(f32_div(value, cap)));
     }
     return value;
 }
@@ -37,10 +37,10 @@ static void end_float(const rz_product *job, const float *sums, long row, long c
 {
     const long columns = job->linear->outputs;
     for (int half = 0; half < 2; half++, column += LANES, sums += LANES) {
-        __mmask16 lanes = lanes_left(column, columns);
+        lanes some = lanes_first(columns - column);
         float *to = (float *)job->out + row * columns + column;
-        __m512 before = job->end == ADD ? _mm512_maskz_loadu_ps(lanes, to) : _mm512_setzero_ps();
-        _mm512_mask_storeu_ps(to, lanes, scaled(job, sums, column, lanes, before));
+        f32 before = job->end == ADD ? f32_load_some(some, to) : f32_zero();
+        f32_store_some(some, to, scaled(job, sums, column, some, before));
     }
 }
 
@@ -48,8 +48,8 @@ static void end_largest(const rz_product *job, const float *sums, long row, long
 {
     rz_best *best = (rz_best *)job->out + thread * job->rows + row;
     for (int half = 0; half < 2; half++, column += LANES, sums += LANES) {
-        __mmask16 lanes = lanes_left(column, job->linear->outputs);
-        rz_best_add(best, scaled(job, sums, column, lanes, _mm512_setzero_ps()), lanes, column);
+        lanes some = lanes_first(job->linear->outputs - column);
+        rz_best_add(best, scaled(job, sums, column, some, f32_zero()), some, column);
     }
 }
 

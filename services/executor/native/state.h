@@ -37,22 +37,15 @@ RZ_INLINE long least(long a, long b)
     return a < b ? a : b;
 }
 
-/* The lanes of a vector at `column` that lie within `columns`. */
-RZ_INLINE __mmask16 lanes_left(long column, long columns)
-{
-    long left = columns - column;
-    return left >= LANES ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
-}
-
 /* What x [count] is multiplied with to have a mean square of 1. */
 RZ_INLINE float rms_scale(const float *x, long count, float eps)
 {
-    __m512 sum = _mm512_setzero_ps();
+    f32 sum = f32_zero();
     for (long i = 0; i < count; i += LANES) {
-        __m512 value = _mm512_maskz_loadu_ps(lanes_left(i, count), x + i);
-        sum = _mm512_fmadd_ps(value, value, sum);
+        f32 value = f32_load_some(lanes_first(count - i), x + i);
+        sum = f32_fma(value, value, sum);
     }
-    return 1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)count + eps);
+    return 1.0f / sqrtf(f32_sum(sum) / (float)count + eps);
 }
 
 #endif

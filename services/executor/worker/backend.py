@@ -71,7 +71,7 @@ def packed_runner(
 ) -> ModelRunner:
     """A runner for a model that was packed before, where `native_kernels` may compute; `widths` as of `widths_of`."""
     library, ring = native_kernels(collectives, store.device, threads)
-    log.info("computing_with_native_kernels", threads=threads, cores=list(cpus) or "any", weights="cached")
+    _log_native(library, threads, cpus, "cached")
     decoder = NativeDecoder(library, packed, store, layout, threads, ring, cpus)
     return ModelRunner(None, widths, store, collectives, store.device, spill, decoder)
 
@@ -191,11 +191,19 @@ def _native_decoder(
     except CannotLower as reason:
         log.info("computing_with_pytorch", reason=str(reason))
         return None
-    log.info(
-        "computing_with_native_kernels", threads=threads, cores=list(cpus) or "any", weights="packed here"
-    )
+    _log_native(library, threads, cpus, "packed here")
     packed = pack(library, lowered, layout, threads)
     return NativeDecoder(library, packed, store, layout, threads, ring, cpus)
+
+
+def _log_native(library: Any, threads: int, cpus: Sequence[int], weights: str) -> None:
+    log.info(
+        "computing_with_native_kernels",
+        level=library.level,
+        threads=threads,
+        cores=list(cpus) or "any",
+        weights=weights,
+    )
 
 
 def _lower(

@@ -154,7 +154,8 @@ class ModelRunner:
     def kernels(self) -> str:
         """What computes, by a name that stands for one order of sums and one way of rounding."""
         if self.is_native:
-            return "native avx512-bf16"
+            assert isinstance(self._decoder, NativeDecoder)
+            return f"native {self._decoder.level}"
         if self._batch_invariant:
             return f"Triton batch-invariant {_capability(self._device)}"
         return f"{'PyTorch' if self._decoder is None else 'Triton'} {self._device.type}"

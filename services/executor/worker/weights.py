@@ -20,6 +20,7 @@ from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.sizes import StepWidths, widths_of
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import CannotLower
+from services.executor.native.library import choose_level
 from services.executor.worker import backend
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.runner import widths_of as vocabulary_widths
@@ -68,6 +69,7 @@ def load_share(
     report: Report,
 ) -> Share:
     """Raises `ModelLoadError` and `ConfigurationError`: one sentence with the remedy."""
+    choose_level(settings.cpu_level)
     threads = thread_count(settings)
     cache = _cache_of(settings, spec, directory, device, collectives, threads)
     if cache is not None:

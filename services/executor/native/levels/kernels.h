@@ -1,0 +1,49 @@
+/* All kernels of one level of instructions, in one translation unit. A level's file names the instructions and itself
+ * (RZ_LEVEL) and includes this; nothing in it may run before rz_levels() (support.c) has named the level.
+ *
+ * Its functions are called after it: rz_pack of avx2 is rz_pack_avx2. */
+#ifndef RZ_LEVEL
+#error "a level's file defines RZ_LEVEL"
+#endif
+
+#define RZ_JOINED(name, level) name##_##level
+#define RZ_NAMED(name, level) RZ_JOINED(name, level)
+#define RZ_OF_LEVEL(name) RZ_NAMED(name, RZ_LEVEL)
+
+#define rz_attend RZ_OF_LEVEL(rz_attend)
+#define rz_attend_rows RZ_OF_LEVEL(rz_attend_rows)
+#define rz_attention_scratch RZ_OF_LEVEL(rz_attention_scratch)
+#define rz_best_of RZ_OF_LEVEL(rz_best_of)
+#define rz_cache_of RZ_OF_LEVEL(rz_cache_of)
+#define rz_compress_plane RZ_OF_LEVEL(rz_compress_plane)
+#define rz_decoder_forward RZ_OF_LEVEL(rz_decoder_forward)
+#define rz_decoder_free RZ_OF_LEVEL(rz_decoder_free)
+#define rz_decoder_largest RZ_OF_LEVEL(rz_decoder_largest)
+#define rz_decoder_new RZ_OF_LEVEL(rz_decoder_new)
+#define rz_decoder_spent RZ_OF_LEVEL(rz_decoder_spent)
+#define rz_encode RZ_OF_LEVEL(rz_encode)
+#define rz_largest RZ_OF_LEVEL(rz_largest)
+#define rz_look_ahead RZ_OF_LEVEL(rz_look_ahead)
+#define rz_merge RZ_OF_LEVEL(rz_merge)
+#define rz_multiply RZ_OF_LEVEL(rz_multiply)
+#define rz_now RZ_OF_LEVEL(rz_now)
+#define rz_pack RZ_OF_LEVEL(rz_pack)
+#define rz_packed_bytes RZ_OF_LEVEL(rz_packed_bytes)
+#define rz_plan_attention RZ_OF_LEVEL(rz_plan_attention)
+#define rz_run_stage RZ_OF_LEVEL(rz_run_stage)
+#define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
+#define rz_tile RZ_OF_LEVEL(rz_tile)
+#define rz_unpack_row RZ_OF_LEVEL(rz_unpack_row)
+#define rz_workspace_free RZ_OF_LEVEL(rz_workspace_free)
+#define rz_workspace_new RZ_OF_LEVEL(rz_workspace_new)
+#define rz_workspace_reserve RZ_OF_LEVEL(rz_workspace_reserve)
+#define rz_workspace_reserve_bests RZ_OF_LEVEL(rz_workspace_reserve_bests)
+
+#include "../attention.c"
+#include "../attention_stages.c"
+#include "../codec.c"
+#include "../decoder.c"
+#include "../gemm.c"
+#include "../largest.c"
+#include "../products.c"
+#include "../workspace.c"

@@ -1,0 +1,385 @@
+/* Vectors of 16 lanes in two registers of AVX2, with FMA and F16C; with AVX-VNNI's products of integers where it is
+ * compiled for that. See vector.h; what each function does is said in vector_avx512.h. */
+#ifndef RZ_VECTOR_AVX2_H
+#define RZ_VECTOR_AVX2_H
+
+#include <immintrin.h>
+
+typedef struct { __m256 low, high; } f32;
+typedef struct { __m256i low, high; } i32;
+typedef i32 bytes;
+typedef i32 lanes; /* all bits of a lane, or none */
+
+enum { VECTORS = 8 };
+
+#define RZ_NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+/* `type` of what `function` makes of the halves of one vector, or two. */
+#define HALVES(type, function, a) ((type){ function((a).low), function((a).high) })
+#define HALVES2(type, function, a, b) ((type){ function((a).low, (b).low), function((a).high, (b).high) })
+
+RZ_INLINE __m256i bits_of(__m256 a) { return _mm256_castps_si256(a); }
+RZ_INLINE __m256 as_float(__m256i a) { return _mm256_castsi256_ps(a); }
+
+/* --- lanes --- */
+
+RZ_INLINE lanes lanes_first(long count)
+{
+    const __m256i numbers = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    const __m256i end = _mm256_set1_epi32(count >= LANES ? LANES : (int)count);
+    return (lanes){ _mm256_cmpgt_epi32(end, numbers),
+                    _mm256_cmpgt_epi32(end, _mm256_add_epi32(numbers, _mm256_set1_epi32(8))) };
+}
+
+RZ_INLINE lanes lanes_and(lanes a, lanes b) { return HALVES2(lanes, _mm256_and_si256, a, b); }
+RZ_INLINE lanes lanes_or(lanes a, lanes b) { return HALVES2(lanes, _mm256_or_si256, a, b); }
+
+/* --- float32 --- */
+
+RZ_INLINE f32 f32_zero(void) { return (f32){ _mm256_setzero_ps(), _mm256_setzero_ps() }; }
+RZ_INLINE f32 f32_set1(float value) { return (f32){ _mm256_set1_ps(value), _mm256_set1_ps(value) }; }
+RZ_INLINE f32 f32_load(const float *from) { return (f32){ _mm256_loadu_ps(from), _mm256_loadu_ps(from + 8) }; }
+
+RZ_INLINE void f32_store(float *to, f32 a)
+{
+    _mm256_storeu_ps(to, a.low);
+    _mm256_storeu_ps(to + 8, a.high);
+}
+
+RZ_INLINE f32 f32_load_some(lanes some, const float *from)
+{
+    return (f32){ _mm256_maskload_ps(from, some.low), _mm256_maskload_ps(from + 8, some.high) };
+}
+
+RZ_INLINE void f32_store_some(lanes some, float *to, f32 a)
+{
+    _mm256_maskstore_ps(to, some.low, a.low);
+    _mm256_maskstore_ps(to + 8, some.high, a.high);
+}
+
+RZ_INLINE f32 f32_add(f32 a, f32 b) { return HALVES2(f32, _mm256_add_ps, a, b); }
+RZ_INLINE f32 f32_sub(f32 a, f32 b) { return HALVES2(f32, _mm256_sub_ps, a, b); }
+RZ_INLINE f32 f32_mul(f32 a, f32 b) { return HALVES2(f32, _mm256_mul_ps, a, b); }
+RZ_INLINE f32 f32_div(f32 a, f32 b) { return HALVES2(f32, _mm256_div_ps, a, b); }
+RZ_INLINE f32 f32_max(f32 a, f32 b) { return HALVES2(f32, _mm256_max_ps, a, b); }
+RZ_INLINE f32 f32_min(f32 a, f32 b) { return HALVES2(f32, _mm256_min_ps, a, b); }
+
+RZ_INLINE f32 f32_fma(f32 a, f32 b, f32 c)
+{
+    return (f32){ _mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high) };
+}
+
+RZ_INLINE f32 f32_masked(f32 a, int mask)
+{
+    const __m256 bits = as_float(_mm256_set1_epi32(mask));
+    return (f32){ _mm256_and_ps(a.low, bits), _mm256_and_ps(a.high, bits) };
+}
+
+RZ_INLINE f32 f32_abs(f32 a) { return f32_masked(a, 0x7fffffff); }
+RZ_INLINE f32 f32_power_below(f32 a) { return f32_masked(a, 0x7f800000); }
+
+RZ_INLINE f32 f32_round(f32 a)
+{
+    return (f32){ _mm256_round_ps(a.low, RZ_NEAREST), _mm256_round_ps(a.high, RZ_NEAREST) };
+}
+
+/* In two factors, of which each is a normal number. */
+RZ_INLINE __m256 times_power(__m256 a, __m256 whole)
+{
+    const __m256i bias = _mm256_set1_epi32(127);
+    __m256i power = _mm256_cvtps_epi32(_mm256_min_ps(whole, _mm256_set1_ps(250.0f)));
+    __m256i half = _mm256_srai_epi32(power, 1), rest = _mm256_sub_epi32(power, half);
+    a = _mm256_mul_ps(a, as_float(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
+    return _mm256_mul_ps(a, as_float(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
+}
+
+RZ_INLINE f32 f32_times_power(f32 a, f32 whole) { return HALVES2(f32, times_power, a, whole); }
+
+/* In the order of AVX-512's. */
+RZ_INLINE float f32_sum(f32 a)
+{
+    __m256 eight = _mm256_add_ps(a.low, a.high);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(two) + _mm_cvtss_f32(_mm_shuffle_ps(two, two, 1));
+}
+
+RZ_INLINE float f32_largest(f32 a)
+{
+    __m256 eight = _mm256_max_ps(a.low, a.high);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+#define COMPARED(a, b, how) \
+    ((lanes){ bits_of(_mm256_cmp_ps((a).low, (b).low, how)), bits_of(_mm256_cmp_ps((a).high, (b).high, how)) })
+
+RZ_INLINE lanes f32_equal(f32 a, f32 b) { return COMPARED(a, b, _CMP_EQ_OQ); }
+RZ_INLINE lanes f32_above(f32 a, f32 b) { return COMPARED(a, b, _CMP_NLE_UQ); }
+RZ_INLINE lanes f32_is_number(f32 a) { return COMPARED(a, a, _CMP_ORD_Q); }
+
+RZ_INLINE f32 f32_select(lanes some, f32 there, f32 elsewhere)
+{
+    return (f32){ _mm256_blendv_ps(elsewhere.low, there.low, as_float(some.low)),
+                  _mm256_blendv_ps(elsewhere.high, there.high, as_float(some.high)) };
+}
+
+/* 16 values of 16 bits, as lanes of 32. */
+RZ_INLINE i32 widened(const void *from)
+{
+    const __m128i *at = from;
+    return (i32){ _mm256_cvtepu16_epi32(_mm_loadu_si128(at)), _mm256_cvtepu16_epi32(_mm_loadu_si128(at + 1)) };
+}
+
+RZ_INLINE f32 f32_load_bf16(const bf16 *from)
+{
+    i32 values = widened(from);
+    return (f32){ as_float(_mm256_slli_epi32(values.low, 16)), as_float(_mm256_slli_epi32(values.high, 16)) };
+}
+
+/* Its upper 16 bits, rounded to nearest even. */
+RZ_INLINE __m256i upper_rounded(__m256 a)
+{
+    __m256i bits = bits_of(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    rounded = _mm256_blendv_epi8(rounded, quiet, bits_of(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+    return _mm256_srli_epi32(rounded, 16);
+}
+
+RZ_INLINE void f32_store_bf16(bf16 *to, f32 a)
+{
+    __m256i packed = _mm256_packus_epi32(upper_rounded(a.low), upper_rounded(a.high));
+    _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+RZ_INLINE void f32_store_some_bf16(lanes some, bf16 *to, f32 a)
+{
+    bf16 all[LANES];
+    f32_store_bf16(all, a);
+    int bits = _mm256_movemask_ps(as_float(some.low)) | _mm256_movemask_ps(as_float(some.high)) << 8;
+    if (bits == 0xffff)
+        memcpy(to, all, sizeof all);
+    else
+        for (int i = 0; i < LANES; i++)
+            if (bits >> i & 1)
+                to[i] = all[i];
+}
+
+RZ_INLINE void f32_store_two_bf16(bf16 *to, f32 first, f32 second)
+{
+    f32_store_bf16(to, first);
+    f32_store_bf16(to + LANES, second);
+}
+
+RZ_INLINE f32 f32_load_f16(const uint16_t *from)
+{
+    const __m128i *at = (const __m128i *)from;
+    return (f32){ _mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1)) };
+}
+
+RZ_INLINE void f32_store_f16(uint16_t *to, f32 a)
+{
+    _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(a.low, RZ_NEAREST));
+    _mm_storeu_si128((__m128i *)to + 1, _mm256_cvtps_ph(a.high, RZ_NEAREST));
+}
+
+RZ_INLINE i32 i32_load_i8(const int8_t *from)
+{
+    __m128i codes = _mm_loadu_si128((const __m128i *)from);
+    return (i32){ _mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(codes, codes)) };
+}
+
+RZ_INLINE f32 f32_from_i32(i32 a) { return HALVES(f32, _mm256_cvtepi32_ps, a); }
+RZ_INLINE f32 f32_load_i8(const int8_t *from) { return f32_from_i32(i32_load_i8(from)); }
+
+RZ_INLINE void f32_store_i8(int8_t *to, f32 a)
+{
+    f32 whole = f32_round(a);
+    __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(whole.low), _mm256_cvtps_epi32(whole.high));
+    words = _mm256_permute4x64_epi64(words, 0xd8);
+    _mm_storeu_si128((__m128i *)to, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+RZ_INLINE f32 f32_load_e4m3(const uint8_t *codes)
+{
+    __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes)), 7);
+    __m256i half = _mm256_or_si256(_mm256_and_si256(moved, _mm256_set1_epi16((short)0x8000)),
+                                   _mm256_and_si256(moved, _mm256_set1_epi16(0x3f80)));
+    return (f32){ _mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)) };
+}
+
+RZ_INLINE void f32_load_two_e4m3(const uint8_t *codes, f32 *first, f32 *second)
+{
+    *first = f32_load_e4m3(codes);
+    *second = f32_load_e4m3(codes + LANES);
+}
+
+/* --- int32 --- */
+
+RZ_INLINE i32 i32_set1(int32_t value) { return (i32){ _mm256_set1_epi32(value), _mm256_set1_epi32(value) }; }
+
+RZ_INLINE bytes bytes_load(const void *from)
+{
+    const __m256i *at = from;
+    return (bytes){ _mm256_loadu_si256(at), _mm256_loadu_si256(at + 1) };
+}
+
+RZ_INLINE void bytes_store(void *to, bytes a)
+{
+    _mm256_storeu_si256(to, a.low);
+    _mm256_storeu_si256((__m256i *)to + 1, a.high);
+}
+
+RZ_INLINE i32 i32_load(const int32_t *from) { return bytes_load(from); }
+RZ_INLINE void i32_store(int32_t *to, i32 a) { bytes_store(to, a); }
+
+RZ_INLINE i32 i32_load_u8(const uint8_t *from)
+{
+    __m128i codes = _mm_loadu_si128((const __m128i *)from);
+    return (i32){ _mm256_cvtepu8_epi32(codes), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(codes, codes)) };
+}
+
+RZ_INLINE i32 i32_add(i32 a, i32 b) { return HALVES2(i32, _mm256_add_epi32, a, b); }
+RZ_INLINE i32 i32_sub(i32 a, i32 b) { return HALVES2(i32, _mm256_sub_epi32, a, b); }
+RZ_INLINE i32 i32_mul(i32 a, i32 b) { return HALVES2(i32, _mm256_mullo_epi32, a, b); }
+RZ_INLINE lanes i32_greater(i32 a, i32 b) { return HALVES2(lanes, _mm256_cmpgt_epi32, a, b); }
+
+RZ_INLINE i32 i32_select(lanes some, i32 there, i32 elsewhere)
+{
+    return (i32){ _mm256_blendv_epi8(elsewhere.low, there.low, some.low),
+                  _mm256_blendv_epi8(elsewhere.high, there.high, some.high) };
+}
+
+/* --- bytes, and products of integers --- */
+
+RZ_INLINE bytes bytes_set1(uint8_t value)
+{
+    return (bytes){ _mm256_set1_epi8((char)value), _mm256_set1_epi8((char)value) };
+}
+
+RZ_INLINE bytes bytes_and(bytes a, bytes b) { return HALVES2(bytes, _mm256_and_si256, a, b); }
+RZ_INLINE bytes bytes_or(bytes a, bytes b) { return HALVES2(bytes, _mm256_or_si256, a, b); }
+RZ_INLINE bytes bytes_xor(bytes a, bytes b) { return HALVES2(bytes, _mm256_xor_si256, a, b); }
+
+RZ_INLINE bytes bytes_right(bytes a, int bits)
+{
+    return (bytes){ _mm256_srli_epi16(a.low, bits), _mm256_srli_epi16(a.high, bits) };
+}
+
+RZ_INLINE bytes bytes_left(bytes a, int bits)
+{
+    return (bytes){ _mm256_slli_epi16(a.low, bits), _mm256_slli_epi16(a.high, bits) };
+}
+
+RZ_INLINE bytes bytes_repeat4(const void *from)
+{
+    int32_t four;
+    memcpy(&four, from, sizeof four);
+    return i32_set1(four);
+}
+
+RZ_INLINE bytes bytes_repeat16(const void *from)
+{
+    __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(from));
+    return (bytes){ table, table };
+}
+
+RZ_INLINE bytes bytes_look_up(bytes table, bytes index) { return HALVES2(bytes, _mm256_shuffle_epi8, table, index); }
+
+#if defined(__AVXVNNI__)
+RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
+{
+    return (i32){ _mm256_dpbusd_avx_epi32(sum.low, a.low, b.low), _mm256_dpbusd_avx_epi32(sum.high, a.high, b.high) };
+}
+
+RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b) { return i32_dot_u8(sum, a, b); }
+#else
+/* Sums of two products fit into 16 bits where the bytes of `a` are below 128: vpmaddubsw saturates beyond. */
+RZ_INLINE __m256i dot_u7(__m256i sum, __m256i a, __m256i b, int unit)
+{
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16((short)unit)));
+}
+
+RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b)
+{
+    return (i32){ dot_u7(sum.low, a.low, b.low, 1), dot_u7(sum.high, a.high, b.high, 1) };
+}
+
+/* The upper bit by itself. */
+RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
+{
+    bytes lower = bytes_and(a, bytes_set1(0x7f)), upper = bytes_and(bytes_right(a, 7), bytes_set1(1));
+    sum = i32_dot_u7(sum, lower, b);
+    return (i32){ dot_u7(sum.low, upper.low, b.low, 128), dot_u7(sum.high, upper.high, b.high, 128) };
+}
+#endif
+
+/* --- layouts --- */
+
+/* Eight rows of eight pairs become eight pairs of eight rows. */
+RZ_INLINE void transpose_eight(const bf16 *const *rows, int column, int32_t *to, long to_stride)
+{
+    __m256i a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        a[i] = _mm256_loadu_si256((const __m256i *)(rows[i] + column));
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        _mm256_storeu_si256((__m256i *)(to + j * to_stride), _mm256_permute2x128_si256(a[j], a[4 + j], 0x20));
+        _mm256_storeu_si256((__m256i *)(to + (4 + j) * to_stride), _mm256_permute2x128_si256(a[j], a[4 + j], 0x31));
+    }
+}
+
+RZ_INLINE void transpose_pairs(const bf16 *const *rows, int column, int32_t *to, long to_stride)
+{
+    for (int row = 0; row < LANES; row += 8)
+        for (int pair = 0; pair < LANES; pair += 8)
+            transpose_eight(rows + row, column + 2 * pair, to + pair * to_stride + row, to_stride);
+}
+
+RZ_INLINE void interleave_rows(const bf16 *even, const bf16 *odd, bf16 *to)
+{
+    for (int i = 0; i < 2 * LANES; i += LANES) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(even + i)), b = _mm256_loadu_si256((const __m256i *)(odd + i));
+        __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+        __m256i *at = (__m256i *)(to + 2 * i);
+        _mm256_storeu_si256(at, _mm256_permute2x128_si256(low, high, 0x20));
+        _mm256_storeu_si256(at + 1, _mm256_permute2x128_si256(low, high, 0x31));
+    }
+}
+
+/* --- sums of products of bf16 (gemm.c) --- */
+
+typedef __m256 wide;
+typedef float operand;
+
+#define MOST_AT_ONCE 6
+enum { WIDTH = 8, WHOLE_AT_ONCE = 3, TURNS = 2 };
+
+RZ_INLINE wide wide_zero(void) { return _mm256_setzero_ps(); }
+RZ_INLINE wide wide_load(const float *from) { return _mm256_loadu_ps(from); }
+RZ_INLINE void wide_store(float *to, wide a) { _mm256_storeu_ps(to, a); }
+
+RZ_INLINE wide weights_of(const bf16 *panel, int turn)
+{
+    __m256i pairs = _mm256_loadu_si256((const __m256i *)panel);
+    return as_float(turn ? _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000)) : _mm256_slli_epi32(pairs, 16));
+}
+
+RZ_INLINE wide operand_of(const operand *x, int turn) { return _mm256_set1_ps(x[turn]); }
+RZ_INLINE wide multiply_add(wide sum, wide x, wide weights) { return _mm256_fmadd_ps(x, weights, sum); }
+
+#endif
