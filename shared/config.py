@@ -7,6 +7,7 @@ the variables, in either case, and whose text is the value; their directory stan
 
 import argparse
 import os
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -191,3 +192,16 @@ def _wrong_value(kind: type[CommonSettings], error: ValidationError) -> Configur
 
 def _is_secret(kind: type[CommonSettings], name: str) -> bool:
     return kind.model_fields[name].annotation is SecretStr
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_PART = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhdw])")
+_WHOLE = re.compile(rf"(?:{_PART.pattern})+")
+
+
+def seconds_of(text: str) -> float | None:
+    """The seconds of `text`; None where it is no duration, or 0."""
+    text = text.strip().lower()
+    if not _WHOLE.fullmatch(text):
+        return None
+    return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text)) or None

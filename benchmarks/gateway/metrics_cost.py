@@ -17,7 +17,7 @@ from services.executor.supervisor.metrics import Labels, RingCollector, vllm_ali
 from services.gateway.core import metrics as gateway
 from services.gateway.streams.run import Mailbox
 from shared.messages import GroupLoad, TokenEntry
-from shared.service.metrics import LATENCY
+from shared.service.endpoints import LATENCY
 
 ROUNDS = 7
 

@@ -17,7 +17,7 @@ def main() -> None:
     _ignore_working_directory()
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command == "--version":
-        from shared.version import VERSION
+        from shared.process import VERSION
 
         print(f"ryzanstein {VERSION}")  # noqa: T201
         raise SystemExit(0)

@@ -33,7 +33,7 @@ from shared.messages import (
     ServiceStatus,
 )
 from shared.nats import subjects
-from shared.progress import ProgressWatch
+from shared.process import ProgressWatch
 
 GRACE = 0.25
 """Seconds in which a client that lives is back: nats-py waits 0.1 s before it connects again."""

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.errors import BROKER_ERRORS, reason_of
-from shared.service.metrics import begin_at_zero
+from shared.service.endpoints import begin_at_zero
 
 log = structlog.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from services.scheduler.placement.circuit_breaker import STATES, State
 from services.scheduler.placement.policy import Reason
 from shared.errors import DeadlineExceeded, NoGroupAvailable, QueueFull, error_from_code
 from shared.messages import LANES, Lane
-from shared.service.metrics import MODEL, Alias, Aliases, begin_at_zero
+from shared.service.endpoints import MODEL, Alias, Aliases, begin_at_zero
 
 _PREFIX = "ryzanstein_scheduler"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0, 60.0)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.messages import FinishReason, GenerationRequest, TokenLogprobs
+from shared.messages.generations import FinishReason, GenerationRequest, TokenLogprobs
 
 
 class ResponseRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -24,6 +24,7 @@ from shared.messages import (
     TokenFrame,
     TokenLogprobs,
 )
+from shared.messages.groups import OfferedBlock, OfferedSession
 from shared.nats.bus import encode
 from tests.contract.strategies import messages as instances_of
 
@@ -32,7 +33,7 @@ ALL = [
     for _, kind in inspect.getmembers(messages, inspect.isclass)
     if issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
 ]
-ARRAYS = {TokenFrame, TokenEntry, TokenLogprobs}
+ARRAYS = {TokenFrame, TokenEntry, TokenLogprobs, OfferedBlock, OfferedSession}
 
 
 def read(wire: bytes) -> Any:
@@ -59,7 +60,7 @@ def test_every_message_comes_back_and_the_reference_reads_it(message: msgspec.St
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_messages_are_frozen_and_all_but_token_frames_are_maps(kind: type[msgspec.Struct]) -> None:
+def test_messages_are_frozen_and_all_but_tokens_and_blocks_are_maps(kind: type[msgspec.Struct]) -> None:
     assert kind.__struct_config__.frozen
     assert kind.__struct_config__.array_like == (kind in ARRAYS)
     assert not kind.__struct_config__.forbid_unknown_fields

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from services.cli.commands.main import app
 from services.cli.models.catalog import DEFAULT_MODEL
 from services.cli.target import read_run_file
-from shared.version import VERSION
+from shared.process import VERSION
 from tests.e2e.stack import CLI, Stack, run_cli
 
 pytestmark = pytest.mark.e2e

@@ -9,7 +9,7 @@ import pytest
 
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
-from shared.version import VERSION
+from shared.process import VERSION
 from tests.e2e.stack import run_cli
 from tests.processes import service_process
 

@@ -15,7 +15,7 @@ import pytest
 
 from services.cli.supervision.nats_server import find_binary
 from services.executor.native.library import why_not
-from shared.version import VERSION
+from shared.process import VERSION
 from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -23,9 +23,8 @@ from services.health_monitor.service import HealthMonitorService
 from services.health_monitor.settings import HealthMonitorSettings
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
-from shared.service.endpoints import SpanCollector
+from shared.service.endpoints import Aliases, Reconnections, SpanCollector
 from shared.service.lifecycle import Service
-from shared.service.metrics import Aliases, Reconnections
 
 SUFFIXES = {
     "counter": ("_total",),

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from services.cli.target import DataDir, NatsUrl, nats_of_stack
 from services.cli.ui import console, say
-from shared.config import CommonSettings
-from shared.durations import seconds_of
+from shared.config import CommonSettings, seconds_of
 from shared.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded, RyzansteinError
 from shared.messages import (
     ControlCommand,

@@ -13,8 +13,7 @@ import typer
 
 from services.cli.target import AsJson, DataDir, NatsUrl, nats_of_stack
 from services.cli.ui import console, print_columns, say
-from shared.config import CommonSettings
-from shared.durations import seconds_of
+from shared.config import CommonSettings, seconds_of
 from shared.errors import ConfigurationError
 from shared.keys import KeyLimits, KeyRecord, NewKey, new_key, parse
 from shared.nats import subjects

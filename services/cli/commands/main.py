@@ -24,7 +24,7 @@ from services.cli.supervision.nats_server import nats_config
 from services.cli.target import LocalSettings, find_stack
 from services.cli.ui import console, model_bars, print_columns, say
 from shared.config import load_settings
-from shared.version import VERSION
+from shared.process import VERSION
 
 app = typer.Typer(
     name="ryzanstein",

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from typing import NamedTuple
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from shared.durations import seconds_of
+from shared.config import seconds_of
 from shared.errors import ConfigurationError
 
 

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from enum import IntEnum
 from typing import NamedTuple
 
-from shared.service.metrics import cumulative
+from shared.service.endpoints import cumulative
 
 
 class Kind(IntEnum):

@@ -24,7 +24,7 @@ from services.executor.kv_transfer.board import (
     until,
 )
 from services.executor.kv_transfer.exchange import Exchange, Offered
-from shared.messages.handover import BlockOffer, BlocksSent, HandoverMessage, HandoverReply
+from shared.messages.groups import BlockOffer, BlocksSent, HandoverMessage, HandoverReply
 
 log = structlog.get_logger(__name__)
 

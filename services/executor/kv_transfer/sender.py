@@ -27,7 +27,7 @@ from services.executor.kv_transfer.peers import Homes, PinMover, is_coming, peer
 from services.executor.kv_transfer.wire import IDLE_TIMEOUT
 from shared.errors import RyzansteinError
 from shared.messages import GroupRecord
-from shared.messages.handover import (
+from shared.messages.groups import (
     BlockOffer,
     BlocksSent,
     HandoverEnd,

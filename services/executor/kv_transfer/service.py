@@ -14,7 +14,7 @@ from services.executor.kv_transfer.peers import PinMover
 from services.executor.kv_transfer.receiver import Taker
 from services.executor.kv_transfer.sender import Giver
 from shared.errors import RyzansteinError
-from shared.messages.handover import HandoverMessage, HandoverReply
+from shared.messages.groups import HandoverMessage, HandoverReply
 from shared.nats import subjects
 from shared.nats.bus import Bus
 

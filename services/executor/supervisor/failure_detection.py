@@ -22,7 +22,7 @@ from services.executor.core.gpu_errors import CRASHED, EXTERNAL, OUT_OF_MEMORY
 from services.executor.ipc.board import Loading
 from services.executor.ipc.flight_recorder import PlanRecord
 from shared.messages import RankBeat, RingDeath
-from shared.progress import ProgressWatch
+from shared.process import ProgressWatch
 
 STALLED_AFTER = 120.0
 """Seconds in which a rank that loads must read some of its weights. It tells of each two hundredth of them: of 100 GB

@@ -16,7 +16,7 @@ import structlog
 from services.executor.supervisor import early_fork_server
 from services.executor.supervisor.early_fork_server import Started
 from services.executor.supervisor.fork_server import LONGEST_MESSAGE, Fork, Forked, Hello, Import, Refused
-from shared.version import VERSION
+from shared.process import VERSION
 
 log = structlog.get_logger(__name__)
 

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.process import die_with_parent
-from shared.version import VERSION
+from shared.process import VERSION, die_with_parent
 
 MODULE = "services.executor.supervisor.fork_server"
 RANK_MODULE = "services.executor.rank"

@@ -19,7 +19,7 @@ from services.executor.ipc.board import RingBoard
 from services.executor.ipc.board_metrics import Counter, Kind
 from services.executor.kv_transfer.board import HandoverBoard
 from shared.messages import RING_CAUSES
-from shared.service.metrics import MODEL, Alias, Aliases
+from shared.service.endpoints import MODEL, Alias, Aliases
 
 
 class GpuUse(NamedTuple):

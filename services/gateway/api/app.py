@@ -45,8 +45,8 @@ from services.gateway.intake.validation import check_request_id
 from services.gateway.tracing.requests import begin_request, end_request
 from shared import tracing
 from shared.errors import InvalidRequest
+from shared.process import VERSION
 from shared.service.endpoints import OpsApp, Receive, Scope, Send
-from shared.version import VERSION
 
 log = structlog.get_logger(__name__)
 

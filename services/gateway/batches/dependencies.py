@@ -18,7 +18,7 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Endpoint, Intake
 from services.gateway.intake.record import Context
-from shared.service.metrics import begin_at_zero
+from shared.service.endpoints import begin_at_zero
 
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat.completions",

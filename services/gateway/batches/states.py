@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, RouteError, check_range
-from shared.durations import seconds_of
+from shared.config import seconds_of
 from shared.messages.batches import OVER, BatchError, BatchJob, Counts, Ending, TokenCounts
 
 WINDOW = "([0-9]{1,6})([smhd])"

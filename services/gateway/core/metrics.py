@@ -6,7 +6,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from shared.messages import RING_CAUSES
-from shared.service.metrics import LATENCY, MODEL, Alias, Aliases, QuickHistograms, begin_at_zero
+from shared.service.endpoints import LATENCY, MODEL, Alias, Aliases, QuickHistograms, begin_at_zero
 
 REASONS = ("stop", "length", "abort", "error")
 """Why a choice ended: its text was at its end, it was as long as it may be, its client went, it failed."""

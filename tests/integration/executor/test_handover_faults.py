@@ -15,7 +15,7 @@ import pytest
 
 from shared.config import CommonSettings
 from shared.messages import GroupLoad, GroupRecord
-from shared.messages.handover import BlockOffer, HandoverMessage, HandoverReply
+from shared.messages.groups import BlockOffer, HandoverMessage, HandoverReply
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import MODEL, Rings, Session, make_served_model, rings

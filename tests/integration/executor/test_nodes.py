@@ -16,7 +16,7 @@ from services.executor.supervisor.multinode import wire
 from shared.config import CommonSettings
 from shared.messages import Heartbeat
 from shared.nats.bus import Bus
-from shared.version import VERSION
+from shared.process import VERSION
 from tests.integration.executor.test_executor import Reader, dispatch, expected, reader, request
 from tests.processes import ServiceProcess, service_process
 from tests.unit.executor.model.tiny import make_model

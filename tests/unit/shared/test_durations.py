@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.durations import seconds_of
+from shared.config import seconds_of
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.progress import ProgressWatch
+from shared.process import ProgressWatch
 
 LIMIT = 5.0
 gaps = st.lists(st.floats(0.01, 4.9), min_size=1, max_size=50)

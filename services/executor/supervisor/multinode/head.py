@@ -31,7 +31,7 @@ from services.executor.supervisor.multinode.wire import (
     to_head,
 )
 from shared.errors import ConfigurationError
-from shared.version import VERSION
+from shared.process import VERSION
 
 log = structlog.get_logger(__name__)
 

@@ -38,10 +38,10 @@ from services.executor.supervisor.multinode.wire import (
 )
 from services.executor.supervisor.rank_process import LocalRank, fork_client
 from shared.messages import ServiceName
+from shared.process import VERSION
 from shared.service.endpoints import Health
 from shared.service.lifecycle import Service
 from shared.tasks import Backoff
-from shared.version import VERSION
 
 log = structlog.get_logger(__name__)
 

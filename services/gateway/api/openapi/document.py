@@ -12,8 +12,8 @@ from services.gateway.core.asgi import send_json
 from services.gateway.core.errors import ErrorBody
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.validation import EXACT_HEADER
+from shared.process import VERSION
 from shared.service.endpoints import Receive, Scope, Send
-from shared.version import VERSION
 
 REF = "#/components/schemas/{name}"
 ERROR = {"$ref": REF.format(name="ErrorBody")}

@@ -10,7 +10,7 @@ import pytest
 from services.gateway.intake.sampling import cache_key, session_of
 from services.gateway.lifecycle.answer import seed_of_choice
 from shared.messages import GenerationRequest
-from shared.version import VERSION
+from shared.process import VERSION
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, stub_card, until
 

@@ -11,7 +11,7 @@ from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.kv_transfer.board import Field, HandoverBoard, Receive, StopReceiving, decode_command
 from services.executor.kv_transfer.receiver import Taker
 from services.executor.supervisor.metrics import HandoverCollector, Labels
-from shared.messages.handover import BlockOffer, BlocksSent, HandoverEnd, OfferedBlock, OfferedSession
+from shared.messages.groups import BlockOffer, BlocksSent, HandoverEnd, OfferedBlock, OfferedSession
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, Ring
 
 FORMAT = "format"

@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 
-from shared.service.endpoints import new_registry
-from shared.service.metrics import LATENCY, Alias, Aliases, QuickHistograms, Reconnections
+from shared.service.endpoints import LATENCY, Alias, Aliases, QuickHistograms, Reconnections, new_registry
 
 
 def samples(metrics: list[Metric]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -18,7 +18,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from shared.tracing.spans import NONE, Attributes, Kind, Span, Statistics, TraceContext
+from shared.tracing import NONE, Attributes, Kind, Span, Statistics, TraceContext
 
 SCOPE = "ryzanstein"
 QUEUE_SIZE = 2048

@@ -1,0 +1,209 @@
+"""What is known of services and groups: heartbeats, events, log levels, and what lies in KV buckets."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from shared.messages.groups import GroupLoad
+
+ServiceName = Literal["gateway", "scheduler", "health-monitor", "executor"]
+GroupStatus = Literal["starting", "ready", "busy", "hung", "draining", "gone"]
+ServiceStatus = Literal["starting", "ready", "draining", "gone"]
+
+
+class RankBeat(msgspec.Struct, frozen=True):
+    """Progress of one rank."""
+
+    rank: int
+    pid: int
+    step: int
+    """Steps finished since the ring started."""
+    progress: int
+    """Grows within a step too (once per layer): standing still with work in flight means hung."""
+    in_flight: bool
+    """Whether the rank has begun a step that it has not finished."""
+
+
+class GroupWork(msgspec.Struct, frozen=True):
+    """What a ring has done since it started."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """Time that these steps took."""
+    tokens: int = 0
+    """Prompt tokens computed and output tokens generated."""
+
+
+RING_CAUSES = ("external", "out_of_memory", "crashed", "hung")
+"""What rings die of. All but the first may be of the making of a request."""
+
+
+class RingDeath(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a ring has died."""
+
+    epoch: int
+    cause: str = "external"
+    """`external`, or what a request may have made: `out_of_memory`, `crashed`, `hung`."""
+    suspects: list[str] = []
+    """Generations in the steps that were under way; none for an external cause."""
+    more: bool = False
+    """Whether not all of them are named: then every generation in the ring is suspected."""
+
+    def suspects_only(self, generation_id: str) -> bool:
+        """Whether that one was computed alone."""
+        return self.suspects == [generation_id] and not self.more
+
+    def may_be_of(self, generation_id: str) -> bool:
+        """Whether computing that one may be what the ring has died of."""
+        return self.cause != "external" and (self.more or generation_id in self.suspects)
+
+
+class GroupBeat(msgspec.Struct, frozen=True):
+    """What an executor says of its group."""
+
+    group: str
+    model: str
+    epoch: int
+    state: Literal["starting", "ready", "draining"]
+    ranks: list[RankBeat]
+    load: GroupLoad
+    loaded: float = 0.0
+    """Share of the weights that has been read, 0 to 1."""
+    message: str = ""
+    """Why the group is not ready, where there is something to say."""
+    work: GroupWork = GroupWork()
+    kv_bytes: int = 0
+    """Most memory that the KV caches of all ranks take once they have been filled."""
+    death: RingDeath | None = None
+    """Of the group's last ring; of this one where it stands still: so it would have died, were it given up now."""
+
+
+class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """To one instance of a service: what it shall log from now on. Its ranks do as it does."""
+
+    level: str = ""
+    """debug, info, warning or error; empty: as it stands, this only asks; `usual`: as its settings say."""
+    seconds: float = 0.0
+    """For how long; 0: until it is changed again."""
+
+
+class LogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to `SetLogLevel`."""
+
+    level: str
+    usual: str
+    """As the settings say."""
+    until: float = 0.0
+    """Unix seconds at which it is `usual` again; 0: it stays."""
+    error: str = ""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Published every second by every service instance."""
+
+    service: ServiceName
+    instance: str
+    pid: int
+    state: ServiceStatus
+    address: str = ""
+    """`host:port` of /health, /ready and /metrics (the gateway's: of its API)."""
+    group: GroupBeat | None = None
+    grpc_address: str = ""
+    """`host:port` of the gateway's gRPC API, where it serves one."""
+    pid_namespace: str = ""
+    """Where `pid`, and those of the ranks, mean this process (`shared.process.pid_namespace`)."""
+    sent_at: float = 0.0
+    """Unix seconds by the sender's clock; 0: not told."""
+
+
+class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A service instance in the KV bucket `services`, written by the health monitor alone."""
+
+    name: ServiceName
+    instance: str
+    pid: int
+    state: ServiceStatus
+    address: str = ""
+    updated_at: float = 0.0
+    heard_at: float = 0.0
+    """As a group's."""
+    pid_namespace: str = ""
+    """As a heartbeat's."""
+
+
+class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A group in the KV bucket `groups`, written by the health monitor alone."""
+
+    group: str
+    model: str
+    state: GroupStatus
+    epoch: int
+    ranks: list[RankBeat]
+    load: GroupLoad
+    instance: str = ""
+    loaded: float = 0.0
+    message: str = ""
+    updated_at: float = 0.0
+    """Unix seconds at which this was true, by the monitor's clock."""
+    weight: float = 1.0
+    """How fast the group is, against its own past and its peers, 0.05 to 1; below 1 it is degraded."""
+    heard_at: float = 0.0
+    """Unix seconds of the heartbeat that this is known from: of two monitors the one with the later is right."""
+    kv_bytes: int = 0
+    """As a heartbeat's."""
+
+
+class GroupEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A group has come up, is draining, or is lost (`hung`, `gone`, or a new epoch took its place)."""
+
+    group: str
+    model: str
+    epoch: int
+    """The ring's life that the event is about: for a loss, the one that ended."""
+    kind: Literal["up", "draining", "down"]
+    reason: str = ""
+    at: float = 0.0
+    """Unix seconds by the monitor's clock, as a record's `updated_at`: tells which of the two is newer."""
+    death: RingDeath | None = None
+    """Of a loss whose cause the executor has told; None: it was seen from outside alone."""
+
+
+class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model that a group serves, in the KV bucket `models`; written by group leaders."""
+
+    model: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    tokenizer: str
+    """Name of the tokenizer bundle in the object store `tokenizers`; empty: the stub's tokens."""
+    created: int
+    """Unix seconds."""
+    defaults: dict[str, Any] = {}
+    """Sampling defaults from the model's generation_config.json."""
+    tool_parser: str = "auto"
+    """How the model writes tool calls, as its executor's settings say; `auto`: as its chat template shows."""
+    reasoning_parser: str = "auto"
+    """The same for its reasoning."""
+    fingerprint: str = ""
+    """Of the model and all of the engine's settings that a seed's text depends on; empty: not known."""
+    embedding_size: int = 0
+    """Numbers in the vector of a request to embed; 0: the model gives none."""
+    exact: bool = False
+    """Whether a text depends on nothing but what `fingerprint` is of and the request: not on what else is computed,
+    on what was found in a cache, or on a ring's death in its middle."""
+
+
+class TokenizerBundle(msgspec.Struct, frozen=True):
+    """The files a gateway needs to speak a model's text, by name (`tokenizer.json`, ...)."""
+
+    files: dict[str, bytes]
+
+
+class SessionPin(msgspec.Struct, frozen=True):
+    """Where a session's KV cache lives, in the KV bucket `sessions`; written by schedulers."""
+
+    group: str
+    epoch: int
+    moved_at: float = 0.0
+    """Unix seconds at which the session left a ring that was too busy; 0: it has not."""

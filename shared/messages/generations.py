@@ -1,0 +1,140 @@
+"""What is generated: requests with their sampling parameters, and the tokens that come of them."""
+
+from typing import Literal
+
+import msgspec
+
+Lane = Literal["recovery", "interactive", "batch"]
+LANES: tuple[Lane, ...] = ("recovery", "interactive", "batch")
+"""Intake lanes, most urgent first."""
+
+FinishReason = Literal["", "stop", "length", "cancelled", "error"]
+"""Why a generation ended; empty while it goes on."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is chosen. Neutral values mean "off"."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    """Unsigned 64 bits. The random number of a token depends on (seed, position) alone, so that a
+    continuation on another ring draws what the first ring would have drawn."""
+    repetition_penalty: float = 1.0
+    """Over prompt and output, as in CTRL (arXiv:1909.05858)."""
+    presence_penalty: float = 0.0
+    """Over the output only, as in OpenAI's API."""
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int = -1
+    """-1: none; 0: of the chosen token; k: also of the k most likely tokens."""
+    min_tokens: int = 0
+    """Output tokens before which none of the request's stop tokens is drawn."""
+    allowed_token_ids: list[int] = []
+    """The only tokens that may be drawn; empty: all."""
+    bad_words: list[list[int]] = []
+    """Tokens that must not stand in the output one after the other."""
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the output's text must match. The ring masks the tokens that cannot follow; where an attempt
+    continues another's tokens, it brings its state up to date with them first."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    """`json_schema`: a JSON Schema (`{"type": "object"}` is any object); `lark`: a grammar in Lark's notation."""
+    text: str
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One generation: what a ring needs to produce it, and who reads its tokens."""
+
+    generation_id: str
+    request_id: str
+    """The client's `x-request-id`: for logs and traces, not an identity (n generations share it)."""
+    model: str
+    consumer: str
+    """Whose token subject the frames go to: a gateway's or batch runner's instance id."""
+    prompt: list[int]
+    max_tokens: int
+    """Output tokens in all, those in `generated` included."""
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: list[int] = []
+    """Ends the generation; the model's end-of-sequence ids among them unless they are ignored."""
+    generated: list[int] = []
+    """Tokens that an earlier attempt produced: the ring continues after them."""
+    attempt: int = 0
+    session: str = ""
+    """Key of the conversation for sticky routing; empty: none."""
+    lane: Lane = "interactive"
+    tenant: str = ""
+    deadline: float = 0.0
+    """Unix seconds after which nobody waits for the first token; 0: none."""
+    grammar: Grammar | None = None
+    prediction: list[int] = []
+    """What the output is expected to be: drafts are taken from it. Changes how fast it comes and nothing else."""
+    embed: bool = False
+    """The prompt's vector is wanted and no output: `max_tokens` is 1, and the only entry has a `vector`."""
+    traceparent: str = ""
+    """W3C Trace Context of the span that this came from, where the request is sampled; empty: nobody traces it."""
+    tracestate: str = ""
+    prompt_logprobs: int = -1
+    """Log probabilities of the prompt's tokens, told with the first output: -1: none; 0: of the tokens alone; k: also
+    of the k most likely ones at each position. Not of a later attempt that brings `generated` tokens: they came with
+    these. With them, and without any, `max_tokens` may be 0: then nothing is generated."""
+    claim: int = 0
+    """The claim under which the gateway that handed it in owns the generation; see `Claimed`."""
+    cache_salt: str = ""
+    """Requests share KV blocks only with those of the same salt; empty: with all that have none."""
+    priority: int = 0
+    """Among a tenant's own requests of a lane that wait the one with the least goes first."""
+    suspected: str = ""
+    """Why the ring died that computed an earlier attempt when it did (`RingDeath.cause`): this may be what killed it,
+    and is computed in steps of its own. Empty: it is not suspected."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability of one token, and of the most likely ones at its position (descending)."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenEntry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The new tokens of one generation."""
+
+    generation_id: str
+    attempt: int
+    position: int
+    """Index of `tokens[0]` among the generation's output tokens, counted from 0 over all attempts."""
+    tokens: list[int]
+    finish: FinishReason = ""
+    logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    """Prompt tokens found in the KV cache; set in the attempt's first entry that has tokens."""
+    error_code: str = ""
+    error: str = ""
+    retryable: bool = False
+    vector: bytes = b""
+    """Of a request to embed, with finish "stop" and no tokens: float32, little-endian, of length 1."""
+    prompt_scores: bytes = b""
+    """Where the request has `prompt_logprobs`, in its entry at position 0 that has tokens or ends it: of each token of
+    the prompt but the first, little-endian: float32 log probability, int32 rank (1: the most likely), and
+    `prompt_logprobs` times (int32 token, float32 log probability), the most likely first."""
+    suspected: str = ""
+    """As the request's; told as the attempt is taken on, for whoever takes the generation over."""
+    fingerprint: str = ""
+    """Of the ring (`ModelCard.fingerprint`); told as the attempt is taken on."""
+
+
+class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
+    """All new tokens of one step for one consumer."""
+
+    group: str
+    """Empty when a scheduler ends a generation that no group has taken."""
+    epoch: int
+    """Life of the group's ring: grows with each restart, so that the dead can be told from the living."""
+    step: int
+    entries: list[TokenEntry]
