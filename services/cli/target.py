@@ -57,7 +57,7 @@ class StackSettings(LocalSettings):
     handover_timeout: float = Field(default=10.0, ge=0)
     """Seconds more that it takes to transfer its sessions' KV blocks to peers."""
     drain_delay: float = Field(default=0.0, ge=0)
-    """Seconds that the gateway goes on taking requests before that."""
+    """Seconds that the gateway keeps accepting requests before that."""
     drain_timeout: float = Field(default=20.0, ge=0)
     """Seconds that the gateway takes to finish its streams; only then may it be killed."""
 

@@ -1,1 +1,1 @@
-"""Who is alive, busy, hung or gone. Writes the states that everybody else reads."""
+"""Failure detection: which groups and services are ready, busy, hung or gone."""

@@ -1,1 +1,1 @@
-"""The way to NATS: the connection, subjects, streams, buckets, object stores, and what each may be used by."""
+"""NATS: the connection, subjects, streams, buckets, object stores, and the rights of each user."""

@@ -1,1 +1,1 @@
-"""What every service process has: its life, its HTTP server, logs and metrics."""
+"""What every service process has: life cycle, HTTP server, logs and metrics."""

@@ -1,1 +1,1 @@
-"""What the ranks of a group say to each other about tensors."""
+"""Collectives among the ranks of a group: NCCL, gloo, shared and symmetric memory."""

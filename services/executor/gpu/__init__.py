@@ -1,1 +1,1 @@
-"""What computes a rank's steps on a GPU (docs/adr/0020-gpu-decoder.md)."""
+"""The decoder for GPUs, its Triton kernels and CUDA graphs (docs/adr/0020-gpu-decoder.md)."""

@@ -1,1 +1,1 @@
-"""What processes of one group tell each other: tables in shared memory, messages over pipes and sockets."""
+"""Communication between the processes of a group: tables in shared memory, messages over pipes and sockets."""

@@ -1,1 +1,1 @@
-"""KV blocks on their way from a group that leaves to its peers."""
+"""The transfer of KV blocks from a draining group to its peers."""

@@ -1,1 +1,1 @@
-"""Rank 0's event loop: requests from NATS, step after step, tokens published."""
+"""Rank 0's event loop: takes requests from NATS, runs the steps, publishes the tokens."""

@@ -1,1 +1,1 @@
-"""Which tokens may follow, so that a text matches its grammar (ADR 0013)."""
+"""Grammar-constrained decoding: which tokens may follow (ADR 0013)."""

@@ -1,1 +1,1 @@
-"""The process that starts a group's ranks, watches them, and starts them anew."""
+"""The process that starts a group's ranks, watches them, and restarts them."""

@@ -1,1 +1,1 @@
-"""Who asks: API keys, what stands behind them, and the header that carries them."""
+"""Authentication: API keys, their records, and the headers that carry them."""

@@ -71,7 +71,7 @@ class GatewaySettings(CommonSettings):
     recovery_attempts: int = Field(default=3, ge=0)
     """Times that a request is retried on another ring after its group was lost."""
     drain_delay: float = Field(default=0.0, ge=0)
-    """Seconds for which a stopping gateway goes on accepting requests while /ready already answers 503: as long as
+    """Seconds for which a stopping gateway keeps accepting requests while /ready already answers 503: as long as
     a load balancer takes to notice."""
     drain_timeout: float = Field(default=20.0, ge=0)
     """Seconds that running streams get to end when the gateway stops; then other gateways take them over."""

@@ -1,1 +1,1 @@
-"""The life of a generation: handed in, followed, recovered, taken over, cancelled, recorded."""
+"""The life cycle of a generation: submitted, recorded, followed, recovered, taken over, cancelled."""

@@ -1,1 +1,1 @@
-"""Limits per key and tenant, held by all gateways together."""
+"""Rate limits per key and tenant, shared by all gateways."""

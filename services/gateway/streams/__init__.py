@@ -1,1 +1,1 @@
-"""What clients read of a generation: from its log to text, chunks and whole responses."""
+"""What clients read: from a generation's log to text, chunks and whole responses."""

@@ -1,1 +1,1 @@
-"""Which group a request goes to, and what a scheduler knows of the groups."""
+"""Placement: the choice of a group, and the scheduler's view of the groups."""

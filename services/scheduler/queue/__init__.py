@@ -1,1 +1,1 @@
-"""The requests that wait, and whose turn it is."""
+"""The fair queue of waiting requests."""
