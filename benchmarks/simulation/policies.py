@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from benchmarks.simulation.virtual_cluster import Cluster, Request, Ring
 from services.scheduler.dispatcher import Batcher
-from services.scheduler.placement.groups import GroupTable
-from services.scheduler.placement.policy import Decision, Placement
-from services.scheduler.queue.fair_queue import RequestQueue
-from services.scheduler.queue.request import WaitingRequest, cost
+from services.scheduler.fair_queue import RequestQueue
+from services.scheduler.groups import GroupTable
+from services.scheduler.placement import Decision, Placement
+from services.scheduler.request import WaitingRequest, cost
 from shared.messages import GroupEvent, GroupRecord, SessionPin
 
 MODEL = "model"

@@ -1,7 +1,6 @@
 """`python -m services.health_monitor`: one health monitor process."""
 
-from services.health_monitor.service import HealthMonitorService
-from services.health_monitor.settings import HealthMonitorSettings
+from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
 from shared.service import lifecycle
 
 if __name__ == "__main__":

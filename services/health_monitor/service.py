@@ -1,4 +1,4 @@
-"""The health monitor service: heartbeats and the broker's own news in, group states out."""
+"""The health monitor service and its settings: heartbeats and the broker's own news in, group states out."""
 
 import asyncio
 import time
@@ -7,15 +7,31 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 from nats.aio.msg import Msg
+from pydantic import Field
 
-from services.health_monitor.clock_skew import Clocks
-from services.health_monitor.detector import ConnectionEvent, Detector
+from services.health_monitor.detector import Clocks, ConnectionEvent, Detector
 from services.health_monitor.metrics import HealthMetrics, StreamWatch
 from services.health_monitor.registry import Registry
-from services.health_monitor.settings import HealthMonitorSettings
+from shared.config import CommonSettings
 from shared.messages import GroupRecord, Heartbeat, ServiceRecord
 from shared.nats import subjects
 from shared.service.lifecycle import Service
+
+
+class HealthMonitorSettings(CommonSettings):
+    """What a health monitor needs to know beside the common settings."""
+
+    hung_after: float = Field(default=2.5, gt=0)
+    """Seconds without progress after which a rank with a step in flight counts as hung. Detected from heartbeats:
+    within this time and two of them."""
+    gone_after: float = Field(default=4.0, gt=0)
+    """Seconds without a heartbeat after which an instance counts as gone. A killed one is known at once where the
+    broker reports closed connections."""
+    forget_after: float = Field(default=60.0, gt=0)
+    """Seconds for which an instance or group that is gone is still listed."""
+    load_interval: float = Field(default=1.0, ge=0)
+    """Seconds, at least, between two records of a group's load; a change of state is written at once."""
+
 
 log = structlog.get_logger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from services.scheduler.groups import Group, GroupTable
 from services.scheduler.metrics import SchedulerMetrics, code_label
-from services.scheduler.placement.groups import Group, GroupTable
-from services.scheduler.queue.request import WaitingRequest
+from services.scheduler.request import WaitingRequest
 from shared.errors import BrokerUnavailable, LinkLost, PayloadTooLarge, RyzansteinError
 from shared.messages import Cancel, DispatchReply, Refusal
 from shared.nats import subjects

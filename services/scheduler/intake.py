@@ -30,8 +30,7 @@ from nats.aio.subscription import Subscription
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.queue.request import WaitingRequest
-from services.scheduler.queue.traces import trace_of
+from services.scheduler.request import WaitingRequest, trace_of
 from services.scheduler.settings import SchedulerSettings
 from shared.messages import LANES, GenerationRequest, Lane
 from shared.nats import subjects

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.scheduler.placement.circuit_breaker import STATES, State
-from services.scheduler.placement.policy import Reason
+from services.scheduler.groups import STATES, State
+from services.scheduler.placement import Reason
 from shared.errors import DeadlineExceeded, NoGroupAvailable, QueueFull, error_from_code
 from shared.messages import LANES, Lane
 from shared.service.endpoints import MODEL, Alias, Aliases, begin_at_zero

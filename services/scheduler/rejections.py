@@ -8,7 +8,7 @@ import asyncio
 import structlog
 
 from services.scheduler.metrics import SchedulerMetrics, code_label
-from services.scheduler.queue.request import WaitingRequest
+from services.scheduler.request import WaitingRequest
 from shared.errors import BrokerUnavailable
 from shared.messages import TokenEntry, TokenFrame
 from shared.nats import subjects

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 
+from services.scheduler.groups import GroupTable
 from services.scheduler.intake import Intake
 from services.scheduler.metrics import SchedulerMetrics, WaitingCollector, vllm_aliases
-from services.scheduler.placement.groups import GroupTable
-from services.scheduler.placement.session_pins import SessionPins
-from services.scheduler.queue.request import WaitingRequest
+from services.scheduler.placement import SessionPins
 from services.scheduler.rejections import Rejections
+from services.scheduler.request import WaitingRequest
 from services.scheduler.router import Router
 from services.scheduler.settings import SchedulerSettings
 from shared.messages import CancelRequest, GroupEvent, GroupRecord, SessionPin

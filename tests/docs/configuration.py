@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from services.cli.target import LocalSettings, StackSettings
 from services.executor.core.settings import ExecutorSettings
 from services.gateway.core.settings import GatewaySettings
-from services.health_monitor.settings import HealthMonitorSettings
+from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX, CommonSettings
 

@@ -19,8 +19,7 @@ from services.gateway.batches.dependencies import BatchMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.server.certificates import CertificateExpiry
 from services.gateway.service import GatewayService
-from services.health_monitor.service import HealthMonitorService
-from services.health_monitor.settings import HealthMonitorSettings
+from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
 from shared.service.endpoints import Aliases, Reconnections, SpanCollector

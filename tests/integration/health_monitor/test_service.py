@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from services.health_monitor.service import HealthMonitorService
-from services.health_monitor.settings import HealthMonitorSettings
+from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
 from shared.config import CommonSettings
 from shared.messages import (
     GroupBeat,

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from services.scheduler.intake import Intake
 from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.queue.request import WaitingRequest
+from services.scheduler.request import WaitingRequest
 from services.scheduler.settings import SchedulerSettings
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest

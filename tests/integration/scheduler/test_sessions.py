@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from services.scheduler.placement.session_pins import SessionPins
+from services.scheduler.placement import SessionPins
 from shared.config import CommonSettings
 from shared.messages import GroupLoad, SessionPin
 from shared.nats import subjects

@@ -12,7 +12,7 @@ import yaml
 from services.cli.target import LocalSettings
 from services.executor.core.settings import ExecutorSettings
 from services.gateway.core.settings import GatewaySettings
-from services.health_monitor.settings import HealthMonitorSettings
+from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import CommonSettings
 from shared.nats.permissions import USERS

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from services.health_monitor.clock_skew import LARGE, WINDOW, Clocks
+from services.health_monitor.detector import LARGE, WINDOW, Clocks
 
 
 @given(st.floats(-1e4, 1e4), st.lists(st.floats(0, 100), min_size=WINDOW, max_size=3 * WINDOW))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.health_monitor.detector import STALL, Detector
-from services.health_monitor.settings import HealthMonitorSettings
+from services.health_monitor.service import HealthMonitorSettings
 from shared.messages import (
     GroupBeat,
     GroupEvent,

@@ -5,7 +5,7 @@ import pytest
 from services.cli.target import LocalSettings
 from services.executor.core.settings import ExecutorSettings
 from services.gateway.core.settings import GatewaySettings
-from services.health_monitor.settings import HealthMonitorSettings
+from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX, CommonSettings
 from shared.nats.permissions import USERS

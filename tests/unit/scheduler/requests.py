@@ -2,7 +2,7 @@
 
 import math
 
-from services.scheduler.queue.request import Prefix, WaitingRequest
+from services.scheduler.request import Prefix, WaitingRequest
 from shared.messages import GroupLoad, GroupRecord, GroupStatus, Lane
 
 

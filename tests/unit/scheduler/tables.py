@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from services.scheduler.placement.groups import Group, GroupTable
+from services.scheduler.groups import Group, GroupTable
 from shared.messages import GroupLoad, GroupStatus
 
 STATES: list[GroupStatus] = ["starting", "ready", "busy", "hung", "draining", "gone"]

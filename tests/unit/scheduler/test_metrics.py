@@ -1,5 +1,6 @@
 """Labels of a scheduler's metrics: few, whatever is asked for, and none for groups that are gone."""
 
+from services.scheduler.groups import State
 from services.scheduler.metrics import (
     KEPT,
     MOST_MODELS,
@@ -9,7 +10,6 @@ from services.scheduler.metrics import (
     code_label,
     vllm_aliases,
 )
-from services.scheduler.placement.circuit_breaker import State
 from shared.messages import LANES, Lane
 
 

@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.queue.fair_queue import FairQueue
-from services.scheduler.queue.request import WaitingRequest
+from services.scheduler.fair_queue import FairQueue
+from services.scheduler.request import WaitingRequest
 from tests.unit.scheduler.requests import waiting
 
 QUANTUM = 1000

@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from services.scheduler.groups import FIRST_REFUSAL, LONGEST_REFUSAL, TIMEOUT_DOUBLINGS, CircuitBreaker, State
 from services.scheduler.metrics import GroupCollector
-from services.scheduler.placement.circuit_breaker import (
-    FIRST_REFUSAL,
-    LONGEST_REFUSAL,
-    TIMEOUT_DOUBLINGS,
-    CircuitBreaker,
-    State,
-)
 
 
 def fail_again(breaker: CircuitBreaker, refusal: bool, times: int) -> list[float]:

@@ -1,6 +1,6 @@
 """Cancelled and placed generations are remembered for a time and in a number that are bounded."""
 
-from services.scheduler.queue.dispatch_history import REMEMBER, DispatchHistory, Holder
+from services.scheduler.router import REMEMBER, DispatchHistory, Holder
 
 
 def test_a_cancelled_generation_is_known_for_a_while() -> None:

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.scheduler.queue.fair_queue import RequestQueue
-from services.scheduler.queue.request import WaitingRequest
+from services.scheduler.fair_queue import RequestQueue
+from services.scheduler.request import WaitingRequest
 from shared.messages import LANES, Lane
 from tests.unit.scheduler.requests import waiting
 

@@ -4,8 +4,14 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.scheduler.placement.circuit_breaker import FIRST_REFUSAL, LONGEST_REFUSAL
-from services.scheduler.placement.groups import HORIZON, IN_HAND, MIN_BACKLOG, GroupTable
+from services.scheduler.groups import (
+    FIRST_REFUSAL,
+    HORIZON,
+    IN_HAND,
+    LONGEST_REFUSAL,
+    MIN_BACKLOG,
+    GroupTable,
+)
 from shared.messages import GroupEvent, GroupLoad, GroupStatus
 from tests.unit.scheduler.requests import group
 from tests.unit.scheduler.tables import FREE, STATES, known, loads, table_of

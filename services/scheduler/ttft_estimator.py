@@ -16,7 +16,7 @@ the last word.
 
 from dataclasses import dataclass
 
-from services.scheduler.queue.request import EXPECTED_OUTPUT
+from services.scheduler.request import EXPECTED_OUTPUT
 from shared.messages import GroupLoad
 
 SEQUENCE_TOKENS = 64

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.placement.ttft_estimator import (
+from services.scheduler.request import EXPECTED_OUTPUT, cost
+from services.scheduler.ttft_estimator import (
     LEAST_WEIGHT,
     SEQUENCE_TOKENS,
     UNKNOWN_SPEED,
     TtftEstimator,
     Usual,
 )
-from services.scheduler.queue.request import EXPECTED_OUTPUT, cost
 from shared.messages import GroupLoad
 from tests.unit.scheduler.tables import loads
 

@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.placement.rendezvous import RANKS, SLOTS, Rendezvous
-from services.scheduler.queue.request import LENGTHS, Prefix, prefixes
+from services.scheduler.groups import RANKS, SLOTS, Rendezvous
+from services.scheduler.request import LENGTHS, Prefix, prefixes
 
 names = st.sets(st.text(min_size=1), min_size=1, max_size=12)
 keys = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20)

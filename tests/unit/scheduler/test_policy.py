@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.placement.policy import HOLD, SAMPLE, TOLERANCE, Decision, Placement
-from services.scheduler.queue.request import prefixes
+from services.scheduler.placement import HOLD, SAMPLE, TOLERANCE, Decision, Placement
+from services.scheduler.request import prefixes
 from shared.messages import GroupLoad, GroupStatus, SessionPin
 from tests.unit.scheduler.requests import group, waiting
 from tests.unit.scheduler.tables import FREE, STATES, SUSPECT, known, loads, table_of

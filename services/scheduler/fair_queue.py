@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from services.scheduler.queue.request import WaitingRequest
+from services.scheduler.request import WaitingRequest
 from shared.messages import LANES, Lane
 
 QUANTUM = 4096

@@ -1,1 +1,0 @@
-"""Placement: the choice of a group, and the scheduler's view of the groups."""

@@ -1,1 +1,0 @@
-"""The fair queue of waiting requests."""
