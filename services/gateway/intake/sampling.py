@@ -1,7 +1,7 @@
 """From a request's fields and a model's defaults to what a ring needs to choose tokens, and to a session.
 
 The session is for sticky routing; a plain prompt has none: schedulers place it by its beginning
-(`scheduler/queue/request.py`).
+(`scheduler/request.py`).
 """
 
 import hashlib
