@@ -210,7 +210,7 @@ ApiKey = Annotated[
         help="Where the gateway asks for one. Other users of this machine can see options: the variable is safer.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="All of it, for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print all details as JSON.")]
 DataDir = Annotated[
     Path | None,
     typer.Option(help="Where the stack keeps its NATS store, logs and run file. [env: RYZANSTEIN_DATA_DIR]"),

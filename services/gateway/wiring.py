@@ -43,7 +43,7 @@ from shared.nats.tenants import Quota
 
 Spawn = Callable[[Coroutine[Any, Any, Any], str], object]
 
-LAST_WORDS = 2.0
+ERROR_FLUSH_TIMEOUT_S = 2.0
 """Seconds that streams get to write their error when the time to drain is over."""
 
 
@@ -169,7 +169,7 @@ class Work:
     async def _end_streams(self) -> None:
         if not await self._backend.idle(self._settings.drain_timeout):
             self.answers.end_readers(shutting_down())
-            await self._backend.idle(LAST_WORDS)
+            await self._backend.idle(ERROR_FLUSH_TIMEOUT_S)
         self._backend.close()
 
 

@@ -1,10 +1,10 @@
-"""What is said when somebody looks into a ring: commands to its orchestrator, and what a dump holds.
+"""What is said when somebody looks into a ring: commands to its supervisor, and what a dump holds.
 
     groups.<group>.debug    command ──▶ JobReply, at once: the work is done meanwhile
                             ResultCommand, until it is done ──▶ the files there are
                             FetchCommand, piece after piece ──▶ Piece
 
-The orchestrator answers, not the leader: it does so for a ring that is hung, loading or gone. What it gives out is
+The supervisor answers, not the leader: it does so for a ring that is hung, loading or gone. What it gives out is
 fetched in pieces that any broker takes, by whoever asked, and thrown away after a while.
 """
 

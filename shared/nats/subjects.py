@@ -49,7 +49,7 @@ BATCH_LIST = "batches.list"
 BATCH_QUEUE = "gateways"
 """Queue group of the gateways: one of them answers."""
 LEADER = "rank-0"
-"""The part of an executor that talks to the broker beside its orchestrator."""
+"""The part of an executor that talks to the broker beside its supervisor."""
 
 _SAFE = re.compile(r"[A-Za-z0-9_-]")
 
@@ -90,7 +90,7 @@ def control(group: str) -> str:
 
 
 def debug(group: str) -> str:
-    """Where an executor's orchestrator answers whoever looks into its ring."""
+    """Where an executor's supervisor answers whoever looks into its ring."""
     return f"groups.{escape(group)}.debug"
 
 

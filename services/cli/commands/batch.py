@@ -234,7 +234,7 @@ def _command(name: str) -> Callable[[Callable[..., Awaitable[None]]], None]:
             url: Url = "",
             api_key: ApiKey = "",
             nats: Annotated[
-                bool, typer.Option("--nats", help="By the queue instead of the gateway's HTTP API.")
+                bool, typer.Option("--nats", help="Submit through NATS instead of the gateway's HTTP API.")
             ] = False,
             nats_url: NatsUrl = "",
             data_dir: DataDir = None,
@@ -273,7 +273,7 @@ async def _submit(
     output: Output = None,
     errors: Errors = None,
 ) -> None:
-    """Submit a file; with --wait, --output or --errors wait until it is over and fetch what has come of it."""
+    """Submit a file; with --wait, --output or --errors wait until it is over and download its results."""
     batch = await submit(client, Wanted(file, endpoint, window, metadata_of(metadata or [])))
     if not (wait or output or errors):
         print(batch["id"])  # noqa: T201

@@ -32,11 +32,11 @@ def chat(
             envvar="RYZANSTEIN_CA", help="File of the authorities to trust (PEM), for an https:// gateway."
         ),
     ] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", min=0, max=2)] = None,
     plain: Annotated[
         bool,
-        typer.Option("--plain", help="Show answers as they are; on a terminal they are shown as Markdown."),
+        typer.Option("--plain", help="Show answers as plain text; a terminal renders Markdown otherwise."),
     ] = False,
     data_dir: DataDir = None,
     api_key: ApiKey = "",

@@ -45,12 +45,12 @@ def drain(
     grace: Annotated[
         float | None,
         typer.Option(
-            help="Seconds that what runs may take to finish; the rest goes on in other groups.",
+            help="Seconds for running generations to finish; the rest continues in other groups.",
             min=0,
             show_default="as the executor is set",
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait; 0: for ever.", min=0)] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait; 0: no limit.", min=0)] = 0,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
@@ -78,7 +78,7 @@ def drain(
 
 
 def undrain(group: Group, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
-    """Have a group that is draining stay and take requests again; one that has left must be started."""
+    """Cancel a drain that is under way; a group that has left must be started again."""
     asyncio.run(undrain_group(nats_of_stack(data_dir, nats_url), group))
     say(console(), f"{group} takes requests.")
 
@@ -188,15 +188,15 @@ def log_level(
         str, typer.Argument(help="A service (gateway, executor ...), an instance, a group, or all.")
     ] = "all",
     level: Annotated[
-        str, typer.Argument(metavar="|".join((*LEVELS, "usual")), help="Without it: show what there is.")
+        str, typer.Argument(metavar="|".join((*LEVELS, "usual")), help="Without it: show the current levels.")
     ] = "",
     duration: Annotated[
-        str, typer.Option("--for", help="Then as the settings say again: 30s, 10m, 2h.", metavar="TIME")
+        str, typer.Option("--for", help="Reset after this time: 30s, 10m, 2h.", metavar="TIME")
     ] = "",
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
-    """Show or change what services log, while they run. Ranks do as their executor does."""
+    """Show or change what services log, while they run. Ranks follow their executor."""
     if level and level not in (*LEVELS, "usual"):
         raise ConfigurationError(f"There is no level {level!r}; it is one of {', '.join(LEVELS)}, usual.")
     if duration and not level:

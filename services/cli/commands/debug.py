@@ -1,4 +1,4 @@
-"""`ryzanstein debug`: asks a group's orchestrator, waits, fetches what there is, and shows it, the most important
+"""`ryzanstein debug`: asks a group's supervisor, waits, fetches what there is, and shows it, the most important
 first.
 """
 
@@ -61,7 +61,7 @@ def dump(
     ] = None,
     json: AsJson = False,
     wait: Annotated[
-        float, typer.Option(help="Seconds for which ranks that do not answer are waited for.", min=0, max=30)
+        float, typer.Option(help="Seconds to wait for ranks that do not answer.", min=0, max=30)
     ] = 1.0,
     timeout: Timeout = 30.0,
     data_dir: DataDir = None,
@@ -69,7 +69,7 @@ def dump(
 ) -> None:
     """Show what every rank does: stacks, step and collective under way, queues, KV blocks, last plans.
 
-    The executor's orchestrator tells, so it works for a ring that is hung, loading or lost. The first line names the
+    The supervisor process answers, so it works for a ring that is hung, loading or lost. The first line names the
     rank that is behind, if one is. Neither prompts nor tokens are shown. Nothing is stopped by it.
     """
     found = asyncio.run(fetch_dump(nats_of_stack(data_dir, nats_url), group, wait, timeout))
@@ -173,7 +173,7 @@ def _write(path: Path, found: Dump) -> None:
 
 
 ANSWER_TIMEOUT = 5.0
-"""Seconds that an orchestrator has to answer a command: it does so at once."""
+"""Seconds that a supervisor has to answer a command: it does so at once."""
 POLL = 0.1
 WRITE_TIME = 90.0
 """Seconds that ranks may take to write a profile, beyond the time-out of the profile itself."""
@@ -264,7 +264,7 @@ class _Executor:
             raise await self._absence() from None
         except BrokerUnavailable:
             raise BrokerUnavailable(
-                f"The executor of the group {self._group} does not answer; its orchestrator is stopped or the host "
+                f"The executor of the group {self._group} does not answer; its supervisor is stopped or the host "
                 "is overloaded: look at the process itself (`ryzanstein status` has its pid)."
             ) from None
         if reply.error:
@@ -418,7 +418,7 @@ def _stacks(rank: RankDump) -> Iterator[str]:
 
 
 def _is_idle(stack: StackDump) -> bool:
-    """Whether it is a pool's thread that waits for work, or the one that waits for the orchestrator's word."""
+    """Whether it is a pool's thread that waits for work, or the one that waits for the supervisor's word."""
     return bool(stack.frames) and stack.frames[0].endswith((" _worker", " _listen"))
 
 

@@ -50,14 +50,14 @@ class KeyStatus(msgspec.Struct, frozen=True):
 @keys_app.command()
 def create(
     what_for: Annotated[str, typer.Argument(help="What it is for, as --name.", metavar="[NAME]")] = "",
-    tenant: Annotated[str, typer.Option(help="Whose key it is; tenants do not see each other.")] = (
-        DEFAULT_TENANT
-    ),
+    tenant: Annotated[
+        str, typer.Option(help="Tenant that owns the key; tenants are isolated from each other.")
+    ] = (DEFAULT_TENANT),
     name: Annotated[str, typer.Option(help="What it is for.")] = "",
-    requests_per_minute: Annotated[int, typer.Option(help="0: as the gateways are set.", min=0)] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(help="0: as the gateways are set.", min=0)] = 0,
+    requests_per_minute: Annotated[int, typer.Option(help="0: the gateways' default.", min=0)] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(help="0: the gateways' default.", min=0)] = 0,
     concurrent: Annotated[
-        int, typer.Option(help="Generations at the same time. 0: as the gateways are set.", min=0)
+        int, typer.Option(help="Generations at the same time. 0: the gateways' default.", min=0)
     ] = 0,
     expires: Annotated[
         str, typer.Option(help="After 90s, 30m, 12h, 30d or 4w, or on a date (ISO 8601).", metavar="WHEN")
@@ -65,7 +65,7 @@ def create(
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
-    """Make a key and print it: this once, for only its hash is kept."""
+    """Create a key and print it, once: only its hash is stored."""
     if what_for and name and what_for != name:
         raise ConfigurationError(f"The key is named twice, {what_for!r} and --name {name!r}; name it once.")
     if not 1 <= len(tenant) <= 64 or not tenant.isprintable():

@@ -30,7 +30,7 @@ def up(
     weight_dtype: Annotated[
         str | None,
         typer.Option(
-            help="How weights are kept on GPUs; fp8 and int8: quantised as they are loaded.",
+            help="Data type of weights on GPUs; fp8 and int8: quantized while loading.",
             metavar="auto|bf16|fp8|int8",
             show_default="auto",
         ),
@@ -38,7 +38,7 @@ def up(
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            help="How full KV blocks are kept; bf16: uncompressed.",
+            help="Data type of full KV blocks; bf16: uncompressed.",
             metavar="auto|bf16|fp8|int8",
             show_default="auto",
         ),
@@ -70,7 +70,7 @@ def up(
     tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).", dir_okay=False)] = None,
     tls_client_ca: Annotated[
         Path | None,
-        typer.Option(help="Authorities of which clients must bring a certificate (PEM).", dir_okay=False),
+        typer.Option(help="Authorities that must have signed clients' certificates (PEM).", dir_okay=False),
     ] = None,
     tool_parser: Annotated[
         str | None,

@@ -80,13 +80,13 @@ def sla(
     step: Annotated[
         str,
         typer.Option(
-            help="Of Prometheus: time between two looks at what was up, not shorter than its scrape interval.",
+            help="Prometheus: resolution of the downtime, at least its scrape interval.",
             show_default="as fine as the period allows",
         ),
     ] = "",
     silence: Annotated[
         str,
-        typer.Option(help="Of the journal: a model that is waited for and says nothing for so long is down."),
+        typer.Option(help="Journal: a model with waiting requests and no token for this long is down."),
     ] = "10s",
     availability: Annotated[
         float, typer.Option("--target-availability", help="In per cent, of the time.", min=0, max=100)
@@ -112,7 +112,7 @@ def sla(
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Exit code 2 where a target is missed, or the source tells nothing of it."
+            "--check", help="Exit code 2 where a target is missed, or the source has no data for it."
         ),
     ] = False,
     format: Annotated[  # noqa: A002  # the option's name

@@ -104,7 +104,7 @@ def nats_config(
     tls_certificate: Annotated[str, typer.Option(help="File of the server's certificate chain (PEM).")] = "",
     tls_key: Annotated[str, typer.Option(help="File of its key.")] = "",
     tls_client_ca: Annotated[
-        str, typer.Option(help="File of the authorities whose certificates clients must have.")
+        str, typer.Option(help="File of the authorities that must have signed clients' certificates.")
     ] = "",
     passwords: Annotated[
         str,
@@ -114,7 +114,7 @@ def nats_config(
         ),
     ] = "",
 ) -> None:
-    """Print a nats-server configuration: a user per service, and what each may say and hear.
+    """Print a nats-server configuration: a user per service, and its permissions.
 
     Passwords are taken from the environment of nats-server, RYZANSTEIN_NATS_PASSWORD_GATEWAY and so on, or from a file.
     """
