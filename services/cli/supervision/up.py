@@ -130,8 +130,6 @@ GRPC_PORT = 8001
 
 
 class UpOptions(msgspec.Struct, frozen=True):
-    """The options of the command."""
-
     model: str
     data_dir: Path
     model_cache: Path

@@ -9,8 +9,6 @@ from services.gateway.core.errors import InvalidParameter, RouteError, check_ran
 
 
 class Listed(Protocol):
-    """What can stand in a list."""
-
     @property
     def id(self) -> str: ...
 

@@ -142,8 +142,6 @@ class EndedOwner:
 
 
 class ResponseShelf:
-    """Responses that have ended."""
-
     def __init__(self, store: ResponseStore, runs: Runs) -> None:
         self._store = store
         self._runs = runs
