@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from shared.config import CommonSettings
@@ -13,12 +13,13 @@ from shared.messages import Heartbeat
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.process import die_with_parent
+from tests.forked import ForkedProcess, fork
 
 
 class ServiceProcess:
     """One service, with the heartbeats it has sent."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | ForkedProcess, log: Path) -> None:
         self.process = process
         self.log = log
         self.beats: list[Heartbeat] = []
@@ -86,6 +87,20 @@ class ServiceProcess:
         return await asyncio.wait_for(self.process.wait(), 30)
 
 
+async def _executed(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+) -> asyncio.subprocess.Process:
+    with log.open("wb") as output:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, *arguments),
+            env=environment,
+            stdout=output,
+            stderr=output,
+            stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=die_with_parent(),
+        )
+
+
 @contextlib.asynccontextmanager
 async def service_process(
     bus: Bus,
@@ -95,9 +110,11 @@ async def service_process(
     *arguments: str,
     instance: str,
     variables: Mapping[str, str] | None = None,
+    forked: bool = True,
 ) -> AsyncIterator[ServiceProcess]:
     """Starts `python -m module arguments` on the test's NATS; whatever happens, nothing is left running.
-    `variables` of its environment, besides those that say where NATS is.
+    `variables` of its environment, besides those that say where NATS is. `forked`: of a process that has done its
+    imports, see `tests/forked.py`; else, and where `variables` has it import other modules, it is a program of its own.
 
     An executor that is told to end hands back what still runs at once; a test of its grace names one."""
     log = directory / f"{instance}.log"
@@ -112,19 +129,13 @@ async def service_process(
         "RYZANSTEIN_INSTANCE": instance,
         "RYZANSTEIN_BEAT_INTERVAL": str(settings.beat_interval),
     }
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            module,
-            *arguments,
-            env=environment,
-            stdout=output,
-            stderr=output,
-            stdin=asyncio.subprocess.DEVNULL,
-            preexec_fn=die_with_parent(),
-        )
-    running = ServiceProcess(process, log)
+    alone = not forked or "PYTHONPATH" in (variables or {})
+    start = (
+        (await _executed(module, arguments, environment, log))
+        if alone
+        else fork(module, arguments, environment, log)
+    )
+    running = ServiceProcess(start, log)
     subscription = await bus.subscribe(
         "health.beats.*." + subjects.escape(instance), Heartbeat, running.on_beat
     )

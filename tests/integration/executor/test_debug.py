@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import json
 import os
@@ -36,12 +37,15 @@ from shared.messages.debugging import (
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
-from tests.integration.executor.test_executor import Reader, dispatch, executor, request
+from tests.integration.executor.test_executor import Reader, dispatch, request
+from tests.integration.executor.test_executor import executor as some_executor
 from tests.processes import ServiceProcess
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.supervisor.test_parts import TOKENIZER
 
 PATIENT = ("--hung-after", "60")
+executor = functools.partial(some_executor, forked=False)
+"""What is looked into is as a user starts it."""
 
 
 async def dump_when(settings: CommonSettings, condition: Callable[[Dump], bool]) -> Dump:

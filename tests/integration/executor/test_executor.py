@@ -46,11 +46,18 @@ VOCABULARY = 256
 
 @contextlib.asynccontextmanager
 async def executor(
-    bus: Bus, settings: CommonSettings, directory: Path, *arguments: str
+    bus: Bus, settings: CommonSettings, directory: Path, *arguments: str, forked: bool = True
 ) -> AsyncIterator[ServiceProcess]:
     base = ("--engine", "stub", "--group", "g", "--hung-after", "1")
     async with service_process(
-        bus, settings, "services.executor", directory, *base, *arguments, instance="executor-test"
+        bus,
+        settings,
+        "services.executor",
+        directory,
+        *base,
+        *arguments,
+        instance="executor-test",
+        forked=forked,
     ) as process:
         yield process
 

@@ -1,0 +1,83 @@
+"""Services as forks of one process that has done their imports: most of what a short-lived one costs.
+
+The fork server is multiprocessing's, one for each process of pytest, started with the first service. A service is
+a whole process as `python -m` starts it: its own arguments, environment, log and signals.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from shared.process import die_with_parent
+
+MODULES = [
+    "services.executor.supervisor.multinode.node",
+    "services.executor.supervisor.service",
+    "services.gateway.service",
+    "services.health_monitor.service",
+    "services.scheduler.service",
+]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([__name__, *MODULES])
+
+
+class ForkedProcess:
+    """What tests ask of an `asyncio.subprocess.Process`."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        assert process.pid is not None
+        self._process = process
+        self.pid = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    async def wait(self) -> int:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        sentinel = os.dup(self._process.sentinel)  # several may wait
+        loop.add_reader(sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(sentinel)
+            os.close(sentinel)
+        self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def fork(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
+    """Starts `python -m module arguments`; its output goes to `log`."""
+    process = _context.Process(target=_run, args=(module, [*arguments], {**environment}, str(log)))
+    process.start()
+    return ForkedProcess(process)
+
+
+def _run(module: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
+    """In the new process."""
+    if (arm := die_with_parent()) is not None:
+        arm()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
