@@ -18,6 +18,7 @@ sent, never an error (section 3.2.2.3: the vendor starts a new trace).
 import importlib
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from types import TracebackType
@@ -386,3 +387,8 @@ class _Stage(active):
         super().__exit__(kind, error, trace)
         if self._token is not None:
             self._span.__exit__(kind, error, trace)
+
+
+def ns_at(perf_counter: float) -> int:
+    """The unix nanoseconds of a moment on `time.perf_counter`'s clock."""
+    return time.time_ns() - round((time.perf_counter() - perf_counter) * 1e9)

@@ -33,6 +33,8 @@ _OF_TENANTS = (
 
 
 class Rights(NamedTuple):
+    """What one user may do."""
+
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
 
@@ -42,6 +44,7 @@ class Rights(NamedTuple):
 
 
 def rights(user: User) -> Rights:
+    """The rights of `user`."""
     publish, subscribe = _TABLE[user]
     inbox = f"{inbox_of(user)}.>"
     heard = (inbox, "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*", *subscribe)

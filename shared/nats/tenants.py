@@ -41,6 +41,7 @@ def tenant_key(tenant: str, name: str) -> str:
 
 
 def keys_of(tenant: str) -> str:
+    """All keys of a tenant, as a pattern."""
     return f"{escape(tenant) if tenant else NOBODY}.*"
 
 
@@ -59,6 +60,7 @@ class TenantBucket(Generic[T]):
     async def open(
         cls, bus: Bus, name: str, kind: type[T], owner: Callable[[T], str], *, ttl: float | None = None
     ) -> "TenantBucket[T]":
+        """As `Bucket.open`."""
         return cls(await Bucket.open(bus, name, kind, ttl=ttl, plain=True), owner)
 
     @classmethod

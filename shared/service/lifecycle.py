@@ -128,6 +128,7 @@ class Service(abc.ABC):
         return self.settings.ops_port
 
     def server_options(self) -> dict[str, Any]:
+        """Options for uvicorn."""
         return {}
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

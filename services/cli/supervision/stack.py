@@ -139,6 +139,8 @@ Tell = Callable[[str], None]
 
 
 class StackPlan(msgspec.Struct, frozen=True):
+    """What to start."""
+
     data_dir: Path
     model: str
     """Directory of the model, or empty with the stub engine."""

@@ -130,6 +130,8 @@ GRPC_PORT = 8001
 
 
 class UpOptions(msgspec.Struct, frozen=True):
+    """The options of the command."""
+
     model: str
     data_dir: Path
     model_cache: Path

@@ -30,6 +30,8 @@ MakeProduct = Callable[[Weight, Tensor | None], Product]
 
 
 class PlainProduct:
+    """With the weight as it is."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
 

@@ -314,6 +314,7 @@ class BlockTables:
     # --- what others see -------------------------------------------------------------------------
 
     def census(self) -> Census:
+        """The blocks, by what they are."""
         return self._allocator.census()
 
     def reserve(self, running: int) -> int:

@@ -26,6 +26,8 @@ Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]
 
 
 class HostLaunches:
+    """Of one engine."""
+
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
         self._tokens: list[SampledToken] = []
@@ -69,6 +71,8 @@ class Begun(Protocol):
 
 
 class DeviceLaunches:
+    """Of one engine."""
+
     def __init__(
         self,
         execute: Execute,

@@ -87,10 +87,12 @@ class Backend:
 
     @property
     def responses(self) -> ResponseLookup:
+        """For a response that exists."""
         return self._open().responses
 
     @property
     def stored_chats(self) -> StoredChats:
+        """For a chat completion that was stored."""
         return self._open().stored_chats
 
     @property

@@ -97,6 +97,8 @@ class _Seen(NamedTuple):
 
 
 class _Run(NamedTuple):
+    """A batch that runs here."""
+
     runner: BatchRunner
     task: "asyncio.Task[None]"
     tenant: str

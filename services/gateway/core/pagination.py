@@ -9,6 +9,8 @@ from services.gateway.core.errors import InvalidParameter, RouteError, check_ran
 
 
 class Listed(Protocol):
+    """What can stand in a list."""
+
     @property
     def id(self) -> str: ...
 

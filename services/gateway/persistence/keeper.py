@@ -142,6 +142,8 @@ class EndedOwner:
 
 
 class ResponseShelf:
+    """Responses that have ended."""
+
     def __init__(self, store: ResponseStore, runs: Runs) -> None:
         self._store = store
         self._runs = runs

@@ -120,6 +120,7 @@ class ResponseEvents:
         return self._end("response.incomplete", "cancelled", usage)
 
     def fail(self, error: dict[str, str], usage: Usage) -> list[Event]:
+        """It has ended with an error."""
         self._close("incomplete")
         return self._end("response.failed", "failed", usage, error=error)
 

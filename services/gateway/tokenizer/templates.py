@@ -175,7 +175,9 @@ class Renderer(Protocol):
     """Makes prompts of conversations, with the templates of one model."""
 
     @property
-    def traits(self) -> Traits: ...
+    def traits(self) -> Traits:
+        """What the templates can do."""
+        ...
 
     async def render(
         self,

@@ -56,6 +56,8 @@ def joined(*parts: str) -> str:
 
 
 class Rules:
+    """The rules of a grammar."""
+
     def __init__(self) -> None:
         self._rules: dict[str, str] = {}
 

@@ -89,6 +89,7 @@ async def test_streams_and_buckets_of_a_cluster_are_kept_three_times(
         assert len((await cluster.cluster_of(cluster_bus, stream))["replicas"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [subjects.JOURNAL_STREAM, subjects.INTAKE_STREAM])
 async def test_the_leader_of_a_cluster_is_killed_under_load(
     cluster: NatsCluster, cluster_bus: Bus, tmp_path: Path, stream: str
@@ -105,6 +106,7 @@ async def test_the_leader_of_a_cluster_is_killed_under_load(
             assert house.group(name).epoch == epoch, "the same ring"
 
 
+@pytest.mark.slow
 async def test_the_journal_has_every_token_whoever_led_it(
     cluster: NatsCluster, cluster_bus: Bus, tmp_path: Path
 ) -> None:

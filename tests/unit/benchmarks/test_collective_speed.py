@@ -7,6 +7,7 @@ from benchmarks.on_gpu import collective_speed
 from benchmarks.on_gpu.collective_speed import TINY_SIZES
 
 
+@pytest.mark.slow
 def test_a_dry_run_gives_a_row_for_each_size_and_says_what_is_not_offered() -> None:
     rows = collective_speed.collective_speed(tiny=True)
     assert [row.key for row in rows] == [f"collectives/2/gloo/{size}" for size in TINY_SIZES] + [

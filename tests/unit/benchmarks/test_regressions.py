@@ -28,6 +28,7 @@ def test_the_two_ways_take_turns_and_the_first_round_does_not_count() -> None:
     assert found == {"r": [3.0, 3.0, 3.0]}
 
 
+@pytest.mark.slow
 def test_the_services_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real stack, few requests: every round gives every ratio."""
     monkeypatch.setattr(serving, "STREAMS", 64)

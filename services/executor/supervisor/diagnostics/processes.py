@@ -48,6 +48,8 @@ STOPPED = ("stopped", "stopped by a debugger")
 
 
 class ProcessSample(msgspec.Struct, frozen=True):
+    """A process at a moment."""
+
     pid: int
     state: str
     """One of the words above."""

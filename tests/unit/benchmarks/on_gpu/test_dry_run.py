@@ -19,6 +19,7 @@ def run(*options: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_dry_run_fills_the_table_and_the_file(tmp_path: Path) -> None:
     done = run("--dry-run", "--only", "decode,machine", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ from benchmarks.on_gpu import kernel_shard
 from benchmarks.on_gpu.kernel_shard import TINY_CASES, Checked, run_shards
 
 
+@pytest.mark.slow
 def test_every_case_is_checked_once() -> None:
     found = run_shards(2, tiny=True, seconds=60.0)
     assert (found.wanted, found.ended) == (TINY_CASES, [])

@@ -1,14 +1,17 @@
 """A dump on a terminal: the verdict first, then each rank, its queues and blocks."""
 
 import io
+from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from services.cli.commands import debug
 from services.cli.commands.debug import print_dump, print_plans, print_profile
 from services.cli.commands.main import app
+from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.messages.debugging import (
     DUMP_VERSION,
@@ -145,3 +148,43 @@ def test_a_profile_that_cannot_be_is_refused(arguments: list[str], message: str)
     result = CliRunner().invoke(app, ["debug", "profile", "g", *arguments])
     assert isinstance(result.exception, ConfigurationError)
     assert message in str(result.exception)
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an executor tells, without one."""
+
+    async def dump(*_: object) -> Dump:
+        return msgspec.structs.replace(DUMP, plans=[PLAN])
+
+    async def profile(*_: object) -> list[ProfileSummary]:
+        return [ProfileSummary(0, 5, trace="rank-0"), ProfileSummary(1, error="no step")]
+
+    monkeypatch.setattr(debug, "nats_of_stack", lambda *_: CommonSettings())
+    monkeypatch.setattr(debug, "fetch_dump", dump)
+    monkeypatch.setattr(debug, "fetch_profile", profile)
+
+
+@pytest.mark.usefixtures("fetched")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["dump", "g"], "Rank 1 is [b]stopped[/b].\n"),
+        (["dump", "g", "--json"], '{"version":'),
+        (["plans", "g"], "step 8"),
+        (["plans", "g", "--json"], '[{"step":8'),
+        (["profile", "g", "--ranks", "0, 1", "--output", "traces"], "traces/rank-0\n"),
+    ],
+)
+def test_what_is_fetched_is_shown(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["debug", *arguments])
+    assert result.exit_code == 0, result.exception
+    assert said in result.output
+
+
+@pytest.mark.usefixtures("fetched")
+def test_a_dump_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
+    wrong = str(tmp_path / "none" / "file")
+    result = CliRunner().invoke(app, ["debug", "dump", "g", "--output", wrong])
+    assert isinstance(result.exception, ConfigurationError)
+    assert f"cannot be written to {wrong}" in str(result.exception)

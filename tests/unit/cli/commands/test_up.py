@@ -4,8 +4,11 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from services.cli.commands.main import app
 from services.cli.commands.up import _renamed
+from shared.errors import ConfigurationError
 
 WATCHED = (
     "httpx",
@@ -24,11 +27,21 @@ def test_services_do_not_wait_for_what_other_commands_import() -> None:
     assert said.stdout.strip() == "[]"
 
 
-def test_what_is_wrong_with_its_options_is_told_in_a_sentence() -> None:
-    command = [sys.executable, "-m", "services.cli", "up", "--engine", "steam"]
-    said = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert said.returncode == 1
-    assert said.stderr == "error: --engine cannot be 'steam'; it is one of torch, stub.\n"
+@pytest.mark.parametrize(
+    ("option", "choices"),
+    [
+        ("--dtype", "auto, bf16, fp32"),
+        ("--engine", "torch, stub"),
+        ("--weight-dtype", ""),
+        ("--kv-dtype", ""),
+        ("--tool-parser", ""),
+        ("--reasoning-parser", ""),
+    ],
+)
+def test_what_is_wrong_with_its_options_is_told_in_a_sentence(option: str, choices: str) -> None:
+    result = CliRunner().invoke(app, ["up", option, "steam"])
+    assert isinstance(result.exception, ConfigurationError)
+    assert str(result.exception).startswith(f"{option} cannot be 'steam'; it is one of {choices}")
 
 
 def test_its_usage_names_the_command() -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -42,21 +43,42 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Proof(directory, expected)
 
 
-def served(proof: Proof, ranks: int, dtype: torch.dtype) -> Logits:
+class Served(NamedTuple):
     """What a ring computes: prefill in chunks and decodes, over the paged cache."""
+
+    logits: Logits
+    whole: list[str]
+    """Names of matrices that a rank holds whole, of every rank."""
+
+
+def served(proof: Proof, ranks: int, dtype: torch.dtype) -> Served:
     steps = decode_script()[1]
 
-    def work(collectives: Collectives) -> list[torch.Tensor | None]:
+    def work(collectives: Collectives) -> tuple[list[torch.Tensor | None], list[str]]:
         runner = make_runner(proof.directory, collectives, dtype)
         runner.warm_up()
-        return [runner.forward(plan) for plan, _ in steps]
+        return [runner.forward(plan) for plan, _ in steps], whole(runner._model)
 
-    results = on_ring(ranks, work)[0]
+    results = on_ring(ranks, work)
     logits: Logits = {}
-    for (_, sampled), rows in zip(steps, results, strict=True):
+    for (_, sampled), rows in zip(steps, results[0][0], strict=True):
         assert rows is not None
         logits.update(zip(sampled, rows, strict=True))
-    return logits
+    return Served(logits, [name for _, names in results for name in names])
+
+
+def whole(model: torch.nn.Module) -> list[str]:
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1
+        and piece_of(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) is None
+    ]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(proof: Proof) -> Served:
+    return served(proof, 2, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +87,7 @@ def served(proof: Proof, ranks: int, dtype: torch.dtype) -> Logits:
 )
 def test_logits_equal_transformers(proof: Proof, ranks: int) -> None:
     assert proof.expected[0].std() > 0.1, "logits too flat for the comparison to mean anything"
-    logits = served(proof, ranks, torch.float32)
+    logits = served(proof, ranks, torch.float32).logits
     assert len(logits) == 34 + 23 + 20
     error = max(
         float((row - proof.expected[sequence][position]).abs().max())
@@ -74,30 +96,18 @@ def test_logits_equal_transformers(proof: Proof, ranks: int) -> None:
     assert error < PROVEN_ERROR
 
 
-def test_bfloat16_stays_close_to_transformers(proof: Proof) -> None:
-    logits = served(proof, 2, torch.bfloat16)
+def test_bfloat16_stays_close_to_transformers(proof: Proof, on_two_ranks: Served) -> None:
     close = [
         torch.nn.functional.cosine_similarity(row, proof.expected[sequence][position], dim=0) > 0.99
-        for (sequence, position), row in logits.items()
+        for (sequence, position), row in on_two_ranks.logits.items()
     ]
     # A router may choose another expert for a token whose scores nearly tie, and its text is then another.
     assert sum(close) >= 0.9 * len(close)
 
 
-def test_only_routers_and_position_embeddings_are_whole_on_every_rank(proof: Proof) -> None:
+def test_only_routers_and_position_embeddings_are_whole_on_every_rank(on_two_ranks: Served) -> None:
     """What is replicated by mistake computes the same, only slower."""
-
-    def whole(collectives: Collectives) -> list[str]:
-        model = make_runner(proof.directory, collectives)._model
-        return [
-            name
-            for name, parameter in model.named_parameters()
-            if parameter.dim() > 1
-            and piece_of(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) is None
-        ]
-
-    for names in on_ring(2, whole):
-        assert [name for name in names if not REPLICATED.search(name)] == []
+    assert [name for name in on_two_ranks.whole if not REPLICATED.search(name)] == []
 
 
 def test_every_architecture_that_is_served_is_proven() -> None:

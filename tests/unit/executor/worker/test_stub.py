@@ -1,13 +1,16 @@
 """The stub engine: deterministic text at a set speed, behind the engine protocol."""
 
+import multiprocessing
+import signal
 import struct
+import time
 
 import pytest
 
 from services.executor.core.engine import Engine, EngineSpec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
-from services.executor.worker.stub import STUB_EOS_TOKEN, StubEngine, StubSettings, stub_token
+from services.executor.worker.stub import FAULT_TOKEN, STUB_EOS_TOKEN, StubEngine, StubSettings, stub_token
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import GenerationRequest, SamplingParams, TokenLogprobs
 
@@ -122,3 +125,35 @@ def test_launched_steps_take_their_time_one_after_the_other_while_the_thread_goe
     tokens = [result.token for step in launched for result in step.result()]
     assert waits == [0.003, 0.004]
     assert tokens == [stub_token(5, 0), stub_token(5, 1)]
+
+
+def faulty(fault: str) -> None:
+    """Has an engine compute the token that makes it end badly."""
+    engine = StubEngine(StubSettings(fault=fault))
+    batcher = ContinuousBatcher(engine.load(lambda done, total: None), BatchSettings())
+    batcher.add(GenerationRequest("a", "r", "m", "c", [9, FAULT_TOKEN], 1))
+    step = batcher.schedule()
+    assert step is not None
+    engine.execute(step[0], [row.sampling for row in step[1]])
+
+
+def test_an_error_in_a_step_is_one_of_the_engine() -> None:
+    with pytest.raises(MemoryError):
+        faulty("error")
+
+
+@pytest.mark.parametrize(("fault", "code"), [("exit", 3), ("crash", -signal.SIGSEGV)])
+def test_a_step_can_end_the_process(fault: str, code: int) -> None:
+    process = multiprocessing.get_context("forkserver").Process(target=faulty, args=(fault,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
+
+
+def test_a_step_can_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(seconds: float) -> None:
+        raise InterruptedError(f"it would sleep {seconds:g} s, again and again")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(InterruptedError):
+        faulty("hang")

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.core.errors import InvalidParameter
@@ -168,6 +168,7 @@ PARSING = Parsing(tools="hermes", types={"f": {"a": ""}}, reasoning="think")
 
 
 @settings(max_examples=60)
+@example("<think>Hm. </think>So.", "stop", [3], [2], False, True)
 @given(
     st.lists(st.sampled_from(PARTS), max_size=14).map("".join),
     st.sampled_from(["stop", "length"]),

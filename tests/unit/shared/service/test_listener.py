@@ -2,12 +2,18 @@
 
 import asyncio
 import contextlib
+import errno
+import socket
 import ssl
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import trustme
+from structlog.testing import capture_logs
 
+from shared.errors import ConfigurationError
+from shared.service import listener as listener_module
 from shared.service.listener import Admission, Listener, bind
 
 
@@ -103,3 +109,43 @@ async def test_one_too_many_is_closed_at_once(tls: ssl.SSLContext) -> None:
     assert set(seen.failed) == set(seen.began), "their handshakes end with the server"
     for _, writer in silent:
         await closed(writer)
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [("nowhere.invalid", "cannot be resolved .*--host"), ("192.0.2.1", r"Cannot listen on 192\.0\.2\.1:0")],
+)
+def test_an_address_that_is_none_of_this_machine_is_named(host: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        bind(host, 0)
+
+
+class Exhausted:
+    """A socket on which nothing can be accepted at first."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.faults = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.faults:
+            self.faults -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._sock.accept()
+
+
+async def test_without_descriptors_it_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "PAUSE", 0.01)
+    seen, sock = Seen(), bind("127.0.0.1", 0)
+    listener = Listener(Exhausted(sock), seen.make, None, seen.admission())  # type: ignore[arg-type]
+    listener.start()
+    with capture_logs() as logs:
+        _, writer = await asyncio.open_connection(*sock.getsockname()[:2])
+        await asyncio.wait_for(seen.news.wait(), 30)
+    assert seen.made
+    assert [line["event"] for line in logs] == ["cannot_accept"]
+    listener.close()
+    await closed(writer)

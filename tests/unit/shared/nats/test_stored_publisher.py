@@ -1,0 +1,57 @@
+"""What the broker answers to a message for a stream, on a connection that is none."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import nats.errors
+import pytest
+from nats.aio.msg import Msg
+from nats.js.errors import APIError, NoStreamResponseError
+
+from shared.nats.bus import StoredPublisher
+
+
+class Client:
+    """Answers each message with `answer`."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        self._on_ack: Callable[[Msg], Awaitable[None]]
+
+    def new_inbox(self) -> str:
+        return "inbox"
+
+    async def subscribe(self, subject: str, cb: Callable[[Msg], Awaitable[None]]) -> None:
+        self._on_ack = cb
+
+    async def publish(self, subject: str, payload: bytes, reply: str) -> None:
+        message = Msg(self, reply, data=self._answer)  # type: ignore[arg-type]
+        await self._on_ack(message)
+        await self._on_ack(message)  # one that comes twice changes nothing
+
+
+async def stored(answer: bytes) -> int:
+    publisher = await StoredPublisher.open(Client(answer))  # type: ignore[arg-type]
+    try:
+        return await publisher.publish("subject", b"", timeout=30)
+    finally:
+        assert publisher.waiting() == []
+        await asyncio.sleep(0)
+
+
+async def test_a_message_gets_its_number() -> None:
+    assert await stored(b'{"stream": "S", "seq": 7}') == 7
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (b"", NoStreamResponseError, "no response"),
+        (b"{", nats.errors.Error, "cannot be read"),
+        (b'{"error": {"code": 400, "err_code": 10071, "description": "wrong"}}', APIError, "wrong"),
+        (b'{"error": {"code": 503, "err_code": 10077, "description": "full"}}', APIError, "full"),
+    ],
+)
+async def test_what_the_broker_refuses_is_raised(answer: bytes, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        await stored(answer)
