@@ -26,7 +26,7 @@ def command_of(section: Section, rows: Path, limit: float, report: Report) -> li
         for row in result.rows
         if row.figure is not None and row.key.startswith("machine/")
     }
-    command = [sys.executable, "-m", "benchmarks.on_gpu.child", section.name, "--rows", str(rows)]
+    command = [sys.executable, "-m", "benchmarks.on_gpu.running", section.name, "--rows", str(rows)]
     command += ["--limit", f"{limit:.1f}", "--known", json.dumps(known)]
     return [*command, "--tiny"] if report.dry_run else command
 

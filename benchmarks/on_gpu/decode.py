@@ -69,19 +69,19 @@ TINY_CODED = [Case("fp8", "bf16", 40, 1)]
 
 
 def bf16_8b(bench: Bench) -> None:
-    measure(bench, TINY if bench.tiny else LLAMA_8B, TINY_CASES if bench.tiny else CASES_8B)
+    measure_decode(bench, TINY if bench.tiny else LLAMA_8B, TINY_CASES if bench.tiny else CASES_8B)
 
 
 def coded_8b(bench: Bench) -> None:
     """Weights of eight bits are for GPUs alone: a dry run learns that they are refused."""
-    measure(bench, TINY if bench.tiny else LLAMA_8B, TINY_CODED if bench.tiny else CODED_8B)
+    measure_decode(bench, TINY if bench.tiny else LLAMA_8B, TINY_CODED if bench.tiny else CODED_8B)
 
 
 def all_13b(bench: Bench) -> None:
-    measure(bench, TINY if bench.tiny else LLAMA_13B, TINY_CASES[:1] if bench.tiny else CASES_13B)
+    measure_decode(bench, TINY if bench.tiny else LLAMA_13B, TINY_CASES[:1] if bench.tiny else CASES_13B)
 
 
-def measure(bench: Bench, shape: Shape, cases: Sequence[Case]) -> None:
+def measure_decode(bench: Bench, shape: Shape, cases: Sequence[Case]) -> None:
     """Cases of one ring stand together."""
     for (weights, kv), group in groupby(cases, lambda case: (case.weights, case.kv)):
         fitting = list(_that_fit(bench, shape, list(group)))

@@ -9,17 +9,17 @@ from benchmarks.on_gpu.shapes import LLAMA_8B, TINY
 from benchmarks.on_gpu.timing import release
 from shared.messages import SamplingParams
 
-SAMPLED = SamplingParams(temperature=1.0, seed=3)
+FROM_ALL = SamplingParams(temperature=1.0, seed=3)
 """Drawn from all tokens: random weights leave no two logits far apart, and any difference shows soon."""
 
 
-def run(bench: Bench) -> None:
+def invariance(bench: Bench) -> None:
     """With it first; the ratio needs both."""
     took: list[tuple[float, float]] = []
     for invariant in (True, False):
         name = "with" if invariant else "without"
         try:
-            took.append(_measure(bench, name, invariant))
+            took.append(_alone_and_beside(bench, name, invariant))
         except Exception as error:  # the other one still says something
             bench.failed(f"invariance/{name}", f"a ring {name} --batch-invariant", error)
         release(bench.device)
@@ -33,7 +33,7 @@ def run(bench: Bench) -> None:
             )
 
 
-def _measure(bench: Bench, name: str, invariant: bool) -> tuple[float, float]:
+def _alone_and_beside(bench: Bench, name: str, invariant: bool) -> tuple[float, float]:
     """Seconds of a decode step and of a prompt."""
     shape = TINY if bench.tiny else LLAMA_8B
     prompt, new, count = (6, 3, 2) if bench.tiny else (2048, 64, 8)
@@ -47,10 +47,10 @@ def _measure(bench: Bench, name: str, invariant: bool) -> tuple[float, float]:
         if ring.unknown:
             raise RuntimeError("this version has no --batch-invariant")
         if not bench.tiny:
-            generate(ring, prompts[:1], 2, SAMPLED)  # compiles
-        alone = generate(ring, prompts[:1], new, SAMPLED)
+            generate(ring, prompts[:1], 2, FROM_ALL)  # compiles
+        alone = generate(ring, prompts[:1], new, FROM_ALL)
         if invariant:
-            together = generate(ring, prompts, new, SAMPLED)
+            together = generate(ring, prompts, new, FROM_ALL)
             pairs = list(zip(alone.tokens["0"], together.tokens["0"], strict=True))
             wrong = sum(one != other for one, other in pairs)
             what = "tokens alone against those beside others"

@@ -24,7 +24,7 @@ MODES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def run(bench: Bench) -> None:
+def overhead(bench: Bench) -> None:
     """Times first, of all modes: once PyTorch's profiler has run, launches in its process are slower."""
     shape = TINY if bench.tiny else LLAMA_8B
     batches = (2,) if bench.tiny else (1, 32)

@@ -12,12 +12,12 @@ CHUNKS = (512, 2048, 8192)
 """512 is the default of --max-batch-tokens."""
 
 
-def run(bench: Bench) -> None:
+def prefill(bench: Bench) -> None:
     for weights in ("bf16",) if bench.tiny else ("bf16", "fp8"):
-        measure(bench, weights, PROMPTS, CHUNKS)
+        measure_prefill(bench, weights, PROMPTS, CHUNKS)
 
 
-def measure(bench: Bench, weights: str, prompts: Sequence[int], chunks: Sequence[int]) -> None:
+def measure_prefill(bench: Bench, weights: str, prompts: Sequence[int], chunks: Sequence[int]) -> None:
     """One ring's, which computes each of `prompts` in each of `chunks` that it is not shorter than."""
     shape = TINY if bench.tiny else LLAMA_8B
     prompts, chunks = ((64,), (32, 64)) if bench.tiny else (prompts, chunks)

@@ -21,23 +21,23 @@ CORRECTNESS = (
 SECTIONS = (
     MACHINE,
     *CORRECTNESS,
-    Section("decode", "decode, 8B, bf16 weights", 120, 45, f"{HERE}.decode:bf16_8b"),
-    Section("prefill", "prefill, 8B", 60, 30, f"{HERE}.prefill:run"),
-    Section("overhead", "what a served step costs besides", 80, 35, f"{HERE}.overhead:run"),
+    Section("decode", "decode, 8B, bf16 weights", 120, 45, f"{HERE}.throughput:bf16_8b"),
+    Section("prefill", "prefill, 8B", 60, 30, f"{HERE}.throughput:prefill"),
+    Section("overhead", "what a served step costs besides", 80, 35, f"{HERE}.overhead:overhead"),
     Section("transformers", "against transformers", 90, 40, f"{HERE}.against_transformers:run"),
     Section("loading", "loading, 13B", 75, 45, f"{HERE}.partners:loading"),
-    Section("decode-fp8", "decode, 8B, fp8 and int8 weights", 90, 35, f"{HERE}.decode:coded_8b"),
-    Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.decode:all_13b"),
+    Section("decode-fp8", "decode, 8B, fp8 and int8 weights", 90, 35, f"{HERE}.throughput:coded_8b"),
+    Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.throughput:all_13b"),
     Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
     Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),
     Section(
-        "invariance", "--batch-invariant: is it exact, and what it costs", 60, 25, f"{HERE}.invariance:run"
+        "invariance", "--batch-invariant: is it exact, and what it costs", 60, 25, f"{HERE}.overhead:invariance"
     ),
     Section("collectives", "sums over ranks", 40, 25, f"{HERE}.partners:collectives"),
 )
 """What may fail for good (a wrong address in one kernel ends all work of its process on the GPU) has a section of its
 own."""
-HEADLINE = Section("headline", "one figure of decode and one of prefill", 60, 25, f"{HERE}.headline:run")
+HEADLINE = Section("headline", "one figure of decode and one of prefill", 60, 25, f"{HERE}.throughput:headline")
 QUICK = (MACHINE, *CORRECTNESS, HEADLINE)
 """A first look at a machine, in two minutes: whether everything is right, and the two figures that matter most."""
 
