@@ -1,11 +1,19 @@
-"""Llamas of random weights, in any shape: what is measured on them does not depend on what they say."""
+"""Llamas of random weights, in any shape: small ones, and checkpoints written as fast as memory takes them
+(`python -m benchmarks.random_model`), whose tensors all take some of the same numbers, each from a place of its own.
+
+What is measured on them does not depend on what they say. There is no tokenizer.
+"""
 
 import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
@@ -94,3 +102,110 @@ def _write_files(directory: Path, groups: list[dict[str, tuple[int, ...]]], kind
             torch.save(tensors, directory / file)
         index |= dict.fromkeys(group, file)
     (directory / f"{stem}.{ending}.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+SHAPES = {
+    "8b": LlamaShape(4096, 32, 8, 14336, 32, 128256),  # Llama 3 8B
+    "13b": LlamaShape(5120, 40, 40, 13824, 40, 32000),  # Llama 2 13B
+    "tiny": LlamaShape(64, 2, 1, 128, 2, 256),
+}
+NUMBERS = 1 << 25
+"""Random ones."""
+STRIDE = 1_000_003 * 8
+"""Numbers between the places that two tensors begin at."""
+LAYERS_PER_FILE = 2
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
+
+
+def bytes_of(shape: LlamaShape) -> int:
+    """Of its weights."""
+    sizes = [size for _, tensors in _files(shape) for size in tensors.values()]
+    return sum(2 * torch.Size(size).numel() for size in sizes)
+
+
+def write_checkpoint(directory: Path, shape: LlamaShape, threads: int | None = None) -> int:
+    """A bf16 Llama of `shape` in `directory`, which is made; the bytes of its weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_config(directory, shape, max_position_embeddings=16384, dtype="bfloat16")
+    files = dict(_files(shape))
+    random = torch.Generator().manual_seed(1)
+    # No more than the largest tensor needs.
+    numbers = min(NUMBERS, max(shape.inner, shape.vocabulary) * shape.hidden)
+    pool = torch.empty(numbers, dtype=torch.bfloat16).normal_(0, DEVIATION, generator=random)
+    ones = torch.ones(shape.hidden, dtype=torch.bfloat16)
+    contents = (_bytes(pool), _bytes(ones))
+    names = sorted(name for tensors in files.values() for name in tensors)
+    starts = {name: index * STRIDE % numbers * 2 for index, name in enumerate(names)}
+    with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as workers:
+        jobs = [
+            workers.submit(_write, directory / file, tensors, starts, *contents)
+            for file, tensors in files.items()
+        ]
+        total = sum(job.result() for job in jobs)
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def _files(shape: LlamaShape) -> Iterator[tuple[str, Shapes]]:
+    """(file name, its tensors)"""
+    vocabulary = (shape.vocabulary, shape.hidden)
+    groups: list[Shapes] = [
+        {"model.embed_tokens.weight": vocabulary, "model.norm.weight": (shape.hidden,)},
+        {"lm_head.weight": vocabulary},
+    ]
+    for first in range(0, shape.layers, LAYERS_PER_FILE):
+        layers = range(first, min(first + LAYERS_PER_FILE, shape.layers))
+        groups.append(
+            {f"model.layers.{n}.{name}.weight": size for n in layers for name, size in shape.layer.items()}
+        )
+    for number, group in enumerate(groups, 1):
+        yield f"model-{number:05}-of-{len(groups):05}.safetensors", group
+
+
+def _write(path: Path, tensors: Shapes, starts: dict[str, int], pool: memoryview, ones: memoryview) -> int:
+    """Writes one file; the bytes of its tensors."""
+    entries, offset = {}, 0
+    for name, size in tensors.items():
+        end = offset + 2 * torch.Size(size).numel()
+        entries[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [offset, end]}
+        offset = end
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 64)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name, size in tensors.items():
+            # Norms multiply by about one.
+            source, start = (ones, 0) if len(size) == 1 else (pool, starts[name])
+            for part in _cut(source, start, 2 * torch.Size(size).numel()):
+                file.write(part)
+    return offset
+
+
+def _cut(source: memoryview, start: int, count: int) -> Iterator[memoryview]:
+    """`count` bytes of `source` from `start` on, and from its begin again."""
+    while count:
+        part = source[start : start + min(count, 1 << 30)]
+        yield part
+        start, count = 0, count - len(part)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+def main(
+    directory: Annotated[Path, typer.Argument(help="Where to; in /dev/shm it is in the page cache.")],
+    shape: Annotated[
+        str, typer.Option(help=f"{', '.join(SHAPES)}, or six numbers: see random_model.py.")
+    ] = "8b",
+) -> None:
+    """Writes a checkpoint of random weights."""
+    total = write_checkpoint(directory, SHAPES.get(shape) or LlamaShape.parse(shape))
+    print(f"{total / 1e9:.2f} GB in {directory}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -372,7 +372,7 @@ def show(report: StartReport, console: Console) -> None:
 
 def random_model(directory: Path, shape: LlamaShape, tokenizer: Path) -> Path:
     """A checkpoint of random weights in `directory`, with the tokenizer of another model."""
-    from benchmarks.on_gpu.random_checkpoint import write_checkpoint
+    from benchmarks.random_model import write_checkpoint
 
     write_checkpoint(directory, shape)
     for name in TOKENIZER:

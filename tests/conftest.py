@@ -12,7 +12,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # The weights of tests' models are not for the cache of whoever runs them.
 os.environ.setdefault("RYZANSTEIN_WEIGHT_CACHE_BYTES", "0")
 
-from benchmarks.on_gpu.interpreter import choose
+from benchmarks.on_gpu.device import choose
 from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings
 from shared.nats.bus import Bus

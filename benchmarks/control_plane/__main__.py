@@ -25,8 +25,19 @@ from platformdirs import user_cache_path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.control_plane.load_client import Load, compiled, drive
-from benchmarks.control_plane.report import Added, Measured, Outcome, faulty, highest, holds, median_run, show
+from benchmarks.control_plane.load_client import (
+    Added,
+    Load,
+    Measured,
+    Outcome,
+    compiled,
+    drive,
+    faulty,
+    highest,
+    holds,
+    median_run,
+    show,
+)
 from benchmarks.control_plane.systems import HOST, Dynamo, Ours, System
 from benchmarks.control_plane.systems import dynamo_python as install_dynamo
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json

@@ -5,7 +5,7 @@ and NATS. Each load runs with and without speculation in turn; the best round of
 
     repeat   a text that is to be repeated word for word        greedy, ends as the model ends it
     edit     code in which one name is to be changed            greedy, ends as the model ends it
-    words    random words (see `benchmarks.serve.prompts`)            greedy, 128 tokens each
+    words    random words (`benchmarks.serve.workloads`)   greedy, 128 tokens each
     sampled  random words                                       temperature 1, 128 tokens each
 """
 
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.one_rank import BLOCK, load_one_rank
-from benchmarks.serve.prompts import PromptSource, calibrate
+from benchmarks.serve.workloads import PromptSource, calibrate
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.setting_values import MOST_DRAFTS

@@ -26,8 +26,7 @@ from tokenizers import pre_tokenizers
 from benchmarks.control_plane.systems import HOST, Ours
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.serve.__main__ import Plan, progress_bars, run_to_end
-from benchmarks.serve.prompts import STARTS, WORDS
-from benchmarks.serve.workloads import WORKLOADS
+from benchmarks.serve.workloads import STARTS, WORDS, WORKLOADS
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 TEMPLATE = (
@@ -76,7 +75,7 @@ def model_directory(directory: Path, vocabulary: int) -> None:
 
 
 def _entries(count: int) -> tuple[dict[str, int], list[list[str]]]:
-    """Vocabulary and merges: the words that prompts are made of (`benchmarks.serve.prompts`), then random ones."""
+    """Vocabulary and merges: the words that prompts are made of (`benchmarks.serve.workloads`), then random ones."""
     generator = random.Random(count)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     entries = {char: index for index, char in enumerate(alphabet)}

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.on_gpu.bench import Bench
-from benchmarks.on_gpu.random_models import plain_model
-from benchmarks.on_gpu.served import generate, served
+from benchmarks.on_gpu.machine import release, wait
+from benchmarks.on_gpu.served import generate, plain_model, served
 from benchmarks.on_gpu.shapes import BLOCK, LLAMA_8B, TINY
-from benchmarks.on_gpu.timing import release, wait
 
 Tokens = list[list[int]]
 

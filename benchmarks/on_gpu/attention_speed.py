@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu.interpreter import choose
+from benchmarks.on_gpu.device import choose
 
 choose()
 

@@ -16,12 +16,10 @@ from rich.console import Console
 
 from benchmarks.errors import BenchError, told_in_a_sentence
 from benchmarks.on_gpu import wheels as wheelhouse
-from benchmarks.on_gpu.budget import Section
-from benchmarks.on_gpu.card import card, driver
-from benchmarks.on_gpu.child import command_of
-from benchmarks.on_gpu.rows import Report, read_report
-from benchmarks.on_gpu.running import Runner
-from benchmarks.on_gpu.sections import HEADLINE, SECTIONS, chosen
+from benchmarks.on_gpu.bench import Report, read_report
+from benchmarks.on_gpu.device import card, driver
+from benchmarks.on_gpu.running import Runner, command_of
+from benchmarks.on_gpu.sections import HEADLINE, SECTIONS, Section, chosen
 from benchmarks.on_gpu.table import markdown, put_into, show
 from benchmarks.report import machine
 

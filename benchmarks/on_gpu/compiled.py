@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from benchmarks.on_gpu.compiled_kernels import attention, fused, products, sampling
-from benchmarks.on_gpu.compiled_kernels.hopper import INSTRUCTIONS, Compiled
+from benchmarks.on_gpu.compiled_kernels.launched import INSTRUCTIONS, Compiled
 from services.executor.gpu.kernels.tiles import SHARED
 
 

@@ -18,13 +18,11 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from benchmarks.on_gpu.bench import Bench
+from benchmarks.on_gpu.bench import Bench, Row
 from benchmarks.on_gpu.kernel_shard import run_shards
-from benchmarks.on_gpu.random_models import plain_model
-from benchmarks.on_gpu.rows import Row
-from benchmarks.on_gpu.served import GREEDY, Served, generate, prefill_plan, served
+from benchmarks.on_gpu.machine import release
+from benchmarks.on_gpu.served import GREEDY, Served, generate, plain_model, prefill_plan, served
 from benchmarks.on_gpu.shapes import BLOCK, MIDDLE, TINY
-from benchmarks.on_gpu.timing import release
 from services.executor.core.step_plan import StepPlan, to_bytes
 from shared.messages import SamplingParams
 

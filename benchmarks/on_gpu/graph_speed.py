@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu.random_models import served_model
-from benchmarks.on_gpu.served import decode_plan
+from benchmarks.on_gpu.machine import release, took, wait
+from benchmarks.on_gpu.served import decode_plan, served_model
 from benchmarks.on_gpu.shapes import BLOCK, LLAMA_8B, TINY, Shape
-from benchmarks.on_gpu.timing import release, took, wait
 from services.executor.collectives.base import SingleRank
 from services.executor.core.progress import Progress
 from services.executor.core.sampling_state import SamplingState

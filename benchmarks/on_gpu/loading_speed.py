@@ -18,9 +18,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.on_gpu.random_checkpoint import SHAPES, bytes_of, write_checkpoint
-from benchmarks.on_gpu.timing import release
-from benchmarks.random_model import LlamaShape
+from benchmarks.on_gpu.machine import release
+from benchmarks.random_model import SHAPES, LlamaShape, bytes_of, write_checkpoint
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.kv_cache.codecs import FP8, Codec

@@ -14,12 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu.bench import Bench
+from benchmarks.on_gpu.bench import Bench, Row
 from benchmarks.on_gpu.collective_speed import collective_speed
-from benchmarks.on_gpu.random_checkpoint import SHAPES, write_checkpoint
-from benchmarks.on_gpu.rows import Row
-from benchmarks.on_gpu.timing import release
-from benchmarks.random_model import LlamaShape
+from benchmarks.on_gpu.machine import release
+from benchmarks.random_model import SHAPES, LlamaShape, write_checkpoint
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.kv_cache.codecs import FP8, INT8, Codec

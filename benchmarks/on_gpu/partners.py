@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from benchmarks.on_gpu.bench import Bench
-from benchmarks.on_gpu.rows import Row, row_of
+from benchmarks.on_gpu.bench import Bench, Row, row_of
 
 HERE = "benchmarks.on_gpu"
 

@@ -1,8 +1,59 @@
-"""The sections, the most valuable first: what a budget that runs out loses is at the end."""
+"""The sections, the most valuable first, and how the time of a run is divided among them. Pure.
 
-from collections.abc import Sequence
+    budget   | section 1 (at most `most`) | section 2 | ... | kept for those that follow: `least` each | end |
 
-from benchmarks.on_gpu.budget import Section
+A section may take what is left, less what those after it need at least, and never more than its own `most`.
+Time that a section leaves goes to those after it. Where not even `least` is left, it is skipped. Neighbours that
+measure no time run beside each other, and need as much as the longest of them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+END = 6.0
+"""Seconds kept for ending processes, and for the table."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One process: what it measures, and how long it may take."""
+
+    name: str
+    title: str
+    most: float
+    """Seconds after which it is ended."""
+    least: float
+    """Seconds without which it is not worth starting: imports, compilation and a first figure."""
+    code: str = ""
+    """`module:function`, given a `Bench`."""
+    beside: bool = False
+    """It measures no time: it may run while its neighbours do that measure none either."""
+
+
+def together(sections: Iterable[Section]) -> list[list[Section]]:
+    """The sections in their order, those that run beside each other in one list."""
+    found: list[list[Section]] = []
+    for beside, group in groupby(sections, lambda section: section.beside):
+        members = list(group)
+        found += [members] if beside else [[section] for section in members]
+    return found
+
+
+def allot(section: Section, later: Sequence[Section], left: float) -> float | None:
+    """Seconds for `section` with `left` left of the budget and `later` still to come, none of which runs beside it;
+    None: it does not fit."""
+    usable = left - END
+    if usable < section.least:
+        return None
+    kept = sum(max(other.least for other in group) for group in together(later))
+    return min(section.most, max(section.least, usable - kept))
+
+
+def soft_limit(seconds: float) -> float:
+    """When a section that is ended after `seconds` stops beginning new cases on its own."""
+    return max(seconds - 10.0, 0.8 * seconds)
+
 
 HERE = "benchmarks.on_gpu"
 MACHINE = Section("machine", "what the machine gives", 75, 20, f"{HERE}.machine:run")
@@ -31,13 +82,19 @@ SECTIONS = (
     Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
     Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),
     Section(
-        "invariance", "--batch-invariant: is it exact, and what it costs", 60, 25, f"{HERE}.overhead:invariance"
+        "invariance",
+        "--batch-invariant: is it exact, and what it costs",
+        60,
+        25,
+        f"{HERE}.overhead:invariance",
     ),
     Section("collectives", "sums over ranks", 40, 25, f"{HERE}.partners:collectives"),
 )
 """What may fail for good (a wrong address in one kernel ends all work of its process on the GPU) has a section of its
 own."""
-HEADLINE = Section("headline", "one figure of decode and one of prefill", 60, 25, f"{HERE}.throughput:headline")
+HEADLINE = Section(
+    "headline", "one figure of decode and one of prefill", 60, 25, f"{HERE}.throughput:headline"
+)
 QUICK = (MACHINE, *CORRECTNESS, HEADLINE)
 """A first look at a machine, in two minutes: whether everything is right, and the two figures that matter most."""
 

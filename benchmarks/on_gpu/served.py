@@ -1,12 +1,14 @@
 """A ring of one rank in this process, as it is served: `RingEngine`, `ContinuousBatcher` and sampler, over a model of
-random weights that no file holds.
+random weights that is made where it is used: neither files nor host memory, so a 13B takes a second.
 
-Only reading the weights is taken out of the engine's way; everything else is chosen by its settings.
+Only reading the weights is taken out of the engine's way; everything else is chosen by its settings. Weights are
+normal, with a deviation that keeps activations at about one: what is measured does not depend on what they say.
 """
 
 import inspect
 import tempfile
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,23 +20,99 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
 from msgspec import structs
+from torch import nn
+from transformers import AutoModelForCausalLM
 
-from benchmarks.on_gpu.random_models import served_model
 from benchmarks.on_gpu.shapes import BLOCK, Shape
+from services.executor.collectives.base import SingleRank
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings
+from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec
+from services.executor.model.attention import register_attention
 from services.executor.model.loading import loader
+from services.executor.model.parallel.layers import LinearShard, VocabParallelHead
+from services.executor.model.parallel.rewiring import attention_to_build_with
+from services.executor.model.parallel.splitting import apply_plan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.worker import backend
 from services.executor.worker import engine as ring_engine
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams
+
+SEED = 7
+DEVIATION = 0.02
+
+
+def served_model(
+    config: Any, dtype: torch.dtype, device: torch.device, seed: int = SEED, codec: Any = None
+) -> nn.Module:
+    """One rank's model as `loader.load_model` returns it, with random weights; with a `codec` its linear layers are
+    quantised."""
+    register_attention()
+    model = _empty(config, dtype, attention_to_build_with(config))
+    apply_plan(model, config, ShardLayout.from_config(config, 1, 0), SingleRank())
+    filled: nn.Module = fill(model, dtype, device, seed)
+    if codec is not None:
+        _quantize(filled, codec)
+    return filled
+
+
+def _quantize(model: nn.Module, codec: Any) -> None:
+    """One layer after the other, so that both kinds of weights are held of one alone."""
+    from services.executor.model.weight_formats import quantize
+
+    for module in model.modules():
+        if isinstance(module, LinearShard) and not isinstance(module, VocabParallelHead):
+            module.keep_quantized(quantize(module.weight, codec))
+
+
+def plain_model(
+    config: Any, dtype: torch.dtype, device: torch.device, seed: int = SEED, attention: str = "sdpa"
+) -> Any:
+    """transformers' own model of the same weights: what has the same name is the same."""
+    return fill(_empty(config, dtype, attention), dtype, device, seed)
+
+
+def _empty(config: Any, dtype: torch.dtype, attention: str) -> Any:
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.tie_weights()
+    return model
+
+
+def fill(model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """Gives every parameter its numbers on `device`; tied ones stay tied. Vectors (norms) are near one, biases near
+    nothing. What a parameter gets depends on its name, shape and `seed` alone."""
+    filled: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in filled:
+            numbers = _numbers(name, parameter, dtype, device, seed)
+            filled[id(parameter)] = nn.Parameter(numbers, requires_grad=False)
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, filled[id(parameter)])
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+    return model.eval()
+
+
+def _numbers(
+    name: str, parameter: torch.Tensor, dtype: torch.dtype, device: torch.device, seed: int
+) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + seed)
+    made = torch.empty(parameter.shape, dtype=dtype, device=device)
+    made.normal_(0.0, DEVIATION, generator=generator)
+    if parameter.dim() == 1 and name.endswith("weight"):
+        made += 1.0
+    return made
+
 
 GREEDY = SamplingParams(temperature=0.0)
 

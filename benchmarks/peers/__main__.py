@@ -22,13 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, choose_peers
-from benchmarks.peers.results import Comparison, Setting, compare
+from benchmarks.peers.results import Comparison, Setting, compare, markdown, show
 from benchmarks.peers.rounds import Contest, Run
-from benchmarks.peers.table import markdown, show
 from benchmarks.report import machine, versions
 from benchmarks.serve.__main__ import named_workloads
-from benchmarks.serve.prompts import Vocabulary, calibrate
 from benchmarks.serve.runner import conversation
+from benchmarks.serve.workloads import Vocabulary, calibrate
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.errors import RyzansteinError
 

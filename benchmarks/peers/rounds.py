@@ -1,26 +1,79 @@
-"""Runs the schedule: one server at a time, the load client on it, and what was found."""
+"""Runs the schedule: one server at a time, the load client on it, and what was found.
+
+Rounds are interleaved: every peer once, then every peer again. So a machine that slows down for a while slows
+all of them down, and the median over rounds forgets it.
+"""
 
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.progress import Progress, TaskID
 
 from benchmarks.errors import BenchError
-from benchmarks.peers import environments
+from benchmarks.peers import catalog
 from benchmarks.peers.catalog import Peer, Place
 from benchmarks.peers.gguf_writer import gguf_path, write_gguf
 from benchmarks.peers.results import PeerResult
-from benchmarks.peers.schedule import Step, duration, expected_seconds, prompt_seed, schedule
 from benchmarks.peers.servers import Server, free_port, wait_ready
 from benchmarks.serve.__main__ import Plan, run_to_end
-from benchmarks.serve.prompts import Vocabulary
 from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Summary
-from benchmarks.serve.workloads import Workload
+from benchmarks.serve.workloads import Vocabulary, Workload
+
+_OVERHEAD_SECONDS = 4.0
+"""Of each server: its end, and the warm-up requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One start of one server."""
+
+    round: int
+    peer: Peer
+    slots: int
+    workloads: tuple[Workload, ...]
+
+
+def schedule(peers: Sequence[Peer], workloads: Sequence[Workload], rounds: int) -> list[Step]:
+    """All steps in order. A peer is started once a round, or once for each number of slots that it needs."""
+    return [step for at in range(rounds) for peer in peers for step in _steps_of_round(peer, workloads, at)]
+
+
+def _steps_of_round(peer: Peer, workloads: Sequence[Workload], at: int) -> list[Step]:
+    by_slots: dict[int, list[Workload]] = {}
+    for workload in workloads:
+        by_slots.setdefault(peer.slots_for(workload.clients), []).append(workload)
+    return [Step(at, peer, slots, tuple(group)) for slots, group in by_slots.items()]
+
+
+def expected_seconds(step: Step, measured: Mapping[tuple[str, int], float]) -> float:
+    """Of one step: what it took before (by peer and slots), else what the catalog's pace says."""
+    known = measured.get((step.peer.name, step.slots))
+    if known is not None:
+        return known
+    pace = step.peer.pace
+    loads = sum(
+        each.requests * each.output_tokens / (pace.alone if each.clients == 1 else pace.together)
+        for each in step.workloads
+    )
+    return _OVERHEAD_SECONDS + pace.ready + loads
+
+
+def prompt_seed(seed: int, at: int, workload: str) -> int:
+    """The seed of a workload's prompts: the same for every peer of a round, another in every round."""
+    return seed + 1_000_003 * at + sum(byte << (8 * place) for place, byte in enumerate(workload.encode()))
+
+
+def duration(seconds: float) -> str:
+    """For a reader: `40 s`, `12 min`, `1 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +132,7 @@ class Run:
         def report(line: str) -> None:
             self.progress.update(task, description=f"{peer.name}: {line[:60]}")
 
-        venv = environments.ensure(peer.environment, work, report) if peer.environment else None
+        venv = catalog.ensure(peer.environment, work, report) if peer.environment else None
         weights = None
         if peer.weights:
             report("writing the GGUF file")
@@ -87,7 +140,7 @@ class Run:
             weights.parent.mkdir(parents=True, exist_ok=True)
             if not weights.exists():
                 write_gguf(self.contest.model, weights, peer.weights)
-        preload = environments.preloads(work, venv, report) if peer.preloads and venv else ()
+        preload = catalog.preloads(work, venv, report) if peer.preloads and venv else ()
         if peer.preloads:
             loaded = ", ".join(path.name for path in preload) or "nothing: none was found"
             self.results[peer.name].remarks.append(f"Preloaded: {loaded}.")
@@ -95,7 +148,7 @@ class Run:
 
     def _versions(self, peer: Peer) -> dict[str, str]:
         place = self._place(peer, slots=1, state=self.contest.work, port=0)
-        found = environments.versions(place.python)
+        found = catalog.versions(place.python)
         return {name: found[name] for name in ("python", *peer.packages) if name in found}
 
     def run(self) -> None:

@@ -17,9 +17,19 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import BenchError, told_in_a_sentence
-from benchmarks.regressions.comparing import Finding, Ratio, Recorded, compare, left_out
-from benchmarks.regressions.measures import BETTER, Rounds, engine, ring
-from benchmarks.regressions.serving import served, services
+from benchmarks.regressions.measures import (
+    BETTER,
+    Finding,
+    Ratio,
+    Recorded,
+    Rounds,
+    compare,
+    engine,
+    left_out,
+    ring,
+    served,
+    services,
+)
 from benchmarks.report import machine
 
 ROOT = Path(__file__).parents[2]

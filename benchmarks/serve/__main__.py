@@ -5,7 +5,7 @@ and prints throughput, time to first token, gaps between tokens and errors. Answ
 and of a fixed length (end of sequence ignored); tokens are counted by the server's usage field.
 
 How requests are sent and timed is told in `benchmarks.serve.sse`, how figures are computed in `benchmarks.serve.stats`,
-how prompts get an exact size in `benchmarks.serve.prompts`.
+how prompts get an exact size in `benchmarks.serve.workloads`.
 """
 
 import asyncio
@@ -26,11 +26,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.report import Report, Setting, machine, markdown, show, versions
-from benchmarks.serve.prompts import Measure, PromptSource, Vocabulary, calibrate
 from benchmarks.serve.runner import Target, choose_model, run_round, server_measure, warm_up
 from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Sample, Summary, median_round
-from benchmarks.serve.workloads import WORKLOADS, Workload, sessions
+from benchmarks.serve.workloads import (
+    WORKLOADS,
+    Measure,
+    PromptSource,
+    Vocabulary,
+    Workload,
+    calibrate,
+    sessions,
+)
 
 _PIPED_WIDTH = 140
 """Columns of the table where there is no terminal to fit it to: none of its cells is folded."""

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import msgspec
 
 from benchmarks.errors import BenchError
-from benchmarks.serve.prompts import Measure
 from benchmarks.serve.sse import Answer, Client, Usage, error_message
 from benchmarks.serve.stats import Sample, Summary, summarise
-from benchmarks.serve.workloads import Session, Workload, poisson_arrivals
+from benchmarks.serve.workloads import Measure, Session, Workload, poisson_arrivals
 
 
 class _Model(msgspec.Struct):

@@ -27,8 +27,7 @@ from rich.table import Table
 
 from benchmarks.errors import told_in_a_sentence, write_json
 from benchmarks.report import machine
-from benchmarks.simulation.policies import POLICIES
-from benchmarks.simulation.virtual_cluster import Cluster, Scale
+from benchmarks.simulation.virtual_cluster import POLICIES, Cluster, Scale
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

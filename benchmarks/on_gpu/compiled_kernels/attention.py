@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu.compiled_kernels.hopper import Compiled
-from benchmarks.on_gpu.compiled_kernels.launched import compile_launched, launches
+from benchmarks.on_gpu.compiled_kernels.launched import Compiled, compile_launched, launches
 from services.executor.gpu.kernels import attention_launch
 from services.executor.gpu.kernels.tiles import rows_for
 from services.executor.kv_cache.codecs import FP8, INT8, Codec

@@ -5,8 +5,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.on_gpu.compiled_kernels.hopper import Compiled
-from benchmarks.on_gpu.compiled_kernels.launched import compile_work, meta
+from benchmarks.on_gpu.compiled_kernels.launched import Compiled, compile_work, meta
 from services.executor.gpu.kernels.matmul_launch import (
     arrivals_for,
     decode_rows,

@@ -5,8 +5,7 @@ from itertools import product
 
 import torch
 
-from benchmarks.on_gpu.compiled_kernels.hopper import Compiled
-from benchmarks.on_gpu.compiled_kernels.launched import Launched, compile_launched, launches, meta
+from benchmarks.on_gpu.compiled_kernels.launched import Compiled, Launched, compile_launched, launches, meta
 from services.executor.gpu.kernels import sampling_launch
 
 MOST_BY_LOGIT = 1024

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.regressions.comparing import MARGIN, Ratio, compare, left_out
+from benchmarks.regressions.measures import MARGIN, Ratio, compare, left_out
 
 ratios = st.floats(0.1, 10)
 rounds = st.lists(ratios, min_size=3, max_size=12)

@@ -12,8 +12,21 @@ import pytest
 from rich.console import Console
 
 from benchmarks.control_plane.__main__ import Bench
-from benchmarks.control_plane.load_client import Figures, Load, Record, compiled, drive, figures, http_request
-from benchmarks.control_plane.report import Measured, Outcome, highest, holds, median_run, show
+from benchmarks.control_plane.load_client import (
+    Figures,
+    Load,
+    Measured,
+    Outcome,
+    Record,
+    compiled,
+    drive,
+    figures,
+    highest,
+    holds,
+    http_request,
+    median_run,
+    show,
+)
 from benchmarks.control_plane.systems import HOST, Ours, body
 from benchmarks.serve.stats import Spread
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.on_gpu.loading_speed import loading_speed
-from benchmarks.on_gpu.random_checkpoint import SHAPES, bytes_of, write_checkpoint
+from benchmarks.random_model import SHAPES, bytes_of, write_checkpoint
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.loading.loader import load_config, load_model

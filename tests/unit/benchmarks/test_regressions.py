@@ -8,9 +8,8 @@ from typer.testing import CliRunner
 
 from benchmarks.errors import BenchError
 from benchmarks.regressions import __main__ as command
-from benchmarks.regressions import serving
-from benchmarks.regressions.comparing import Ratio, Recorded
-from benchmarks.regressions.measures import BETTER, Pair, Rounds, in_turns
+from benchmarks.regressions import measures
+from benchmarks.regressions.measures import BETTER, Pair, Ratio, Recorded, Rounds, in_turns
 from benchmarks.report import machine
 
 NAME = "gRPC, CPU of a streamed answer against REST"
@@ -31,8 +30,8 @@ def test_the_two_ways_take_turns_and_the_first_round_does_not_count() -> None:
 @pytest.mark.slow
 def test_the_services_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real stack, few requests: every round gives every ratio."""
-    monkeypatch.setattr(serving, "STREAMS", 64)
-    found = serving.services(Path(), rounds=1, effort=1)
+    monkeypatch.setattr(measures, "STREAMS", 64)
+    found = measures.services(Path(), rounds=1, effort=1)
     assert set(found) <= set(BETTER)
     assert [len(rounds) for rounds in found.values()] == [1, 1]
 
@@ -53,7 +52,7 @@ def run(
 
     (path / "config.json").write_text("{}")
     monkeypatch.setattr(command, "measure", measure)
-    monkeypatch.setattr(command, "FAMILIES", {"services": serving.services})
+    monkeypatch.setattr(command, "FAMILIES", {"services": measures.services})
     given = ["--model", str(path), "--against", str(path / "ratios.json"), *options]
     import typer
 

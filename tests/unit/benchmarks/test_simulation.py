@@ -8,8 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.simulation.__main__ import main, simulate
-from benchmarks.simulation.policies import POLICIES, Ours
-from benchmarks.simulation.virtual_cluster import Cluster, Scale, variation, zipf
+from benchmarks.simulation.virtual_cluster import POLICIES, Cluster, Ours, Scale, variation, zipf
 
 SMALL = Scale(groups=40, sessions=3000, requests=9000, schedulers=3, tenants=50, slots=16, failures=2)
 

@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.errors import BenchError
-from benchmarks.serve.prompts import PromptSource, Vocabulary, calibrate
-from benchmarks.serve.workloads import WORKLOADS, poisson_arrivals, sessions
+from benchmarks.serve.workloads import (
+    WORKLOADS,
+    PromptSource,
+    Vocabulary,
+    calibrate,
+    poisson_arrivals,
+    sessions,
+)
 from tests.unit.benchmarks.fake_server import FIRST_OVERHEAD, NEXT_OVERHEAD, FakeServer
 
 VOCABULARY = Vocabulary(

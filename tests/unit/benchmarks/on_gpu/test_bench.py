@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.on_gpu.bench import Bench, told
-from benchmarks.on_gpu.rows import read_rows
+from benchmarks.on_gpu.bench import Bench, read_rows, told
 
 
 def bench_of(path: Path) -> Bench:

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.on_gpu.budget import END, Section, allot, soft_limit, together
-from benchmarks.on_gpu.sections import QUICK, SECTIONS
+from benchmarks.on_gpu.sections import END, QUICK, SECTIONS, Section, allot, soft_limit, together
 
 FIRST = Section("first", "", most=50, least=20)
 SECOND = Section("second", "", most=100, least=40)

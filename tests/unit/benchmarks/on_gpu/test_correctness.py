@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the GPU's decoder runs where Triton is")
 
 from benchmarks.on_gpu import correctness
-from benchmarks.on_gpu.bench import Bench
-from benchmarks.on_gpu.rows import read_rows
+from benchmarks.on_gpu.bench import Bench, read_rows
 from services.executor.gpu.kernels import attention_launch
 
 CPU = torch.device("cpu")

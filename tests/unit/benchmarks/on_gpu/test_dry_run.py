@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.on_gpu.card import card
+from benchmarks.on_gpu.device import card
 from benchmarks.on_gpu.sections import HEADLINE, QUICK, SECTIONS, chosen
 from benchmarks.on_gpu.wheels import download_command, missing, sentence
 

@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the GPU's parts are checked where Triton is")
 
 from benchmarks.on_gpu import part_cases
-from benchmarks.on_gpu.bench import Bench
-from benchmarks.on_gpu.rows import Row, read_rows
+from benchmarks.on_gpu.bench import Bench, Row, read_rows
 
 
 def bench_of(path: Path) -> Bench:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.on_gpu.budget import Section
-from benchmarks.on_gpu.rows import Report, read_report, read_rows
+from benchmarks.on_gpu.bench import Report, read_report, read_rows
 from benchmarks.on_gpu.running import Runner, last_lines
+from benchmarks.on_gpu.sections import Section
 
 ROW = json.dumps({"key": "a/b", "what": "a row", "figure": 1.5, "unit": "GB/s"})
 WRITE = f"import sys; file = open(sys.argv[1], 'a'); file.write({ROW!r} + chr(10)); file.flush();"

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.on_gpu.aims import aims, predictions
-from benchmarks.on_gpu.bench import data_sheet, line, shown
+from benchmarks.on_gpu.bench import Report, Row, SectionResult, data_sheet, line, shown
 from benchmarks.on_gpu.partners import rows_from
-from benchmarks.on_gpu.rows import Report, Row, SectionResult
-from benchmarks.on_gpu.table import BEGIN, END, markdown, put_into, show
+from benchmarks.on_gpu.table import BEGIN, END, aims, markdown, predictions, put_into, show
 
 PAGE = Path(__file__).parents[4] / "docs/gpu.md"
 BF16 = Row("decode/8b/bf16/kv-bf16/1024/1", "decode", 250.0, "tok/s", 286.0, 0.874, "4.00 ms a step")

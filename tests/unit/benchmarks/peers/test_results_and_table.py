@@ -2,9 +2,19 @@
 
 import msgspec
 
-from benchmarks.peers.results import Comparison, PeerResult, Setting, compare, ratio
+from benchmarks.peers.results import (
+    Comparison,
+    PeerResult,
+    Setting,
+    compare,
+    header,
+    markdown,
+    ratio,
+    ratio_row,
+    row,
+    workloads,
+)
 from benchmarks.peers.servers import Memory
-from benchmarks.peers.table import header, markdown, ratio_row, row, workloads
 from benchmarks.serve.stats import Spread, Summary, Turn
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.errors import BenchError
 from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, Place, choose_peers
-from benchmarks.peers.schedule import duration, expected_seconds, prompt_seed, schedule
+from benchmarks.peers.rounds import duration, expected_seconds, prompt_seed, schedule
 from benchmarks.serve.workloads import WORKLOADS
 
 PLACE = Place(

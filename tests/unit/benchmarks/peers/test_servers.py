@@ -11,14 +11,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.errors import BenchError
-from benchmarks.peers import environments
-from benchmarks.peers.catalog import Environment, Launch, Pace, Peer, Place
-from benchmarks.peers.environments import InstallError
+from benchmarks.peers import catalog
+from benchmarks.peers.catalog import Environment, InstallError, Launch, Pace, Peer, Place
 from benchmarks.peers.rounds import Contest, Run
 from benchmarks.peers.servers import Server, free_port, wait_ready
-from benchmarks.serve.prompts import Vocabulary
 from benchmarks.serve.sse import Client
-from benchmarks.serve.workloads import Workload
+from benchmarks.serve.workloads import Vocabulary, Workload
 
 ROOT = str(Path(__file__).parents[4])
 FAMILY = """
@@ -147,25 +145,25 @@ def test_a_comparison_goes_on_without_a_peer_that_fails(tmp_path: Path) -> None:
 
 
 def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.peers.environments.venv.create", _only_python)
+    monkeypatch.setattr("benchmarks.peers.catalog.venv.create", _only_python)
     lines: list[str] = []
     environment = Environment("one", (("-c", "print('installed')"),))
-    folder = environments.ensure(environment, tmp_path, lines.append)
+    folder = catalog.ensure(environment, tmp_path, lines.append)
     assert lines == ["making the virtual environment", "installed"]
-    assert environments.ensure(environment, tmp_path, lines.append) == folder
+    assert catalog.ensure(environment, tmp_path, lines.append) == folder
     assert len(lines) == 2
-    assert environments.versions(str(folder / "bin" / "python"))["python"]
+    assert catalog.versions(str(folder / "bin" / "python"))["python"]
     other = Environment("one", (("-c", "print('anew')"),))
-    environments.ensure(other, tmp_path, lines.append)
+    catalog.ensure(other, tmp_path, lines.append)
     assert lines[-1] == "anew"
 
 
 def test_half_an_environment_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.peers.environments.venv.create", _only_python)
+    monkeypatch.setattr("benchmarks.peers.catalog.venv.create", _only_python)
     environment = Environment("half", (("-c", "raise SystemExit('no such package')"),))
     for _ in range(2):
         with pytest.raises(InstallError, match="ended with code 1: no such package"):
-            environments.ensure(environment, tmp_path, lambda line: None)
+            catalog.ensure(environment, tmp_path, lambda line: None)
 
 
 def _only_python(folder: Path, *, with_pip: bool, symlinks: bool) -> None:

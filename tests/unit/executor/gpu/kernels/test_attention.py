@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is (Linux on x86-64)")
 
-from benchmarks.on_gpu.interpreter import interprets
+from benchmarks.on_gpu.device import interprets
 from benchmarks.on_gpu.kernel_cases import LAYER, Case, Problem, Wrong, cases, check
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.gpu.attention import GpuKernels

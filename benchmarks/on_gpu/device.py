@@ -1,7 +1,14 @@
-"""Which GPU there is, by the driver: without torch, whose import takes seconds and which may be one for CPUs."""
+"""Which GPU there is, by the driver: without torch, whose import takes seconds and which may be one for CPUs.
+
+Whether Triton's kernels are compiled or interpreted: told to Triton before anything imports it.
+
+Kernels, and Triton's own functions that they call, are decorated when their modules are imported; what the environment
+says later comes too late for them. Whoever imports kernels outside of a server calls `choose` first.
+"""
 
 import contextlib
 import ctypes
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -36,3 +43,17 @@ def driver() -> str:
         if not ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
             return f"for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
     return "unknown"
+
+
+VARIABLE = "TRITON_INTERPRET"
+
+
+def choose() -> None:
+    """Interprets kernels where there is no NVIDIA GPU, unless the environment says something already."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        os.environ.setdefault(VARIABLE, "1")
+
+
+def interprets() -> bool:
+    """Whether kernels run on CPU tensors."""
+    return os.environ.get(VARIABLE, "0").lower() in ("1", "true", "yes", "on", "y")

@@ -1,8 +1,8 @@
-"""Decode: tokens/s, and the share of what the memory allows.
+"""Decode and prefill: tokens/s, and the share of what the memory, or the rate of matrix products, allows.
 
-The limit of a step is the time in which the weights and the keys and values that it reads pass through the memory at
-the bandwidth that a copy has; what is written is a thousandth of it. The cache holds random numbers: computing
-contexts of 8k for 128 sequences would take minutes, and changes no byte of what a step reads.
+The limit of a decode step is the time in which the weights and the keys and values that it reads pass through the
+memory at the bandwidth that a copy has; what is written is a thousandth of it. The cache holds random numbers:
+computing contexts of 8k for 128 sequences would take minutes, and changes no byte of what a step reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.on_gpu.bench import Bench
-from benchmarks.on_gpu.served import BackToBack, Served, decode_plan, served
+from benchmarks.on_gpu.machine import release, took
+from benchmarks.on_gpu.served import BackToBack, Served, decode_plan, greedy, prefill_plan, served
 from benchmarks.on_gpu.shapes import (
     BLOCK,
     LLAMA_8B,
@@ -23,7 +24,6 @@ from benchmarks.on_gpu.shapes import (
     WeightDType,
     at_most,
 )
-from benchmarks.on_gpu.timing import release, took
 
 SHORT, LONG = 1024, 8192
 CHUNK = 512
@@ -157,3 +157,67 @@ def _measure(bench: Bench, ring: Served, shape: Shape, case: Case) -> None:
     limit = case.batch * bench.bandwidth / read if bench.bandwidth else None
     note = f"{wall * 1e3:.2f} ms a step, {read / 1e9:.2f} GB"
     bench.measured(case.key(shape), case.what(shape), case.batch / wall, "tok/s", limit, note)
+
+
+PROMPTS = (2048, 8192)
+CHUNKS = (512, 2048, 8192)
+"""512 is the default of --max-batch-tokens."""
+
+
+def prefill(bench: Bench) -> None:
+    for weights in ("bf16",) if bench.tiny else ("bf16", "fp8"):
+        measure_prefill(bench, weights, PROMPTS, CHUNKS)
+
+
+def measure_prefill(bench: Bench, weights: str, prompts: Sequence[int], chunks: Sequence[int]) -> None:
+    """One ring's, which computes each of `prompts` in each of `chunks` that it is not shorter than."""
+    shape = TINY if bench.tiny else LLAMA_8B
+    prompts, chunks = ((64,), (32, 64)) if bench.tiny else (prompts, chunks)
+    longest = max(prompts)
+    memory = int(4 * longest * shape.kv_bytes("bf16"))
+    options = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": 1, "max_batch_tokens": longest}
+    options |= {"weight_dtype": weights} if weights != "bf16" else {}
+    try:
+        with served(shape, bench.device, context_length=longest + BLOCK, **options) as ring:
+            for tokens in prompts:
+                for chunk in [each for each in chunks if each <= tokens]:
+                    key = f"prefill/{weights}/{tokens}/{chunk}"
+                    what = f"prefill {shape.name}, {weights} weights, prompt {tokens}, chunks of {chunk}"
+                    if bench.left() <= 0:
+                        bench.missing(key, what, "no time was left")
+                        continue
+                    _prompt(bench, ring, shape, weights, tokens, chunk)
+    except Exception as error:  # one kind of weights that fails leaves the other
+        bench.failed(f"prefill/{weights}", f"prefill {shape.name}, {weights} weights", error)
+    release(bench.device)
+
+
+def _prompt(bench: Bench, ring: Served, shape: Shape, weights: str, tokens: int, chunk: int) -> None:
+    hot, cold = ring.spec.num_blocks, ring.spec.num_cold
+    seconds = 0.0
+    for before in range(0, tokens, chunk):
+        last = before + chunk >= tokens
+        plan = prefill_plan(min(chunk, tokens - before), before, hot, cold, last=last)
+        samples = greedy(1 if last else 0)
+        # Each once before: a longer context may be cut into parts, by kernels that are not compiled yet.
+        seconds += took(
+            lambda p=plan, g=samples: ring.step(p, g), bench.device, 1 if bench.tiny else 3, warm=1
+        ).wall  # type: ignore[misc]
+    flops = shape.flops(tokens)
+    rate = bench.matrix_rate(weights)
+    bench.measured(
+        f"prefill/{weights}/{tokens}/{chunk}",
+        f"prefill {shape.name}, {weights} weights, prompt {tokens}, chunks of {chunk}",
+        tokens / seconds,
+        "tok/s",
+        tokens * rate / flops if rate else None,
+        f"{flops / seconds / 1e12:.3g} TFLOP/s, first token after {seconds * 1e3:.0f} ms",
+    )
+
+
+def headline(bench: Bench) -> None:
+    if bench.tiny:
+        measure_decode(bench, TINY, TINY_CASES[:1])
+    else:
+        measure_decode(bench, LLAMA_8B, CASES_8B[:1])
+    measure_prefill(bench, "bf16", (8192,), (2048,))
