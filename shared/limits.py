@@ -384,11 +384,7 @@ TENANT_RECORD_BYTES = Limit(
 )
 
 UNKNOWN_IDS = Limit(
-    "unknown_ids",
-    600,
-    "per minute",
-    "lookups at one gateway of generation ids that do not exist",
-    "tenant",
+    "unknown_ids", 600, "per minute", "lookups at one gateway of generation ids that do not exist", "tenant"
 )
 
 # --- services --------------------------------------------------------------------------------------

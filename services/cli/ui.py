@@ -17,6 +17,7 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     Task,
     TaskID,
@@ -179,6 +180,12 @@ class AnswerPrinter:
             self._screen.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
+def bar_columns(amount: ProgressColumn) -> tuple[ProgressColumn, ...]:
+    """Of a progress bar; `amount` stands behind it."""
+    description = TextColumn("{task.description}", table_column=Column(overflow="fold", ratio=1))
+    return SpinnerColumn(finished_text=" "), description, BarColumn(bar_width=24), amount, TimeElapsedColumn()
+
+
 _COUNTED_IN_BYTES = ("downloading", "unpacking")
 
 
@@ -193,14 +200,9 @@ class _AmountColumn(DownloadColumn):
 def model_bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Yields the callback for `models.ensure_model`: one bar per stage."""
     tasks: dict[str, TaskID] = {}
-    columns = (
-        SpinnerColumn(finished_text=" "),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        _AmountColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(
+        *bar_columns(_AmountColumn()), console=console, disable=not console.is_terminal
+    ) as progress:
 
         def report(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
@@ -230,11 +232,7 @@ class LoadBars:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress = Progress(
-            SpinnerColumn(finished_text=" "),
-            TextColumn("{task.description}", table_column=Column(overflow="fold", ratio=1)),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
+            *bar_columns(TextColumn("{task.percentage:>3.0f}%")),
             console=console,
             disable=not console.is_terminal,
         )

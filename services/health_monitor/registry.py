@@ -97,11 +97,7 @@ class SharedRecords(Generic[Record]):
     """One bucket that several monitors write."""
 
     def __init__(
-        self,
-        bucket: Bucket[Record],
-        load_interval: float,
-        metrics: HealthMetrics,
-        others: Others[Record],
+        self, bucket: Bucket[Record], load_interval: float, metrics: HealthMetrics, others: Others[Record]
     ) -> None:
         self._bucket: Bucket[Record] = bucket
         self._changes: Changes[Record] = Changes(load_interval)

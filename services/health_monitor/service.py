@@ -51,9 +51,7 @@ class HealthMonitorService(Service):
         self._settings = settings
         self._metrics = HealthMetrics(self.registry)
         self._detector = Detector(
-            hung_after=settings.hung_after,
-            gone_after=settings.gone_after,
-            forget_after=settings.forget_after,
+            hung_after=settings.hung_after, gone_after=settings.gone_after, forget_after=settings.forget_after
         )
         self._clocks = Clocks()
         self._registry: Registry | None = None

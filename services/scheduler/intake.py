@@ -116,11 +116,7 @@ class Intake:
     """Pulls requests and hands them to `admit`."""
 
     def __init__(
-        self,
-        bus: Bus,
-        settings: SchedulerSettings,
-        metrics: SchedulerMetrics,
-        admit: Admit,
+        self, bus: Bus, settings: SchedulerSettings, metrics: SchedulerMetrics, admit: Admit
     ) -> None:
         self._bus = bus
         self._settings = settings

@@ -3,6 +3,7 @@
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -38,63 +39,38 @@ class SchedulerMetrics:
         """`breakers`: every group's name and the state of its breaker."""
         self.groups = GroupCollector(breakers)
         registry.register(self.groups)
-        self.received = Counter(
-            f"{_PREFIX}_received", "Requests pulled from intake.", ["lane"], registry=registry
-        )
-        self.redelivered = Counter(
-            f"{_PREFIX}_redelivered", "Requests that had been delivered before.", registry=registry
-        )
-        self.deferred = Counter(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.received = counter(f"{_PREFIX}_received", "Requests pulled from intake.", ["lane"])
+        self.redelivered = counter(f"{_PREFIX}_redelivered", "Requests that had been delivered before.")
+        self.deferred = counter(
             f"{_PREFIX}_deferred",
             "Deliveries deferred because no group serves the model and other requests need the space.",
-            registry=registry,
         )
-        self.lost = Counter(
+        self.lost = counter(
             f"{_PREFIX}_lost",
             "Requests given up because this scheduler was unresponsive for longer than ack_wait.",
-            registry=registry,
         )
-        self.undecodable = Counter(
-            f"{_PREFIX}_undecodable", "Intake messages that could not be decoded.", registry=registry
-        )
-        self.placements = Counter(
-            f"{_PREFIX}_placements", "Placement decisions by reason.", ["reason"], registry=registry
-        )
-        self.decision_seconds = Histogram(
+        self.undecodable = counter(f"{_PREFIX}_undecodable", "Intake messages that could not be decoded.")
+        self.placements = counter(f"{_PREFIX}_placements", "Placement decisions by reason.", ["reason"])
+        self.decision_seconds = histogram(
             f"{_PREFIX}_decision_seconds",
             "From a request's turn to its dispatch: placement, session pin and batching.",
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.queue_seconds = Histogram(
+        self.queue_seconds = histogram(
             f"{_PREFIX}_queue_seconds",
             "From a request's arrival to its acceptance by a ring.",
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.batch_size = Histogram(
-            f"{_PREFIX}_batch_size",
-            "Requests per dispatch batch.",
-            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
-            registry=registry,
+        self.batch_size = histogram(
+            f"{_PREFIX}_batch_size", "Requests per dispatch batch.", buckets=(1, 2, 4, 8, 16, 32, 64, 128)
         )
-        self.refusals = Counter(
-            f"{_PREFIX}_refusals", "Requests refused by groups, by code.", ["code"], registry=registry
-        )
-        self.unanswered = Counter(
-            f"{_PREFIX}_unanswered_batches", "Dispatch batches that timed out.", registry=registry
-        )
-        self.ended = Counter(
-            f"{_PREFIX}_ended",
-            "Generations that ended before a group took them.",
-            ["code"],
-            registry=registry,
-        )
-        self.pins = Counter(
-            f"{_PREFIX}_session_pins",
-            "Session pins: hit, created, moved, adopted.",
-            ["what"],
-            registry=registry,
+        self.refusals = counter(f"{_PREFIX}_refusals", "Requests refused by groups, by code.", ["code"])
+        self.unanswered = counter(f"{_PREFIX}_unanswered_batches", "Dispatch batches that timed out.")
+        self.ended = counter(f"{_PREFIX}_ended", "Generations that ended before a group took them.", ["code"])
+        self.pins = counter(
+            f"{_PREFIX}_session_pins", "Session pins: hit, created, moved, adopted.", ["what"]
         )
         begin_at_zero(self.received, LANES)
         begin_at_zero(self.placements, get_args(Reason))
@@ -144,9 +120,7 @@ class GroupCollector(Collector):
     """
 
     def __init__(
-        self,
-        breakers: Callable[[], Iterable[tuple[str, State]]],
-        clock: Callable[[], float] = time.monotonic,
+        self, breakers: Callable[[], Iterable[tuple[str, State]]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._breakers = breakers
         self._clock = clock

@@ -36,14 +36,7 @@ class Rejections:
 
     def fail(self, item: WaitingRequest, code: str, message: str, *, retryable: bool) -> None:
         """Ends the generation with an error."""
-        log.info(
-            "generation_ended",
-            request_id=item.request_id,
-            generation_id=item.generation_id,
-            attempt=item.attempt,
-            code=code,
-            **item.trace.ids,
-        )
+        log.info("generation_ended", **item.log_fields, code=code)
         item.trace.ended(code)
         self._metrics.ended.labels(code_label(code)).inc()
         entry = TokenEntry(
@@ -60,13 +53,7 @@ class Rejections:
 
     def cancel(self, item: WaitingRequest) -> None:
         """Ends the generation as its client wished."""
-        log.info(
-            "generation_cancelled",
-            request_id=item.request_id,
-            generation_id=item.generation_id,
-            attempt=item.attempt,
-            **item.trace.ids,
-        )
+        log.info("generation_cancelled", **item.log_fields)
         item.trace.ended("cancelled")
         self._metrics.ended.labels("cancelled").inc()
         entry = TokenEntry(item.generation_id, item.attempt, item.position, [], finish="cancelled")
@@ -131,12 +118,6 @@ class Rejections:
         try:
             await item.delivery.ack()
         except BROKER_ERRORS as error:
-            log.debug(
-                "not_acknowledged",
-                request_id=item.request_id,
-                generation_id=item.generation_id,
-                attempt=item.attempt,
-                error=reason_of(error),
-            )
+            log.debug("not_acknowledged", **item.log_fields, error=reason_of(error))
             return False
         return True

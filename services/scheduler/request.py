@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -234,6 +234,12 @@ class WaitingRequest:
     """Of a tenant's requests the one with the least goes first."""
     asked: str = ""
     """Group that was sent the request and has not answered: it may have it all the same."""
+
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """What every log line about the request carries."""
+        ids = {"request_id": self.request_id, "generation_id": self.generation_id, "attempt": self.attempt}
+        return ids | self.trace.ids
 
     @classmethod
     def of(

@@ -308,12 +308,7 @@ class Router:
                 asyncio.get_running_loop().time(),
             )
         except Exception:
-            log.exception(
-                "placing_failed",
-                request_id=item.request_id,
-                generation_id=item.generation_id,
-                attempt=item.attempt,
-            )
+            log.exception("placing_failed", **item.log_fields)
             self._table.release(decision.group, item.tokens)
             asyncio.get_running_loop().call_later(FAULT_PAUSE, self.returned, item)
             return
@@ -346,15 +341,7 @@ class Router:
         self._rejections.settle(item)
         self._metrics.groups.dispatched(group)
         self._metrics.queue_seconds.observe(asyncio.get_running_loop().time() - item.arrived)
-        log.info(
-            "dispatched",
-            request_id=item.request_id,
-            generation_id=item.generation_id,
-            group=group,
-            epoch=epoch,
-            attempt=item.attempt,
-            **item.trace.ids,
-        )
+        log.info("dispatched", group=group, epoch=epoch, **item.log_fields)
         if self._history.cancelled(item.generation_id, item.claim):
             claim = self._history.claim_of_cancel(item.generation_id)
             self._tasks.spawn(self._forward_cancel(group, Cancel([item.generation_id], claim=claim)))
@@ -398,13 +385,7 @@ class Router:
 
     def _release_lost(self, item: WaitingRequest) -> None:
         """We have been silent for so long that the broker has given the request to another scheduler."""
-        log.warning(
-            "request_lost",
-            request_id=item.request_id,
-            generation_id=item.generation_id,
-            attempt=item.attempt,
-            **item.trace.ids,
-        )
+        log.warning("request_lost", **item.log_fields)
         item.trace.ended("lost")
         self._metrics.lost.inc()
         item.delivery.drop()

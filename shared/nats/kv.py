@@ -9,20 +9,8 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import (
-    AckPolicy,
-    ConsumerConfig,
-    DiscardPolicy,
-    KeyValueConfig,
-    StorageType,
-    StreamConfig,
-)
-from nats.js.errors import (
-    APIError,
-    BucketNotFoundError,
-    KeyNotFoundError,
-    KeyWrongLastSequenceError,
-)
+from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
+from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.errors import NotFoundError as StreamNotFoundError
 from nats.js.kv import KeyValue
 

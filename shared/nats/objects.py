@@ -107,13 +107,7 @@ class Objects:
     # --- in --------------------------------------------------------------------------------------
 
     async def write(
-        self,
-        name: str,
-        parts: AsyncIterable[bytes],
-        *,
-        nuid: str,
-        limit: int = 0,
-        fresh: bool = False,
+        self, name: str, parts: AsyncIterable[bytes], *, nuid: str, limit: int = 0, fresh: bool = False
     ) -> int:
         """Stores what `parts` yields as `name`; returns its bytes. `nuid`: a name that was never used before.
 

@@ -258,7 +258,5 @@ class Reconnections(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily(
-            "ryzanstein_nats_reconnects",
-            "Reconnections to NATS.",
-            self._connection.reconnects,
+            "ryzanstein_nats_reconnects", "Reconnections to NATS.", self._connection.reconnects
         )

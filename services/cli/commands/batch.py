@@ -14,17 +14,10 @@ import httpx
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress
 
 from services.cli.target import ApiKey, DataDir, NatsUrl, Url, gateway_of_stack, nats_of_stack
-from services.cli.ui import console, print_columns, say
+from services.cli.ui import bar_columns, console, print_columns, say
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 from shared.messages.batches import OVER, BatchAsk, BatchListing, BatchReply, BatchSubmit
@@ -360,13 +353,7 @@ async def submit(client: BatchClient, wanted: Wanted) -> Batch:
 
 async def wait_for_end(client: BatchClient, batch: Batch, console: Console) -> Batch:
     """Until it is over, with a bar; on something that is no terminal a line for each state."""
-    columns = (
-        SpinnerColumn(finished_text=" "),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = bar_columns(MofNCompleteColumn())
     told = ""
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(batch["status"], total=None)

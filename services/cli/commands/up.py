@@ -9,7 +9,8 @@ import typer
 
 from services.cli.models import catalog as model_store
 from services.cli.serve import require_packages
-from services.cli.supervision.up import Up, UpOptions
+from services.cli.supervision.stack import StackPlan
+from services.cli.supervision.up import Up
 from services.cli.target import DataDir, NatsUrl, StackSettings
 from services.cli.ui import console
 from shared.config import load_settings
@@ -107,10 +108,10 @@ def up(
     if reasoning_parser is not None:
         _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     settings = load_settings(StackSettings, data_dir=data_dir, **files)
-    options = UpOptions(
+    plan = StackPlan(
         model=model,
+        served_model_name="",
         data_dir=settings.data_dir.expanduser().resolve(),
-        model_cache=settings.model_cache.expanduser(),
         host=host,
         port=port,
         tp=tp,
@@ -119,15 +120,14 @@ def up(
         weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
         engine=engine,
-        nats_url=nats_url,
-        smoke_test=_renamed(proof, smoke_test),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         grpc_port=grpc_port,
     )
 
     async def run() -> int:
-        return await Up(options, settings, console()).run()
+        smokes = _renamed(proof, smoke_test)
+        return await Up(plan, settings, console(), nats_url=nats_url, smoke_test=smokes).run()
 
     raise typer.Exit(asyncio.run(run()))
 

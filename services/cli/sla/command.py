@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import tzinfo
 from pathlib import Path
 from typing import Annotated
@@ -12,14 +12,14 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TextColumn
 
 from services.cli.sla.journal import Findings, from_journal
 from services.cli.sla.periods import EXAMPLES, Interval, length_of, period_of, shown, span_of, zone_of
 from services.cli.sla.prometheus import Prometheus, auth_of, from_prometheus
 from services.cli.sla.report import Indicator, Report, judge, markdown, print_report
 from services.cli.target import DataDir, NatsUrl, nats_of_stack
-from services.cli.ui import console
+from services.cli.ui import bar_columns, console
 from shared.errors import ConfigurationError
 
 FORMATS = ("table", "json", "markdown")
@@ -85,8 +85,7 @@ def sla(
         ),
     ] = "",
     silence: Annotated[
-        str,
-        typer.Option(help="Journal: a model with waiting requests and no token for this long is down."),
+        str, typer.Option(help="Journal: a model with waiting requests and no token for this long is down.")
     ] = "10s",
     availability: Annotated[
         float, typer.Option("--target-availability", help="In per cent, of the time.", min=0, max=100)
@@ -209,27 +208,11 @@ def _print(report: Report, form: str, zone: tzinfo) -> None:
         print_report(report, console(), zone)
 
 
-class _Share:
-    """Draws how much is done."""
-
-    def __init__(self, progress: Progress, what: str) -> None:
-        self._progress = progress
-        self._task = progress.add_task(f"reading: {what}", total=1.0)
-
-    def __call__(self, share: float) -> None:
-        self._progress.update(self._task, completed=share)
-
-
 @contextlib.contextmanager
-def _bar(what: str) -> Iterator[_Share]:
+def _bar(what: str) -> Iterator[Callable[[float], None]]:
     """On standard error, and gone when it is done: the report alone is on standard output."""
     screen = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-    )
+    columns = bar_columns(TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        yield _Share(progress, what)
+        task = progress.add_task(f"reading: {what}", total=1.0)
+        yield lambda share: progress.update(task, completed=share)

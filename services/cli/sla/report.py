@@ -11,7 +11,7 @@ latencies, a `Quantile` says between which bounds the exact value lies:
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import tzinfo
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -207,49 +207,17 @@ class Report(msgspec.Struct, frozen=True):
         return all(verdict.met for verdict in self.verdicts)
 
 
-class Downtime(msgspec.Struct, frozen=True):
-    """Outages and what follows from them."""
-
-    availability: float | None
-    seconds: float
-    outages: list[Outage]
-    repaired: int
-    mttr: float | None
-
-
 def scope_of(
     model: str,
     requests: Requests,
     causes: Iterable[tuple[Reason, Interval]],
     covered: Sequence[Interval],
-    *,
-    first_token: Percentiles,
-    between_tokens: Percentiles,
-    end_to_end: Percentiles,
-    tokens: Tokens,
-    failovers: Failovers = Failovers(),  # noqa: B008  # frozen
+    **figures: Any,
 ) -> Scope:
-    """With what follows from `requests` and from `causes` of downtime."""
-    down = downtime_of(causes, covered)
-    return Scope(
-        model=model,
-        requests=requests,
-        error_rate=requests.error_rate,
-        availability=down.availability,
-        downtime=down.seconds,
-        outages=down.outages,
-        repaired=down.repaired,
-        mttr=down.mttr,
-        first_token=first_token,
-        between_tokens=between_tokens,
-        end_to_end=end_to_end,
-        tokens=tokens,
-        failovers=failovers,
-    )
+    """With what follows from `requests` and from `causes` of downtime; `figures`: the other fields.
 
-
-def downtime_of(causes: Iterable[tuple[Reason, Interval]], covered: Sequence[Interval]) -> Downtime:
-    """Outages of one scope: causes that overlap are one outage. What is not covered is neither up nor down."""
+    Causes that overlap are one outage. What is not covered is neither up nor down.
+    """
     causes = [
         (reason, Interval(max(one.begin, edge.begin), min(one.end, edge.end)))
         for reason, one in causes
@@ -267,9 +235,18 @@ def downtime_of(causes: Iterable[tuple[Reason, Interval]], covered: Sequence[Int
         )
         for whole in union
     ]
-    known, down = length_of(covered), length_of(union)
-    repaired = repairs(union, covered)
-    return Downtime(1 - down / known if known else None, down, outages, repaired.number, repaired.mean)
+    known, down, repaired = length_of(covered), length_of(union), repairs(union, covered)
+    return Scope(
+        model=model,
+        requests=requests,
+        error_rate=requests.error_rate,
+        availability=1 - down / known if known else None,
+        downtime=down,
+        outages=outages,
+        repaired=repaired.number,
+        mttr=repaired.mean,
+        **figures,
+    )
 
 
 def judge(targets: Mapping[Indicator, float], scopes: Sequence[Scope]) -> list[Verdict]:

@@ -129,33 +129,23 @@ SMOKE_TEST_TOKENS = 60
 GRPC_PORT = 8001
 
 
-class UpOptions(msgspec.Struct, frozen=True):
-    """The options of the command."""
-
-    model: str
-    data_dir: Path
-    model_cache: Path
-    host: str
-    port: int
-    tp: int
-    replicas: int
-    dtype: str
-    weight_dtype: str | None
-    kv_dtype: str | None
-    engine: str
-    nats_url: str
-    smoke_test: bool
-    tool_parser: str | None = None
-    reasoning_parser: str | None = None
-    grpc_port: int | None = None
-    """None: the usual one, or another where that is taken or `port` is the system's to choose."""
-
-
 class Up:
     """One run of the command."""
 
-    def __init__(self, options: UpOptions, settings: StackSettings, console: Console) -> None:
-        self._options = options
+    def __init__(
+        self,
+        plan: StackPlan,
+        settings: StackSettings,
+        console: Console,
+        *,
+        nats_url: str = "",
+        smoke_test: bool,
+    ) -> None:
+        """`plan`: as the options say, `model` by any of its names. `grpc_port`, where none is asked for: the usual
+        one, or another where that is taken or `port` is the system's to choose."""
+        self._plan = plan
+        self._nats_url = nats_url
+        self._smoke_test = smoke_test
         self._settings = settings
         self._console = console
         self._signal = asyncio.Event()
@@ -166,11 +156,11 @@ class Up:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signal.set)
-        with lock(self._options.data_dir):
-            if self._options.port:  # say that it is taken before minutes go into a download
-                bind(self._options.host, self._options.port).close()
-            if self._options.grpc_port:
-                bind(self._options.host, self._options.grpc_port, option="--grpc-port").close()
+        with lock(self._plan.data_dir):
+            if self._plan.port:  # say that it is taken before minutes go into a download
+                bind(self._plan.host, self._plan.port).close()
+            if self._plan.grpc_port:
+                bind(self._plan.host, self._plan.grpc_port, option="--grpc-port").close()
             plan = await self._unless_stopped(self._prepare())
             if plan is None:
                 return 130
@@ -179,62 +169,45 @@ class Up:
 
     async def _prepare(self) -> StackPlan:
         """Everything that can be found wrong, or takes long, before a service is started."""
-        options = self._options
-        nats = self._existing_nats()
-        gpus = await self._gpus()
+        nats, gpus = self._existing_nats(), await self._gpus()
         name, directory = await self._prepare_model()
-        return StackPlan(
-            data_dir=options.data_dir,
-            model=directory,
-            served_model_name=name,
-            host=options.host,
-            port=options.port,
-            tp=options.tp,
-            replicas=options.replicas,
-            dtype=options.dtype,
-            weight_dtype=options.weight_dtype,
-            kv_dtype=options.kv_dtype,
-            engine=options.engine,
-            gpus=gpus,
-            nats=nats,
-            tool_parser=options.tool_parser,
-            reasoning_parser=options.reasoning_parser,
-            grpc_port=self._grpc_port(),
-        )
+        found = {"nats": nats, "gpus": gpus, "grpc_port": self._grpc_port()}
+        return msgspec.structs.replace(self._plan, model=directory, served_model_name=name, **found)
 
     def _grpc_port(self) -> int:
         """Nobody who does not ask for a port should be kept from starting by it."""
-        options = self._options
-        if options.grpc_port is not None:
-            return options.grpc_port
-        if not options.port:
+        plan = self._plan
+        if plan.grpc_port is not None:
+            return plan.grpc_port
+        if not plan.port:
             return 0
         try:
-            bind(options.host, GRPC_PORT, option="--grpc-port").close()
+            bind(plan.host, GRPC_PORT, option="--grpc-port").close()
         except PortInUse:
             return 0
         return GRPC_PORT
 
     def _existing_nats(self) -> CommonSettings | None:
         """The NATS that the option names, else the settings (environment or file); None: one of our own."""
-        url = self._options.nats_url
+        url = self._nats_url
         if not url and "nats_url" in self._settings.model_fields_set:
             url = self._settings.nats_url
         return existing_nats(self._settings, url) if url else None
 
     async def _gpus(self) -> list[str]:
-        options = self._options
-        if options.engine == "stub" or self._settings.device == "cpu":
+        plan = self._plan
+        if plan.engine == "stub" or self._settings.device == "cpu":
             return []
         gpus = await find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return assign_gpus(gpus, tp=options.tp, replicas=options.replicas)
+        return assign_gpus(gpus, tp=plan.tp, replicas=plan.replicas)
 
     async def _prepare_model(self) -> tuple[str, str]:
-        options = self._options
-        if options.engine == "stub":
+        plan = self._plan
+        if plan.engine == "stub":
             return "stub", ""
+        cache = self._settings.model_cache.expanduser()
         with model_bars(self._console) as report:
-            name, directory = await prepare_model(options.model, options.model_cache, report)
+            name, directory = await prepare_model(plan.model, cache, report)
         return name, str(directory)
 
     async def _run_stack(self, stack: LocalStack) -> None:
@@ -243,7 +216,7 @@ class Up:
             await self._unless_stopped(self._bring_up(stack))
             watching = asyncio.create_task(stack.watch(self._tell))
             chats = True
-            if self._options.smoke_test and not self._signal.is_set():
+            if self._smoke_test and not self._signal.is_set():
                 chats = await self._unless_stopped(self._prove(stack.gateway_url)) is not False
             if not self._signal.is_set():
                 self._print_request(stack, chats=chats)
@@ -276,7 +249,7 @@ class Up:
             directory=stack.plan.model,
             started=[Started(child.service, child.instance, child.pid or 0) for child in stack.children],
         )
-        write_run_file(self._options.data_dir, note)
+        write_run_file(self._plan.data_dir, note)
 
     def _print_where(self, stack: LocalStack) -> None:
         nats = without_credentials(stack.nats_settings.nats_url)
@@ -335,7 +308,7 @@ class Up:
         except RyzansteinError as error:
             raise ConfigurationError(
                 f"The stack is up and could not answer ({error}); the reason stands in the logs in "
-                f"{self._options.data_dir / 'logs'}. To serve all the same, use --no-smoke-test."
+                f"{self._plan.data_dir / 'logs'}. To serve all the same, use --no-smoke-test."
             ) from None
         self._say("")
         return chats
@@ -367,7 +340,7 @@ class Up:
             await stack.kill()
         hurry.cancel()
         await stopping
-        remove_run_file(self._options.data_dir)
+        remove_run_file(self._plan.data_dir)
         self._say("Stopped.")
 
     def _tell(self, text: str) -> None:

@@ -1,12 +1,13 @@
 """Spans of time: properties, against a count of the single seconds."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.cli.sla.periods import Interval, length_of, merged, repairs
-from services.cli.sla.report import downtime_of
+from services.cli.sla.report import Percentiles, Reason, Requests, Scope, Tokens, scope_of
 
 LINE = 40
 spans = st.builds(
@@ -38,15 +39,22 @@ def test_repairs_are_counted_where_both_ends_were_seen(outages: list[Interval], 
     assert found.mean == (sum(one.seconds for one in whole) / len(whole) if whole else None)
 
 
+def downtime_of(causes: Sequence[tuple[Reason, Interval]], covered: Sequence[Interval]) -> Scope:
+    none = dict.fromkeys(("first_token", "between_tokens", "end_to_end"), Percentiles(0))
+    return scope_of("m", Requests(), causes, covered, tokens=Tokens(), **none)
+
+
 @given(many, many, many)
 def test_downtime_is_the_union_of_all_causes_within_what_is_covered(
     silent: list[Interval], failing: list[Interval], covered: list[Interval]
 ) -> None:
     covered = merged(covered)
-    causes = [("silent", one) for one in silent] + [("failing", one) for one in failing]
+    causes: list[tuple[Reason, Interval]] = [("silent", one) for one in silent] + [
+        ("failing", one) for one in failing
+    ]
     down = downtime_of(causes, covered)
     expected = (seconds(silent) | seconds(failing)) & seconds(covered)
-    assert down.seconds == len(expected)
+    assert down.downtime == len(expected)
     assert seconds([Interval(one.begin, one.end) for one in down.outages]) == expected
     if covered:
         assert down.availability is not None
@@ -63,5 +71,5 @@ def test_downtime_is_the_union_of_all_causes_within_what_is_covered(
 def test_an_outage_is_two_where_nothing_was_recorded_between() -> None:
     down = downtime_of([("silent", Interval(5, 35))], [Interval(0, 10), Interval(30, 40)])
     assert [(one.begin, one.end, one.ongoing) for one in down.outages] == [(5, 10, False), (30, 35, False)]
-    assert (down.seconds, down.availability) == (10, 0.5)
+    assert (down.downtime, down.availability) == (10, 0.5)
     assert (down.repaired, down.mttr) == (0, None), "nobody saw both ends of either"
