@@ -15,8 +15,7 @@ from prometheus_client.exposition import generate_latest
 from services.executor.ipc.board import RingBoard
 from services.executor.supervisor.metrics import Labels, RingCollector, vllm_aliases
 from services.gateway.core import metrics as gateway
-from services.gateway.streams.run import Mailbox
-from shared.messages import GroupLoad, TokenEntry
+from shared.messages import GroupLoad
 from shared.service.endpoints import LATENCY
 
 ROUNDS = 7
@@ -37,12 +36,6 @@ def per_token(times: int) -> dict[str, float]:
     """What a gateway does for each arrival of a stream's tokens."""
     theirs = Histogram("x_seconds", "x", ["model"], buckets=LATENCY, registry=None).labels("m")
     of_model = gateway.GatewayMetrics(CollectorRegistry()).of_model("m")
-    mailbox, entry = Mailbox(), TokenEntry("g", 0, 0, [1])
-
-    def arrive() -> None:
-        mailbox.put(0, entry)
-        mailbox.take_now()
-
     clock = time.perf_counter
     return {
         "prometheus_client's observation": nanoseconds(lambda: theirs.observe(0.02), times),
@@ -50,7 +43,6 @@ def per_token(times: int) -> dict[str, float]:
         "delivery: clock and observation": nanoseconds(
             lambda: of_model.delivery.observe(clock() - 1.0), times
         ),
-        "a mailbox, with the time of arrival": nanoseconds(arrive, times),
     }
 
 

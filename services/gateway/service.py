@@ -1,6 +1,7 @@
 """The gateway as a service: what it starts, what it stops, and in which order."""
 
 import asyncio
+import functools
 import ssl
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +14,7 @@ from services.gateway.auth.authenticator import Authenticator
 from services.gateway.auth.browsers import is_loopback, listed
 from services.gateway.core.metrics import GatewayMetrics, vllm_aliases
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.server.connections import Door, Limits, Places, allowed_by_files
+from services.gateway.server.connections import Door, Limits, allowed_by_files
 from services.gateway.server.http1 import guarded_http
 from services.gateway.server.websocket import GuardedWebSocket
 from services.gateway.wiring import Work
@@ -58,13 +59,17 @@ class GatewayService(Service):
         if settings.metrics_aliases:
             self.registry.register(vllm_aliases(self._metrics))
         self._backend = Backend(Authenticator(required=settings.require_key))
-        self._door = Door(
-            Places(settings.max_connections), settings.head_timeout, self._metrics.connection_refused
-        )
-        self._metrics.watch_connections(self._door.places.count)
         self._certificates: Certificates | None = None
         self._grpc: GrpcServer | None = None
         self._work: Work | None = None
+
+    @functools.cached_property
+    def _door(self) -> Door:
+        """Made with the first server, for it takes as many files as the process may have."""
+        limit = allowed_by_files(self.settings.max_connections)
+        door = Door(limit, self.settings.head_timeout, self._metrics.connection_refused)
+        self._metrics.watch_connections(door.count)
+        return door
 
     @property
     def work(self) -> Work:
@@ -91,7 +96,6 @@ class GatewayService(Service):
 
     def server_options(self) -> dict[str, Any]:
         settings = self.settings
-        self._door.places.limit = allowed_by_files(settings.max_connections)
         return {
             "http": guarded_http(Limits(settings.head_timeout, settings.head_limit), self._door),
             "admission": self._door.admission("http"),

@@ -24,6 +24,8 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, admission: Admission | None) -> None:
         super().__init__(config)
         self._admission = admission
+        if admission is not None and admission.connections is not None:
+            self.server_state.connections = admission.connections
         self._told = asyncio.Event()
         self.listeners: list[Listener] = []
 

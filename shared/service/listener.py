@@ -9,7 +9,7 @@ import errno
 import socket
 import ssl
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -35,6 +35,8 @@ class Admission(NamedTuple):
     """A protocol's connection is accepted, and shakes hands."""
     failed: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
     """It never came to be: `connection_made` will not be called."""
+    connections: set[Any] | None = None
+    """Where an HTTP server has those that are open; None: in a set of its own."""
 
 
 def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:

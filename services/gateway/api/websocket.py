@@ -33,17 +33,18 @@ Every message is one JSON object in a text frame (binary frames with the same co
   headers X-Session-ID and x-request-id of the handshake hold for all of its generations.
 """
 
-import asyncio
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from services.gateway.api.backend import Backend
+from services.gateway.api.session import Cancelled, Refused, Session, Turn, check_name
 from services.gateway.core.asgi import header
-from services.gateway.core.errors import ClientGone, InvalidParameter, describe, log_failure, status_of
+from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Endpoint
@@ -55,12 +56,12 @@ from services.gateway.intake.validation import (
     decode,
 )
 from services.gateway.streams import cursor
-from services.gateway.streams.run import Mailbox, Run
+from services.gateway.streams.run import Run
 from services.gateway.tracing.requests import begin_message, handshake_context
 from shared import tracing
 from shared.errors import QueueFull
 from shared.service.endpoints import Receive, Scope, Send
-from shared.tracing import Span, TraceContext
+from shared.tracing import TraceContext
 
 ROUTE = "/v1/stream"
 """As metrics name it."""
@@ -106,34 +107,10 @@ class StreamSocket:
         )
         await socket.accept()
         connection = _Connection(socket, self._backend, context, self._settings, self._metrics)
-        connection.handshake = handshake_context(scope)
         await connection.serve()
 
 
-class _Account:
-    """What is counted of one generation, as a request of its own."""
-
-    def __init__(self, metrics: GatewayMetrics) -> None:
-        self._metrics = metrics
-        self._began = time.perf_counter()
-        self.model = ""
-        self.status = CLIENT_GONE
-        """Until it has ended in some other way."""
-
-    def close(self) -> None:
-        self._metrics.requests.labels(ROUTE, self.model, self.status).inc()
-        self._metrics.duration.labels(ROUTE).observe(time.perf_counter() - self._began)
-
-
-class _Cancelled(Exception):
-    """The client cancelled this generation."""
-
-
-class _Refused(InvalidParameter):
-    """A message that does not fit the state of the generation it names."""
-
-
-class _Connection:
+class _Connection(Session[ClientMessage]):
     def __init__(
         self,
         socket: WebSocket,
@@ -142,17 +119,10 @@ class _Connection:
         settings: GatewaySettings,
         metrics: GatewayMetrics,
     ) -> None:
+        super().__init__(backend, context, settings)
         self._metrics = metrics
         self._socket = socket
-        self._backend = backend
-        self._context = context
-        self._settings = settings
-        self._max_generations = settings.max_generations_per_socket
-        self._sending = asyncio.Lock()
-        self._mailboxes: dict[str, Mailbox | None] = {}
-        """Unfinished generations by the client's name; None until the request is prepared."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.handshake: TraceContext | None = None
+        self._handshake: TraceContext | None = handshake_context(socket.scope)
         """The trace that the handshake names."""
 
     async def serve(self) -> None:
@@ -163,125 +133,37 @@ class _Connection:
                 if message["type"] == "websocket.disconnect":
                     break
                 await self._handle(message.get("text") or message.get("bytes") or "")
-        except WebSocketDisconnect:
+        except ClientGone:
             pass
         finally:
-            await self._cancel_all()
+            await self.close()
 
     async def _handle(self, text: str | bytes) -> None:
-        identity = None
         try:
-            body = text.encode() if isinstance(text, str) else text
-            message = decode(body, _decoder)
+            message = decode(text.encode() if isinstance(text, str) else text, _decoder)
             if message.type == "ping":
-                await self._send(b'{"type":"pong"}')
-                return
-            identity = self._check_id(message)
-            if message.type in ("generate", "attach"):
-                self._begin(message)
+                await self.send(b'{"type":"pong"}')
+            elif message.type == "cancel":
+                self.cancel(check_name(message.id))
             else:
-                self._cancel(message.id)
+                _check(message)
+                self.begin(check_name(message.id), message)
         except (InvalidParameter, QueueFull) as error:
-            await self._send_error(identity or _id_in(text), error)
+            await self.send_end(_id_in(text), error)
 
-    def _check_id(self, message: ClientMessage) -> str:
-        if not 1 <= len(message.id) <= 64:
-            raise InvalidParameter(
-                "Invalid 'id': expected 1 to 64 characters.", param="id", reason="invalid_value"
-            )
-        return message.id
+    async def show(self, turn: Turn[ClientMessage], run: Run) -> None:
+        head = b'{"type":"chunk","id":' + _encode(turn.name) + b',"position":'
+        async with contextlib.aclosing(run.chunks()) as chunks:
+            async for batch in chunks:
+                for chunk in batch:
+                    place = b"[%b]" % chunk.position if b"," in chunk.position else chunk.position
+                    await self.send(head + place + b',"chunk":' + chunk.data + b"}")
 
-    def _begin(self, message: ClientMessage) -> None:
-        if message.id in self._mailboxes:
-            raise _Refused(
-                f"Invalid 'id': '{message.id}' is the id of a generation that has not ended; choose another.",
-                param="id",
-                reason="duplicate_id",
-            )
-        if message.type == "attach" and not message.generation:
-            raise InvalidParameter(
-                "Missing required parameter: 'generation'.",
-                param="generation",
-                reason="missing_required_parameter",
-            )
-        if message.type == "generate" and not bytes(message.request):
-            raise InvalidParameter(
-                "Missing required parameter: 'request'.", param="request", reason="missing_required_parameter"
-            )
-        if len(self._mailboxes) >= self._max_generations:
-            raise QueueFull(
-                f"This connection has {len(self._mailboxes)} generations in flight and may have no more; "
-                "wait for one to end."
-            )
-        self._mailboxes[message.id] = None
-        task = asyncio.create_task(self._generate(message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _cancel(self, identity: str) -> None:
-        if identity not in self._mailboxes:
-            raise _Refused(
-                f"Invalid 'id': no generation '{identity}' is under way.", param="id", reason="unknown_id"
-            )
-        mailbox = self._mailboxes[identity]
-        if mailbox is None:
-            mailbox = self._mailboxes[identity] = Mailbox()
-        mailbox.close(_Cancelled())
-
-    async def _generate(self, message: ClientMessage) -> None:
-        """One generation, from its request to `done` or `error`."""
-        last: dict[str, Any] = {"type": "done", "id": message.id}
-        account = _Account(self._metrics)
-        try:
-            with self._backend.active(), self._span(message) as span, tracing.active(span):
-                await self._run(message, account)
-            account.status = 200
-        except _Cancelled:
-            last["cancelled"] = True
-        except (ClientGone, WebSocketDisconnect):
-            return
-        except Exception as error:
-            log_failure(error)
-            last = self._error(message.id, error)
-            account.status = status_of(error)
-        finally:
-            self._mailboxes.pop(message.id, None)
-            if message.type == "generate":
-                account.close()
-        with contextlib.suppress(WebSocketDisconnect):
-            await self._send(_encode(last))
-
-    def _span(self, message: ClientMessage) -> Span:
-        if not tracing.on():
-            return tracing.NONE
-        return begin_message(message, self.handshake, self._context.request_id)
-
-    async def _run(self, message: ClientMessage, account: "_Account") -> None:
-        run = await self._prepare(message)
-        account.model = run.model
-        try:
-            if self._mailboxes[message.id] is not None:  # cancelled while it was tokenized
-                raise _Cancelled
-            self._mailboxes[message.id] = run.mailbox
-            await run.begin()
-            head = b'{"type":"chunk","id":' + _encode(message.id) + b',"position":'
-            async with contextlib.aclosing(run.chunks()) as chunks:
-                async for batch in chunks:
-                    for chunk in batch:
-                        place = b"[%b]" % chunk.position if b"," in chunk.position else chunk.position
-                        await self._send(head + place + b',"chunk":' + chunk.data + b"}")
-        except _Cancelled:
-            run.cancel()
-            raise
-        finally:
-            run.close()
-
-    async def _prepare(self, message: ClientMessage) -> Run:
+    async def prepare(self, message: ClientMessage) -> Run:
         position = message.position
         after = [position] if isinstance(position, int) else position
         if after is not None:
             cursor.parse(",".join(map(str, after)), "position")
-        self._backend.check_draining()
         if message.type == "attach":
             self._backend.authenticator.check(self._context.principal)
             tenant = self._context.tenant
@@ -305,29 +187,53 @@ class _Connection:
             message.endpoint, message.request, context, always_streamed=True
         )
 
-    async def _cancel_all(self) -> None:
-        for mailbox in self._mailboxes.values():
-            if mailbox is not None:
-                mailbox.close(ClientGone())
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    @contextlib.contextmanager
+    def traced(self, message: ClientMessage) -> Iterator[None]:
+        if not tracing.on():
+            yield
+            return
+        with (
+            begin_message(message, self._handshake, self._context.request_id) as span,
+            tracing.active(span),
+        ):
+            yield
 
-    async def _send_error(self, identity: str | None, error: Exception) -> None:
-        await self._send(_encode(self._error(identity, error)))
+    def count(self, turn: Turn[ClientMessage], error: Exception | None) -> None:
+        """As a request of its own."""
+        if turn.message.type != "generate":
+            return
+        gone = isinstance(error, (ClientGone, Cancelled))
+        status = 200 if error is None else CLIENT_GONE if gone else status_of(error)
+        self._metrics.requests.labels(ROUTE, turn.run.model if turn.run else "", status).inc()
+        self._metrics.duration.labels(ROUTE).observe(time.perf_counter() - turn.began)
 
-    def _error(self, identity: str | None, error: Exception) -> dict[str, Any]:
-        detail = describe(error, self._context.request_id).error
-        message: dict[str, Any] = {"type": "error", "id": identity, "error": detail}
-        return message | {"refused": True} if isinstance(error, _Refused) else message
+    async def send_end(self, name: str | None, error: Exception | None) -> None:
+        message: dict[str, Any] = {"type": "done", "id": name}
+        if isinstance(error, Cancelled):
+            message["cancelled"] = True
+        elif error is not None:
+            detail = describe(error, self._context.request_id).error
+            message |= {"type": "error", "error": detail}
+            message |= {"refused": True} if isinstance(error, Refused) else {}
+        await self.send(_encode(message))
 
-    async def _send(self, message: bytes) -> None:
-        """One at a time; waits for a client that reads slowly."""
-        async with self._sending:
-            if self._socket.application_state is WebSocketState.DISCONNECTED:
-                raise WebSocketDisconnect  # another generation's message has found it so
+    async def send_message(self, message: bytes) -> None:
+        """Waits for a client that reads slowly."""
+        if self._socket.application_state is WebSocketState.DISCONNECTED:
+            raise ClientGone  # another generation's message has found it so
+        try:
             await self._socket.send({"type": "websocket.send", "text": message.decode()})
+        except WebSocketDisconnect:
+            raise ClientGone from None
+
+
+def _check(message: ClientMessage) -> None:
+    """Raises `InvalidParameter` where it lacks what it names its generation by."""
+    needed = "generation" if message.type == "attach" else "request"
+    if not (message.generation if message.type == "attach" else bytes(message.request)):
+        raise InvalidParameter(
+            f"Missing required parameter: '{needed}'.", param=needed, reason="missing_required_parameter"
+        )
 
 
 def _background(message: ClientMessage, limit: float) -> float:

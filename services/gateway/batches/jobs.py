@@ -47,25 +47,21 @@ class LeaseLost(Exception):
 class Jobs:
     """Opened by `start`. Methods raise `BrokerUnavailable`."""
 
+    _bucket: TenantBucket[BatchJob]
+
     def __init__(self, bus: Bus, most: int) -> None:
         """`most`: batches of a tenant that are not over."""
         self._bus = bus
         self._most = most
-        self._opened: TenantBucket[BatchJob] | None = None
         self._held = Holdings()
         """Each counts 1 byte while it is not over."""
         self._known = asyncio.Event()
         self._marks = Marks[BatchJob]()
 
     async def start(self) -> None:
-        self._opened = await TenantBucket.open(
+        self._bucket = await TenantBucket.open(
             self._bus, subjects.BATCHES_BUCKET, BatchJob, lambda job: job.tenant, ttl=KEEP
         )
-
-    @property
-    def _bucket(self) -> TenantBucket[BatchJob]:
-        assert self._opened is not None, "not started"
-        return self._opened
 
     async def admit(self, tenant: str) -> None:
         """Whether the tenant may have one more. Raises `QuotaExceeded`, `Unavailable`."""

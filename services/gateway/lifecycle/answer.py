@@ -19,12 +19,13 @@ import hashlib
 import re
 import secrets
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.token_stream import Limits
+from services.gateway.ratelimit.limiter import Admission
 from services.gateway.tracing.generations import AnswerTrace
 from shared.errors import FatalRequest
 from shared.messages import GenerationRequest
@@ -91,18 +92,6 @@ KEPT = 2.0
 """Seconds that a generation which nobody reads here stays at hand, when it need not."""
 
 
-class Reservation(Protocol):
-    """What an answer takes of its owner's limits."""
-
-    async def begin(self, tokens: int) -> None:
-        """Raises `RateLimited`."""
-        ...
-
-    def end(self, tokens: int) -> None:
-        """It has come to so many tokens."""
-        ...
-
-
 class Answer:
     """What clients know under one id. Readers are counted by those who attach them."""
 
@@ -131,7 +120,7 @@ class Answer:
         owned: bool,
         now: float,
         trace: AnswerTrace | None = None,
-        admission: Reservation | None = None,
+        admission: Admission | None = None,
         may_cost: int = 0,
     ) -> None:
         """`trace`: what is traced of it; None: nothing. `admission`: what it takes of its owner's limits, where it
@@ -173,14 +162,10 @@ class Answer:
         return PREFIXES[self.record.endpoint] + self.record.identity
 
     @property
-    def first_fingerprint(self) -> str:
-        """Of the rings when the request was taken. Empty: it was not known."""
-        return self.record.fingerprint
-
-    @property
     def fingerprint(self) -> str:
-        """Of the rings that compute the whole: one that differs from the first before others."""
-        first = self.first_fingerprint
+        """Of the rings that compute the whole: one that differs from the one that was known when the request was taken
+        before others; empty: none was ever known."""
+        first = self.record.fingerprint
         known = [item.fingerprint for item in self.generations if item.fingerprint]
         return next((one for one in known if one != first), first)
 
@@ -237,10 +222,6 @@ class Answer:
         """Tokens that it has come to: each prompt once, however many choices share it."""
         prompts = {id(item.request.prompt): len(item.request.prompt) for item in self.generations}
         return sum(prompts.values()) + sum(len(item.tokens) for item in self.generations)
-
-    def limits(self) -> list[int]:
-        """Output tokens of each choice at most."""
-        return [generation.request.max_tokens for generation in self.generations]
 
 
 def requests_of(record: GenerationRecord) -> list[GenerationRequest]:

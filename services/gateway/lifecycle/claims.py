@@ -20,19 +20,19 @@ MAX_OWNERS = 16
 class Claims:
     """Opened by `start`. Methods raise `BrokerUnavailable`."""
 
+    _bucket: Bucket[Ownership]
+
     def __init__(self, bus: Bus, consumer: str, ttl: float) -> None:
         """`ttl`: seconds that an entry is kept."""
         self._bus = bus
         self._consumer = consumer
         self._ttl = ttl
-        self._bucket: Bucket[Ownership] | None = None
 
     async def start(self) -> None:
         self._bucket = await Bucket.open(self._bus, subjects.GENERATIONS_BUCKET, Ownership, ttl=self._ttl)
 
     async def get(self, identity: str) -> Ownership | None:
         """None: it has never been claimed."""
-        assert self._bucket is not None, "not started"
         entry = await self._bucket.get(identity)
         return None if entry is None else entry.value
 
@@ -44,7 +44,6 @@ class Claims:
     async def claim(self, identity: str, lost: str, consumers: Sequence[str]) -> tuple[Ownership, int]:
         """Claims it from the gateway `lost`; returns whose it is now, and the number of that claim, which only
         grows. `consumers`: those of its log so far."""
-        assert self._bucket is not None, "not started"
         mine = Ownership(
             self._consumer, [*(name for name in consumers if name != self._consumer), self._consumer]
         )
@@ -63,7 +62,6 @@ class Claims:
 
     async def watch(self) -> AsyncIterator[tuple[str, Ownership]]:
         """Every claim there is and will be."""
-        assert self._bucket is not None, "not started"
         async for update in self._bucket.watch():
             if update is not None and update[1] is not None:
                 yield update[0], update[1]

@@ -50,7 +50,11 @@ PAUSE = 1.0
 
 
 class Heirs:
-    """Runs beside the answers: lists what is unfinished here, and watches for gateways that are lost."""
+    """Lists what is unfinished here, and watches for gateways that are lost. Opened by `start`."""
+
+    _unfinished: Bucket[Unfinished]
+    _inheritances: Bucket[Inheritance]
+    _services: Bucket[ServiceRecord]
 
     def __init__(
         self, bus: Bus, consumer: str, answers: Answers, owners: Owners, keeper: Keeper, ttl: float
@@ -62,9 +66,6 @@ class Heirs:
         self._owners = owners
         self._keeper = keeper
         self._ttl = ttl
-        self._unfinished: Bucket[Unfinished] | None = None
-        self._inheritances: Bucket[Inheritance] | None = None
-        self._services: Bucket[ServiceRecord] | None = None
         self._listed = False
         self._began = time.time()
         self._stopping = False
@@ -89,7 +90,6 @@ class Heirs:
 
     async def write_list(self) -> None:
         """Writes what is unfinished here and not new; nothing, when that was nothing last time too."""
-        assert self._unfinished is not None, "not started"
         now = time.time()
         old = [
             answer.identity
@@ -108,7 +108,6 @@ class Heirs:
 
     async def watch(self) -> None:
         """Looks after the losses of other gateways, and of earlier lives of this one. Runs until cancelled."""
-        assert self._services is not None, "not started"
         await self._try_to_inherit(self._consumer, self._began)
         async for update in self._services.watch():
             if self._stopping:
@@ -162,7 +161,6 @@ class Heirs:
 
     async def _claim(self, lost: str, lost_at: float) -> bool:
         """Whether this gateway is the heir: of a life of `lost`, one is."""
-        assert self._inheritances is not None, "not started"
         mine = Inheritance(self._consumer, lost_at)
         while True:
             entry = await self._inheritances.get(lost)
@@ -179,17 +177,14 @@ class Heirs:
     async def _is_gone(self, heir: str) -> bool:
         if heir == self._consumer:
             return False
-        assert self._services is not None, "not started"
         entry = await self._services.get(heir)
         return entry is None or entry.value.state == "gone"
 
     async def _settle(self, lost: str, lost_at: float) -> None:
-        assert self._inheritances is not None, "not started"
         await self._inheritances.put(lost, Inheritance(self._consumer, lost_at, done=True))
 
     async def _unsettled(self, heir: str) -> list[tuple[str, float]]:
         """What `heir` had begun to inherit itself and not done with."""
-        assert self._inheritances is not None, "not started"
         entries = await self._inheritances.items()
         return [
             (lost, entry.lost_at)
@@ -199,7 +194,6 @@ class Heirs:
 
     async def _left_by(self, lost: str, lost_at: float) -> dict[str, GenerationRecord]:
         """Records of everything that `lost` may not have finished."""
-        assert self._unfinished is not None, "not started"
         entry = await self._unfinished.get(lost)
         listed = entry.value if entry is not None else Unfinished(lost_at, [])
         begin = min(listed.at, lost_at) - LOOK_BACK

@@ -22,6 +22,7 @@ from shared.nats.journal import CLOCK_MARGIN, Begin
 State = Literal[
     "received", "queued", "dispatched", "running", "recovering", "finished", "failed", "cancelled"
 ]
+ENDED = frozenset[State](("finished", "failed", "cancelled"))
 Deliver = Callable[[int, TokenEntry | RyzansteinError], None]
 
 SLICE = 256
@@ -144,7 +145,7 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        return self.state in ("finished", "failed", "cancelled")
+        return self.state in ENDED
 
     @property
     def unheard(self) -> bool:
@@ -220,7 +221,7 @@ class Generation:
         tells it to end. Entries may come to a follower in another order, which then hears that end from the ring
         that it listens to, and goes over to the other one.
         """
-        if self.ended or (self.followed and (group, epoch, entry.attempt) in self._rejected):
+        if self.state in ENDED or (self.followed and (group, epoch, entry.attempt) in self._rejected):
             return Decision.NOTHING
         if self.followed and entry.attempt > self.stream.attempt and not self._follow_attempt(entry):
             return Decision.REPLAY
@@ -228,8 +229,9 @@ class Generation:
             self.group and (group, epoch) != (self.group, self.epoch)
         ):
             return self._on_foreign(group, epoch, entry)
-        self._seen_in(group, epoch, entry, now)
-        had_gap = self.stream.gap
+        if not self.group or entry.fingerprint or entry.cached_tokens:
+            self._seen_in(group, epoch, entry, now)
+        had_gap = bool(self.stream.ahead)
         for fresh in self.stream.accept(entry):
             self.last_progress, self.heard_at, self._stall = now, now, self._limits.stall
             if fresh.tokens or fresh.finish in ("stop", "length"):
@@ -238,13 +240,10 @@ class Generation:
                 self.prompt_scores = fresh.prompt_scores or self.prompt_scores
                 if self.scores is not None:
                     self.scores += fresh.logprobs or ()
-                if fresh.finish in ("stop", "length"):
-                    self.finish, self._end_came_alone = fresh.finish, not fresh.tokens
-                    self.vector = fresh.vector
                 self._deliver(fresh)
             if fresh.finish:
                 return self._on_finish(group, fresh)
-        if self.stream.gap:
+        if self.stream.ahead:
             return Decision.NOTHING if had_gap else Decision.REPLAY
         self._gap_replays = 0
         return Decision.NOTHING
@@ -275,7 +274,7 @@ class Generation:
             return Decision.NOTHING
         if self.followed and self._complete():
             return Decision.ENDED
-        if self.stream.gap or self._behind:
+        if self.stream.ahead or self._behind:
             self._gap_replays += 1
             return Decision.RECOVER if self._gap_replays > MAX_GAP_REPLAYS else Decision.REPLAY
         if idle and self.group:
@@ -438,7 +437,8 @@ class Generation:
             self.fail(Unavailable("The generation was cancelled; send the request again.", retry_after=1))
             self.state = "cancelled"
         else:
-            self.state = "finished"
+            self.state, self.finish, self._end_came_alone = "finished", entry.finish, not entry.tokens
+            self.vector = entry.vector
         return Decision.ENDED
 
     def _let_go(self) -> Decision:

@@ -4,11 +4,11 @@ import asyncio
 import functools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import msgspec
 import structlog
 
+from services.gateway.core.catalog import Catalog
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.lifecycle.answer import of_choice
@@ -41,23 +41,7 @@ IDLE_MARGIN = 10.0
 heartbeat, and its time is of the monitor's clock."""
 
 
-class Rings(Protocol):
-    """What the groups' records say."""
-
-    def has_ready_group(self, model: str) -> bool:
-        """Whether some group could take a request for `model` now."""
-        ...
-
-    def has_waiting(self, group: str, epoch: int) -> bool:
-        """Whether requests wait for a place in that ring."""
-        ...
-
-    def idle_at(self, group: str, epoch: int) -> float:
-        """Unix seconds at which that ring was serving and had no work; 0 when it was not seen so last."""
-        ...
-
-
-def idle(rings: Rings, generation: Generation, now: float) -> bool:
+def idle(rings: Catalog, generation: Generation, now: float) -> bool:
     """Whether the generation's ring has been without work since it was last heard. `now`: monotonic seconds."""
     if not generation.group:
         return False
@@ -76,7 +60,7 @@ class Generations:
     """Every unfinished `Generation` that this gateway looks after or follows."""
 
     def __init__(
-        self, bus: Bus, consumer: str, settings: GatewaySettings, metrics: GatewayMetrics, rings: Rings
+        self, bus: Bus, consumer: str, settings: GatewaySettings, metrics: GatewayMetrics, rings: Catalog
     ) -> None:
         self._bus = bus
         self._consumer = consumer

@@ -46,18 +46,18 @@ def fingerprint(body: bytes | msgspec.Raw) -> str:
 class IdempotencyKeys:
     """Opened by `start`. Methods raise `BrokerUnavailable`."""
 
+    _bucket: Bucket[Idempotency]
+
     def __init__(self, bus: Bus, ttl: float) -> None:
         """`ttl`: seconds that a key is known."""
         self._bus = bus
         self._ttl = ttl
-        self._bucket: Bucket[Idempotency] | None = None
 
     async def start(self) -> None:
         self._bucket = await Bucket.open(self._bus, subjects.IDEMPOTENCY_BUCKET, Idempotency, ttl=self._ttl)
 
     async def get(self, name: str, print_: str) -> Entry[Idempotency] | None:
         """What the key stands for. Raises `KeyReused` when its body was another one."""
-        assert self._bucket is not None, "not started"
         entry = await self._bucket.get(name)
         if entry is not None and entry.value.fingerprint != print_:
             raise KeyReused(
@@ -69,7 +69,6 @@ class IdempotencyKeys:
     async def take(self, name: str, identity: str, print_: str, stale: Entry[Idempotency] | None) -> bool:
         """Lets the key stand for `identity`; False when another request was first. `stale`: an entry that
         stands for nothing any more."""
-        assert self._bucket is not None, "not started"
         value = Idempotency(identity, print_, time.time())
         if stale is None:
             return await self._bucket.create(name, value) is not None
@@ -77,7 +76,6 @@ class IdempotencyKeys:
 
     async def free(self, record: GenerationRecord) -> None:
         """The generation of `record` has failed: a repeat is a new request."""
-        assert self._bucket is not None, "not started"
         entry = await self._bucket.get(record.idempotency)
         if entry is not None and entry.value.identity == record.identity:
             await self._bucket.delete(record.idempotency)

@@ -54,23 +54,19 @@ MOST_PARTS = 100_000
 class LargeRecords:
     """Opened by `start`."""
 
+    _bucket: TenantBucket[GenerationRecord]
+
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
         self._bus = bus
         self._ttl, self._max_bytes = settings.journal_max_age, settings.records_max_bytes
         self._quota = Quota(settings.tenant_record_bytes, MOST_PARTS)
-        self._opened: TenantBucket[GenerationRecord] | None = None
 
     async def start(self) -> None:
         """Raises `BrokerUnavailable`, `ConfigurationError`."""
-        self._opened = await TenantBucket.open_bounded(
+        self._bucket = await TenantBucket.open_bounded(
             self._bus, subjects.RECORDS_BUCKET, GenerationRecord, ttl=self._ttl, max_bytes=self._max_bytes
         )
-        self._trimmed = Trimmed(self._opened, self._quota)
-
-    @property
-    def _bucket(self) -> TenantBucket[GenerationRecord]:
-        assert self._opened is not None, "not started"
-        return self._opened
+        self._trimmed = Trimmed(self._bucket, self._quota)
 
     async def put(self, record: GenerationRecord, parts: Sequence[bytes]) -> None:
         """Stores `record` in its encoded parts. Raises `BrokerUnavailable`, `LinkLost` among them."""

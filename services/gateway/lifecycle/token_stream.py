@@ -23,29 +23,29 @@ from shared.messages import TokenEntry
 class TokenStream:
     """Pure: entries in (live and replayed, in any order), new tokens out (in order)."""
 
-    __slots__ = ("_ahead", "attempt", "ended", "position")
+    __slots__ = ("ahead", "attempt", "ended", "position")
 
     def __init__(self, *, attempt: int = 0, position: int = 0) -> None:
         self.attempt = attempt
         self.position = position
         """Position of the next token to deliver."""
         self.ended = False
-        self._ahead: dict[int, TokenEntry] = {}
-
-    @property
-    def gap(self) -> bool:
-        """Whether later tokens are here while earlier ones are missing."""
-        return bool(self._ahead)
+        self.ahead: dict[int, TokenEntry] = {}
+        """Later tokens that are here while earlier ones are missing."""
 
     def accept(self, entry: TokenEntry) -> list[TokenEntry]:
         """What became deliverable by `entry`: trimmed to new tokens, in order, at most the last with `finish`."""
         if self.ended or entry.attempt != self.attempt:
             return []
+        if entry.position == self.position and not self.ahead:  # nearly always
+            self.position += len(entry.tokens)
+            self.ended = bool(entry.finish)
+            return [entry] if entry.tokens or entry.finish else []
         if entry.position > self.position:
             self._keep(entry)
             return []
         fresh = self._take(entry)
-        if not self._ahead or not fresh:
+        if not self.ahead or not fresh:
             return fresh
         while not self.ended and (waiting := self._next_ahead()) is not None:
             fresh += self._take(waiting)
@@ -56,19 +56,19 @@ class TokenStream:
         assert attempt > self.attempt, "attempts only grow"
         self.attempt = attempt
         self.ended = False
-        self._ahead.clear()
+        self.ahead.clear()
 
     def _keep(self, entry: TokenEntry) -> None:
-        known = self._ahead.get(entry.position)
+        known = self.ahead.get(entry.position)
         if known is None or len(known.tokens) < len(entry.tokens) or (entry.finish and not known.finish):
-            self._ahead[entry.position] = entry
+            self.ahead[entry.position] = entry
 
     def _next_ahead(self) -> TokenEntry | None:
         """The kept entry that reaches the expected position, if one does; stale ones are dropped."""
-        for position in sorted(self._ahead):
+        for position in sorted(self.ahead):
             if position > self.position:
                 return None
-            entry = self._ahead.pop(position)
+            entry = self.ahead.pop(position)
             if entry.finish or position + len(entry.tokens) > self.position:
                 return entry
         return None

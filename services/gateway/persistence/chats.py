@@ -15,7 +15,7 @@ from services.gateway.core.errors import RouteError
 from services.gateway.core.pagination import page, shown
 from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
 from services.gateway.lifecycle.answers import Answers
-from services.gateway.persistence.keeper import EndedOwner, Keeper
+from services.gateway.persistence.keeper import Keeper
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.reading import Runs
 from shared.messages.records import GenerationRecord, StoredChat, StoredResponse
@@ -27,23 +27,19 @@ from shared.nats.tenants import Quota, TenantBucket, Trimmed
 class ChatIndex:
     """Opened by `start`. Methods raise `BrokerUnavailable`."""
 
+    _bucket: TenantBucket[StoredChat]
+
     def __init__(self, bus: Bus, ttl: float, quota: Quota) -> None:
         """`ttl`: seconds that an entry is kept after its last change; `quota`: of a tenant, whose oldest make room."""
         self._bus = bus
         self._ttl = ttl
         self._quota = quota
-        self._opened: TenantBucket[StoredChat] | None = None
 
     async def start(self) -> None:
-        self._opened = await TenantBucket.open(
+        self._bucket = await TenantBucket.open(
             self._bus, subjects.CHATS_BUCKET, StoredChat, lambda chat: chat.tenant, ttl=self._ttl
         )
-        self._trimmed = Trimmed(self._opened, self._quota)
-
-    @property
-    def _bucket(self) -> TenantBucket[StoredChat]:
-        assert self._opened is not None, "not started"
-        return self._opened
+        self._trimmed = Trimmed(self._bucket, self._quota)
 
     async def add(self, chat: StoredChat) -> None:
         """Unless there is an entry of it."""
@@ -82,7 +78,7 @@ class ChatShelf:
 
     async def put(self, answer: Answer) -> None:
         """One that was cancelled or failed is not stored: it has no answer."""
-        completion, finished = await self._runs.shown(answer, EndedOwner())
+        completion, finished = await self._runs.shown(answer, None)
         if not finished:
             return
         await self._store.keep(_stored(answer, completion))

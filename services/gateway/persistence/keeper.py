@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from services.gateway.lifecycle.answer import Answer
-from services.gateway.lifecycle.generation import Deliver, Generation
+from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.token_stream import Limits
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.reading import Runs
@@ -120,27 +120,6 @@ def answer_of(stored: StoredResponse) -> Answer:
     return Answer(record, [generation], owner=_SOURCE, owned=False, now=0.0)
 
 
-class EndedOwner:
-    """Owns answers that have ended, such as those of the store: there is nothing to decide."""
-
-    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
-        raise AssertionError("an answer that has ended was handed in long ago")
-
-    def join(self, answer: Answer, deliver: Deliver) -> None:
-        for generation in answer.generations:
-            generation.attach(deliver)
-
-    def leave(self, answer: Answer, deliver: Deliver) -> None:
-        for generation in answer.generations:
-            generation.detach(deliver)
-
-    def cancel(self, answer: Answer) -> None:
-        """It has ended."""
-
-    def end_choice(self, answer: Answer, index: int) -> None:
-        """It has ended."""
-
-
 class ResponseShelf:
     """Responses that have ended."""
 
@@ -149,7 +128,7 @@ class ResponseShelf:
         self._runs = runs
 
     async def put(self, answer: Answer) -> None:
-        response, _ = await self._runs.shown(answer, EndedOwner())
+        response, _ = await self._runs.shown(answer, None)
         await self._store.keep(stored_of(answer, response))
 
     async def has(self, record: GenerationRecord) -> bool:

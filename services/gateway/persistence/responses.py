@@ -18,7 +18,7 @@ import msgspec
 from services.gateway.core.errors import RouteError
 from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
 from services.gateway.lifecycle.answers import Answers
-from services.gateway.persistence.keeper import EndedOwner, Keeper, answer_of
+from services.gateway.persistence.keeper import Keeper, answer_of
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.reading import Runs
 from services.gateway.streams.run import Run
@@ -122,7 +122,7 @@ class ResponseLookup:
         """A reading of its events that has begun, behind event `after`; None: from the first. Raises
         `QueueFull`, `UnknownModel`, `Unavailable`."""
         if found.stored is not None:
-            run = await self._runs.open(answer_of(found.stored), EndedOwner(), after)
+            run = await self._runs.open(answer_of(found.stored), None, after)
         else:
             assert found.answer is not None, "one of the two is there"
             run = await self._runs.open(found.answer, self._answers, after)

@@ -35,6 +35,8 @@ _decoder = msgspec.msgpack.Decoder(StoredResponse)
 class ResponseStore:
     """Opened by `start`. Methods raise `BrokerUnavailable`."""
 
+    _bucket: TenantBucket[ResponsePart]
+
     def __init__(self, bus: Bus, ttl: float, max_bytes: int, quota: Quota) -> None:
         """`ttl`: seconds that a response is kept after it has ended or was continued last; `max_bytes`: of all
         tenants; `quota`: of each."""
@@ -42,18 +44,12 @@ class ResponseStore:
         self._bus = bus
         self._max_bytes = max_bytes
         self._quota = quota
-        self._opened: TenantBucket[ResponsePart] | None = None
 
     async def start(self) -> None:
-        self._opened = await TenantBucket.open_bounded(
+        self._bucket = await TenantBucket.open_bounded(
             self._bus, subjects.RESPONSES_BUCKET, ResponsePart, ttl=self.ttl, max_bytes=self._max_bytes
         )
-        self._trimmed = Trimmed(self._opened, self._quota)
-
-    @property
-    def _bucket(self) -> TenantBucket[ResponsePart]:
-        assert self._opened is not None, "not started"
-        return self._opened
+        self._trimmed = Trimmed(self._bucket, self._quota)
 
     async def keep(self, stored: StoredResponse) -> None:
         """Writes it, unless it is there already or has been deleted."""

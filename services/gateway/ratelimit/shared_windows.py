@@ -35,9 +35,10 @@ class _Shared:
 class SharedWindows:
     """Opened by `start`. Names are of keys and tenants, each with what is limited."""
 
+    _bucket: Bucket[Spent]
+
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._bucket: Bucket[Spent] | None = None
         self._shared: dict[str, _Shared] = {}
         self._stopping = False
 
@@ -101,7 +102,6 @@ class SharedWindows:
 
     async def _exchange(self, name: str, shared: _Shared, amount: int) -> float:
         """One change of the shared window; returns how long to wait where nothing was granted."""
-        assert self._bucket is not None, "not started"
         account, fresh = shared.account, False
         while True:
             now = time.time()

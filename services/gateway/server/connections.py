@@ -5,7 +5,8 @@ is told when it asks for more.
 import math
 import resource
 import secrets
-from collections.abc import Callable, Sized
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import structlog
@@ -20,37 +21,42 @@ REFUSED = 64
 """Connections beyond those that are open for as long as they are told that there is no place."""
 
 
-class Places:
-    """`http` and `grpc` are their ports' own sets of connections."""
+class Door:
+    """Where connections come in: who has a place, the time of their handshakes, and what is counted of those that are
+    turned away."""
 
-    def __init__(self, limit: int) -> None:
-        """`limit`: connections at the same time, without those that are reserved."""
+    def __init__(
+        self,
+        limit: int,
+        handshake_seconds: float | None = None,
+        refused: Callable[[str, str], None] = lambda port, reason: None,
+    ) -> None:
+        """`limit`: connections at the same time, without those that are reserved. `refused` is told of each connection
+        or request that is refused for what its connection does: the port (http, grpc) and the reason."""
         self.limit = limit
-        self.http: Sized = ()
-        self.grpc: Sized = ()
-        self.handshakes: set[object] = set()
+        self.refused = refused
+        self.http: set[Any] = set()
+        self.grpc: set[Any] = set()
+        self._handshakes: set[object] = set()
+        self._handshake_seconds = handshake_seconds
 
     def count(self, kind: str) -> int:
         """Of `http`, of `grpc`, or of those in a `handshake`."""
-        return len({"http": self.http, "grpc": self.grpc, "handshake": self.handshakes}[kind])
+        return len({"http": self.http, "grpc": self.grpc, "handshake": self._handshakes}[kind])
 
     @property
-    def taken(self) -> int:
-        return len(self.http) + len(self.grpc) + len(self.handshakes)
+    def _taken(self) -> int:
+        return len(self.http) + len(self.grpc) + len(self._handshakes)
 
     @property
     def full(self) -> bool:
         """Whether the newest connection is one too many for all but the reserved purposes."""
-        return self.taken > self.limit
+        return self._taken > self.limit
 
     @property
     def overfull(self) -> bool:
         """Whether the newest connection is one too many for any purpose."""
-        return self.taken > self.limit + RESERVED
-
-    def admits(self) -> bool:
-        """Whether a connection may be opened, if only to be told that it is one too many."""
-        return self.taken < self.limit + RESERVED + REFUSED
+        return self._taken > self.limit + RESERVED
 
     @property
     def sentence(self) -> str:
@@ -60,41 +66,26 @@ class Places:
             f"({limits.CONNECTIONS.cited(self.limit)})."
         )
 
-
-class Door:
-    """Where connections come in: their places, the time of their handshakes, and what is counted of those that are
-    turned away."""
-
-    def __init__(
-        self,
-        places: Places,
-        handshake_seconds: float | None = None,
-        refused: Callable[[str, str], None] = lambda port, reason: None,
-    ) -> None:
-        """`refused` is told of each connection or request that is refused for what its connection does: the port
-        (http, grpc) and the reason."""
-        self.places = places
-        self.refused = refused
-        self._handshake_seconds = handshake_seconds
-
     def admission(self, port: str) -> Admission:
         """For the listener of one port."""
 
         def admits() -> bool:
-            found = self.places.admits()
+            """One more may be opened, if only to be told that it is one too many."""
+            found = self._taken < self.limit + RESERVED + REFUSED
             if not found:
                 self.refused(port, "full")
             return found
 
         def failed(protocol: object) -> None:
-            self.places.handshakes.discard(protocol)
+            self._handshakes.discard(protocol)
             self.refused(port, "handshake")
 
-        return Admission(self._handshake_seconds, admits, self.places.handshakes.add, failed)
+        connections = self.http if port == "http" else self.grpc
+        return Admission(self._handshake_seconds, admits, self._handshakes.add, failed, connections)
 
     def opened(self, protocol: object) -> None:
         """`protocol` is in its port's set of connections from now on."""
-        self.places.handshakes.discard(protocol)
+        self._handshakes.discard(protocol)
 
 
 log = structlog.get_logger(__name__)

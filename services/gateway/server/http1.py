@@ -87,12 +87,10 @@ class GuardedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        places = self.door.places
-        places.http = self.connections
         self.door.opened(self)
-        self._spare = places.full
-        if places.overfull:
-            self._refuse(full(places.sentence))
+        self._spare = self.door.full
+        if self.door.overfull:
+            self._refuse(full(self.door.sentence))
         else:
             self._mind_the_time()
 
@@ -244,11 +242,10 @@ class GuardedHttp(HttpToolsProtocol):
             self._stop(VERSION)
         if self._hosts > 1 or (not self._hosts and version == "1.1"):
             self._stop(HOST)
-        places = self.door.places
         if self._spare and self.url.partition(b"?")[0] not in _OPS:
-            self._spare = places.full
+            self._spare = self.door.full
             if self._spare:
-                self._stop(full(places.sentence))
+                self._stop(full(self.door.sentence))
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True

@@ -11,25 +11,20 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.streams.formats import Choice, Usage
-from services.gateway.streams.output import Piece
-from shared.messages import FinishReason, TokenEntry
+from services.gateway.lifecycle.answer import Answer
+from services.gateway.streams.formats import Format, Usage
+from services.gateway.streams.output import Output, Piece
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.messages import TokenEntry
 
 
-class VectorOutput:
-    """What `TextOutput` is to other endpoints."""
-
-    tokens = 0
-    """Output tokens: there are none."""
-    stop_reason = None
-    mean_logprob = 0.0
+class VectorOutput(Output):
+    """There are no tokens."""
 
     def __init__(self, dimensions: int) -> None:
         """`dimensions` of the vector are wanted; 0: all."""
         self._dimensions = dimensions
         self._vector = b""
-        self.finish: FinishReason = ""
 
     def feed(self, entry: TokenEntry) -> None:
         if self.finish or entry.finish != "stop":
@@ -69,40 +64,29 @@ class _Embedding(msgspec.Struct, frozen=True, tag_field="object", tag="embedding
     embedding: str | list[float]
 
 
-class VectorFormat:
+def vector_outputs(answer: Answer) -> list[Output]:
+    """Of each input."""
+    return [VectorOutput(answer.record.dimensions) for _ in answer.generations]
+
+
+class VectorFormat(Format):
     """A list of embeddings. There is nothing to stream."""
 
-    def __init__(self, model: str, *, as_base64: bool) -> None:
-        self._model = model
-        self._as_base64 = as_base64
+    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+        super().__init__(vector_outputs(answer))
+        self._record = answer.record
 
-    def first(self, index: int) -> bytes | None:
-        raise _whole_only()
-
-    def delta(self, index: int, piece: Piece) -> bytes:
-        raise _whole_only()
-
-    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
-        raise _whole_only()
-
-    def usage(self, usage: Usage) -> bytes:
-        raise _whole_only()
-
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """One that has not come yet is left out."""
         data = [  # each encoded apart: a thread that does it lets others work in between
             msgspec.Raw(msgspec.json.encode(_Embedding(index, self._shown(choice.text))))
             for index, choice in enumerate(choices)
-            if choice.finish_reason
+            if choice.finish
         ]
         counted = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
-        return msgspec.json.encode({"object": "list", "data": data, "model": self._model, "usage": counted})
+        return msgspec.json.encode(
+            {"object": "list", "data": data, "model": self._record.requests[0].model, "usage": counted}
+        )
 
     def _shown(self, text: str) -> str | list[float]:
-        return text if self._as_base64 else _numbers(base64.b64decode(text)).tolist()
-
-
-def _whole_only() -> InvalidParameter:
-    return InvalidParameter(
-        "Embeddings are not streamed; GET /v1/generations/{id} instead.", param=None, reason="invalid_value"
-    )
+        return text if self._record.base64 else _numbers(base64.b64decode(text)).tolist()

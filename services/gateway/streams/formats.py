@@ -14,17 +14,18 @@ the best candidates alone.
 import secrets
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Protocol
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar
 
 import msgspec
 
-from services.gateway.streams.output import Piece, ScoredToken, StopReason
+from services.gateway.lifecycle.answer import Answer
+from services.gateway.streams.output import Output, Piece, ScoredToken, output_of
 from services.gateway.streams.prompt_logprobs import EchoedPrompt, PromptList
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.parser import CallDelta
-from shared.messages import GenerationRequest, TokenLogprobs
+from shared.messages import TokenLogprobs
 from shared.messages.records import Parsing
 
 _json = msgspec.json.Encoder()
@@ -54,228 +55,167 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
-class Choice(msgspec.Struct, frozen=True):
-    """A choice of a response that is not streamed."""
+class Format:
+    """How one endpoint shows an answer: what a `Run` reads it with, and the bytes it makes of that. Chunks are JSON
+    texts without framing, or parts of protobuf messages."""
 
-    text: str
-    finish_reason: str | None
-    """None while it goes on."""
-    scored: Sequence[ScoredToken]
-    reasoning: str = ""
-    calls: Sequence[CallDelta] = ()
-    tokens: Sequence[int] = ()
-    """Where token ids are shown instead of text."""
-    mean_logprob: float = 0.0
-    """Of its tokens, where they have log probabilities."""
-    prompt: bytes = b""
-    """Log probabilities of its prompt's tokens, where they are shown."""
-    number: int = 0
-    """Of the candidate that it is."""
-    ids: Sequence[int] = ()
-    """Of its tokens, where they are shown beside the text."""
-    stop_reason: StopReason = None
-
-
-class PromptIds:
-    """Token ids of the prompts of an answer, as JSON; those of each are put together once."""
-
-    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
-        """`requests`: of each candidate."""
-        self._requests = requests
-        self._known: dict[int, bytes] = {}
-
-    def of(self, candidate: int) -> bytes:
-        prompt = self._requests[candidate].prompt
-        known = self._known.get(id(prompt))
-        if known is None:
-            known = self._known[id(prompt)] = _json.encode(prompt)
-        return known
-
-    def field(self, candidate: int) -> bytes:
-        """As a member of an object."""
-        return b'"%b":%b' % (PROMPT_IDS.encode(), self.of(candidate))
-
-
-def _ids(ids: Sequence[int]) -> bytes:
-    return b',"token_ids":' + _json.encode(ids)
-
-
-def _end(finish_reason: str, stop_reason: StopReason) -> bytes:
-    return b'"finish_reason":"%b","stop_reason":%b' % (finish_reason.encode(), _json.encode(stop_reason))
-
-
-class Format(Protocol):
-    """How one endpoint shows its answer. Chunks are JSON texts without framing, or parts of protobuf messages."""
+    def __init__(self, outputs: Sequence[Output]) -> None:
+        """`outputs`: of each choice."""
+        self.outputs = outputs
 
     def first(self, index: int) -> bytes | None:
         """What precedes the first text of choice `index`, if anything does."""
-        ...
+        return None
 
-    def delta(self, index: int, piece: Piece) -> bytes: ...
+    def delta(self, index: int, piece: Piece) -> bytes:
+        raise NotImplementedError
 
-    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
+    def last(self, index: int, piece: Piece) -> bytes:
         """The end of choice `index`; `piece` has no text, but may have log probabilities and token ids."""
-        ...
+        raise NotImplementedError
 
-    def usage(self, usage: Usage) -> bytes: ...
+    def usage(self, usage: Usage) -> bytes:
+        raise NotImplementedError
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes: ...
-
-
-class Computed(Protocol):
-    """What tells the fingerprints of the rings that compute a choice. Read for every chunk, so attributes."""
-
-    @property
-    def fingerprint(self) -> str: ...  # empty: it is not known
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+        raise NotImplementedError
 
 
-class Fingerprints(Protocol):
-    """Of the rings that compute an answer."""
+class JsonFormat(Format):
+    """OpenAI's. Everything around the text is encoded once, and again where another ring has another fingerprint."""
 
-    @property
-    def first_fingerprint(self) -> str: ...
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
-    @property
-    def fingerprint(self) -> str: ...
+    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+        record = answer.record
+        super().__init__([output_of(record, item.request, tokenizer) for item in answer.generations])
+        self._answer, self._record, self._tokenizer = answer, record, tokenizer
+        self._asked = record.requests[0].sampling.logprobs >= 0 and not record.hide_logprobs
+        """Whether log probabilities were asked for."""
+        self._prompts = PromptList(answer, tokenizer) if record.prompt_logprobs >= 0 else None
+        self._prompt_ids: dict[int, bytes] = {}
+        self._head = {
+            "id": answer.public_id,
+            "object": self.chunk_kind,
+            "created": int(record.created),
+            "model": record.requests[0].model,
+            "system_fingerprint": None,
+        } | ({"service_tier": record.service_tier} if record.service_tier else {})
+        self._after = b'],"usage":null}' if record.include_usage else b"]}"
+        self._fingerprint: str | None = None
+        """Of the ring that chunks name; None: of none yet."""
+        self._before = b""
 
-    @property
-    def generations(self) -> Sequence[Computed]: ...
+    def delta(self, index: int, piece: Piece) -> bytes:
+        """As `last`, too: the end is a finish reason."""
+        end = (
+            b'"finish_reason":"%b","stop_reason":%b'
+            % (piece.finish.encode(), _json.encode(piece.stop_reason))
+            if piece.finish
+            else b'"finish_reason":null'
+        )
+        scored = self._logprobs(piece.scored) if piece.scored else b"null"
+        more = self._ids(index, piece) if self._record.token_ids else b""
+        shown = b'{"index":%d,%b,"logprobs":%b,%b%b}' % (index, self._said(piece), scored, end, more)
+        fingerprint = self._answer.generations[index].fingerprint or self._record.fingerprint
+        if fingerprint != self._fingerprint:
+            self._name_ring(fingerprint)
+        return self._before + shown + self._after
 
+    last = delta
 
-class _Frame:
-    """The part of every chunk that does not change."""
+    def usage(self, usage: Usage) -> bytes:
+        self._name_ring(self._answer.fingerprint)
+        return self._before + b'],"usage":' + _json.encode(usage) + b"}"
 
-    def __init__(self, head: dict[str, Any], rings: Fingerprints | None, *, include_usage: bool) -> None:
-        self._head = head
-        self._rings = rings
-        self._choices = rings.generations if rings else ()
-        self._first = rings.first_fingerprint if rings else ""
-        self._after = b'],"usage":null}' if include_usage else b"]}"
-        self._show("")
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+        self._name_ring(self._answer.fingerprint)
+        shown = [
+            {
+                "index": index,
+                **self._message(piece),
+                "logprobs": msgspec.Raw(self._logprobs(piece.scored))
+                if piece.scored or self._asked
+                else None,
+                "finish_reason": piece.finish or None,
+                "stop_reason": piece.stop_reason,
+                **({"token_ids": piece.ids} if self._record.token_ids else {}),
+            }
+            for index, piece in enumerate(choices)
+        ]
+        head = self._head | {"object": self.kind, "choices": shown, "usage": usage}
+        return _json.encode(head | self._beside(choices[0]))
 
-    def _show(self, fingerprint: str) -> None:
-        """Those of chunks from now on."""
+    def _name_ring(self, fingerprint: str) -> None:
+        """That of chunks from now on."""
         self._fingerprint = fingerprint
         self._head["system_fingerprint"] = fingerprint or None
         self._before = _json.encode(self._head)[:-1] + b',"choices":['
 
-    def chunk(self, index: int, choice: bytes, beside: bytes = b"") -> bytes:
-        """`beside`: a field beside the choice."""
-        if self._choices and (shown := self._choices[index].fingerprint or self._first) != self._fingerprint:
-            self._show(shown)
-        return self._before + choice + (b"]," + beside + self._after[1:] if beside else self._after)
+    def _ids(self, index: int, piece: Piece) -> bytes:
+        return b',"token_ids":' + _json.encode(piece.ids)
 
-    def usage(self, usage: Usage) -> bytes:
-        self._show(self._rings.fingerprint if self._rings else "")
-        return self._before + b'],"usage":' + _json.encode(usage) + b"}"
+    def _ids_of_prompt(self, choice: int) -> bytes:
+        """As JSON; those of each prompt are put together once."""
+        prompt = self._answer.generations[choice].request.prompt
+        known = self._prompt_ids.get(id(prompt))
+        if known is None:
+            known = self._prompt_ids[id(prompt)] = _json.encode(prompt)
+        return known
 
-    def whole(
-        self,
-        kind: str,
-        choices: list[dict[str, Any]],
-        usage: Usage,
-        beside: Mapping[str, object] = MappingProxyType({}),
-    ) -> bytes:
-        self._show(self._rings.fingerprint if self._rings else "")
-        return _json.encode({**self._head, "object": kind, "choices": choices, "usage": usage, **beside})
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:
+        raise NotImplementedError
 
+    def _said(self, piece: Piece) -> bytes:
+        """The member of a chunk's choice that has its text."""
+        raise NotImplementedError
 
-def _head(public_id: str, kind: str, created: int, model: str, service_tier: str) -> dict[str, Any]:
-    head: dict[str, Any] = {
-        "id": public_id,
-        "object": kind,
-        "created": created,
-        "model": model,
-        "system_fingerprint": None,
-    }
-    return head | {"service_tier": service_tier} if service_tier else head
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        """The same of a whole choice, with what stands beside it."""
+        raise NotImplementedError
+
+    def _beside(self, first: Piece) -> dict[str, Any]:
+        """What a whole answer has beside its choices."""
+        return {}
 
 
-class ChatFormat:
+class ChatFormat(JsonFormat):
     """Chat completions."""
 
-    def __init__(
-        self,
-        identity: str,
-        model: str,
-        created: int,
-        tokenizer: Tokenizer,
-        *,
-        include_usage: bool = False,
-        rings: Fingerprints | None = None,
-        service_tier: str = "",
-        parsing: Parsing | None = None,
-        logprobs: bool = False,
-        prompts: PromptList | None = None,
-        tokens_as_ids: bool = False,
-        ids: PromptIds | None = None,
-    ) -> None:
-        """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were; `tokens_as_ids`: tokens
-        are named by their ids; `ids`: where those of prompt and output are shown."""
-        self._tokens_as_ids, self._ids = tokens_as_ids, ids
-        head = _head(f"chatcmpl-{identity}", "chat.completion.chunk", created, model, service_tier)
-        self._frame = _Frame(head, rings, include_usage=include_usage)
-        self._tokenizer = tokenizer
-        self._parsing = parsing
-        self._tools = parsing is not None and bool(parsing.tools)
-        self._asked, self._prompts = logprobs, prompts
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def first(self, index: int) -> bytes | None:
-        role = (
-            b'{"index":%d,"delta":{"role":"assistant","content":%b,"refusal":null},'
-            b'"logprobs":null,"finish_reason":null}' % (index, b"null" if self._tools else b'""')
+        parsing = self._record.parsing
+        role = b'{"role":"assistant","content":%b,"refusal":null}' % (
+            b"null" if parsing is not None and parsing.tools else b'""'
         )
-        return self._frame.chunk(index, role, b"" if self._ids is None else self._ids.field(index))
+        self._name_ring(self._answer.generations[index].fingerprint or self._record.fingerprint)
+        shown = b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}],' % (index, role)
+        if self._record.token_ids:
+            shown += b'"%b":%b' % (PROMPT_IDS.encode(), self._ids_of_prompt(index))
+            return self._before + shown + self._after[1:]
+        return self._before + shown[:-2] + self._after
 
-    def delta(self, index: int, piece: Piece) -> bytes:
-        if self._parsing is not None:
-            delta = _json.encode(chat_delta(piece.text, piece.reasoning, piece.calls, self._parsing))
-        else:
-            delta = b'{"content":%b}' % _json.encode(piece.text)
-        return self._frame.chunk(
-            index,
-            b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}'
-            % (index, delta, self._logprobs(piece.scored), b"" if self._ids is None else _ids(piece.ids)),
-        )
+    def _said(self, piece: Piece) -> bytes:
+        if piece.finish:
+            return b'"delta":{}'
+        if (parsing := self._record.parsing) is None:
+            return b'"delta":{"content":%b}' % _json.encode(piece.text)
+        return b'"delta":' + _json.encode(chat_delta(piece.text, piece.reasoning, piece.calls, parsing))
 
-    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
-        return self._frame.chunk(
-            index,
-            b'{"index":%d,"delta":{},"logprobs":%b,%b%b}'
-            % (
-                index,
-                self._logprobs(piece.scored),
-                _end(finish_reason, piece.stop_reason),
-                b"" if self._ids is None else _ids(piece.ids),
-            ),
-        )
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        return {"message": chat_message(piece.text, piece.reasoning, piece.calls, self._record.parsing)}
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage)
-
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        shown = [
-            {
-                "index": index,
-                "message": chat_message(choice.text, choice.reasoning, choice.calls, self._parsing),
-                "logprobs": msgspec.Raw(self._logprobs(choice.scored, whole=True)),
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            | ({} if self._ids is None else {"token_ids": choice.ids})
-            for index, choice in enumerate(choices)
-        ]
-        beside: dict[str, object] = {}
+    def _beside(self, first: Piece) -> dict[str, Any]:
+        beside: dict[str, Any] = {}
         if self._prompts is not None:
-            beside["prompt_logprobs"] = self._prompts.of(0, choices[0].prompt)
-        if self._ids is not None:
-            beside[PROMPT_IDS] = msgspec.Raw(self._ids.of(0))
-        return self._frame.whole("chat.completion", shown, usage, beside)
+            beside["prompt_logprobs"] = self._prompts.of(0, first.prompt or b"")
+        if self._record.token_ids:
+            beside[PROMPT_IDS] = msgspec.Raw(self._ids_of_prompt(0))
+        return beside
 
-    def _logprobs(self, scored: Sequence[ScoredToken], *, whole: bool = False) -> bytes:
-        """`whole`: of a whole answer, which says that there are none where they were asked for."""
-        if not scored and not (whole and self._asked):
-            return b"null"
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:
         content = [
             self._token(item.token, item.known.logprob)
             | {"top_logprobs": [self._token(token, logprob) for token, logprob in item.known.top]}
@@ -285,93 +225,39 @@ class ChatFormat:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token)
-        text = f"token_id:{token}" if self._tokens_as_ids else data.decode(errors="replace")
+        text = f"token_id:{token}" if self._record.tokens_as_ids else data.decode(errors="replace")
         return {"token": text, "logprob": logprob, "bytes": list(data)}
 
 
-class CompletionFormat:
+class CompletionFormat(JsonFormat):
     """Completions."""
 
-    def __init__(
-        self,
-        identity: str,
-        model: str,
-        created: int,
-        tokenizer: Tokenizer,
-        *,
-        include_usage: bool = False,
-        rings: Fingerprints | None = None,
-        service_tier: str = "",
-        logprobs: bool = False,
-        prompts: PromptList | None = None,
-        tokens_as_ids: bool = False,
-        ids: PromptIds | None = None,
-    ) -> None:
-        """`logprobs`: whether they were asked for; `prompts`: where those of the prompt were; `tokens_as_ids`: tokens
-        are named by their ids; `ids`: where those of prompt and output are shown."""
-        self._tokens_as_ids, self._ids = tokens_as_ids, ids
-        head = _head(f"cmpl-{identity}", "text_completion", created, model, service_tier)
-        self._frame = _Frame(head, rings, include_usage=include_usage)
-        self._tokenizer = tokenizer
-        self._asked, self._prompts = logprobs, prompts
-        self._texts: dict[int, str] = {}
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+        super().__init__(answer, tokenizer)
+        self._text = cache(self._text_of)
 
     def first(self, index: int) -> bytes | None:
-        return None if self._ids is None else self.delta(index, Piece("", (), begins=True))
+        return self.delta(index, Piece("", (), begins=True)) if self._record.token_ids else None
 
-    def delta(self, index: int, piece: Piece) -> bytes:
-        ids = b""
-        if self._ids is not None:
-            ids = b"%b%b" % (_ids(piece.ids), b"," + self._ids.field(index) if piece.begins else b"")
-        return self._frame.chunk(
-            index,
-            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}'
-            % (index, _json.encode(piece.text), self._logprobs(piece.scored), ids),
-        )
+    def _said(self, piece: Piece) -> bytes:
+        return b'"text":' + _json.encode(piece.text)
 
-    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
-        return self._frame.chunk(
-            index,
-            b'{"index":%d,"text":"","logprobs":%b,%b%b}'
-            % (
-                index,
-                self._logprobs(piece.scored),
-                _end(finish_reason, piece.stop_reason),
-                b"" if self._ids is None else _ids(piece.ids),
-            ),
-        )
-
-    def usage(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage)
-
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        shown = [
-            {
-                "index": index,
-                "text": choice.text,
-                "logprobs": msgspec.Raw(self._logprobs(choice.scored, whole=True)),
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            | self._beside(choice)
-            for index, choice in enumerate(choices)
-        ]
-        return self._frame.whole("text_completion", shown, usage)
-
-    def _beside(self, choice: Choice) -> dict[str, Any]:
-        """What is shown of its prompt and its tokens beside the text."""
-        fields: dict[str, Any] = {}
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        fields: dict[str, Any] = {"text": piece.text}
         if self._prompts is not None:
-            fields["prompt_logprobs"] = self._prompts.of(choice.number, choice.prompt)
-        if self._ids is not None:
-            fields |= {PROMPT_IDS: msgspec.Raw(self._ids.of(choice.number)), "token_ids": choice.ids}
+            fields["prompt_logprobs"] = self._prompts.of(piece.number, piece.prompt or b"")
+        if self._record.token_ids:
+            fields[PROMPT_IDS] = msgspec.Raw(self._ids_of_prompt(piece.number))
         return fields
 
-    def _logprobs(self, scored: Sequence[ScoredToken], *, whole: bool = False) -> bytes:
-        """Offsets count from the beginning of the choice's text. `whole`: of a whole answer, which says that there
-        are none where they were asked for."""
-        if not scored and not (whole and self._asked):
-            return b"null"
+    def _ids(self, index: int, piece: Piece) -> bytes:
+        ids = super()._ids(index, piece)
+        return ids + b',"%b":%b' % (PROMPT_IDS.encode(), self._ids_of_prompt(index)) if piece.begins else ids
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:
+        """Offsets count from the beginning of the choice's text."""
         return _json.encode(
             {
                 "text_offset": [item.offset for item in scored],
@@ -386,15 +272,9 @@ class CompletionFormat:
         top = {self._text(token): logprob for token, logprob in logprobs.top}
         return top | {self._text(chosen): logprobs.logprob}
 
-    def _text(self, token: int) -> str:
-        text = self._texts.get(token)
-        if text is None:
-            text = self._texts[token] = self._text_of(token)
-        return text
-
     def _text_of(self, token: int) -> str:
         """A part of a character is shown by its bytes, so that no two tokens look the same."""
-        if self._tokens_as_ids:
+        if self._record.tokens_as_ids:
             return f"token_id:{token}"
         data = self._tokenizer.token_bytes(token)
         try:
@@ -455,24 +335,16 @@ _PAD = 64
 _LETTERS = string.ascii_letters + string.digits
 
 
-class Shown:
-    """A format that shows choices of `choices` candidates per prompt as they were asked for."""
+class Shown(Format):
+    """`shape` with the prompts and the best candidates, where the request asked for them."""
 
-    def __init__(
-        self,
-        shape: Format,
-        choices: int,
-        best: int,
-        hide_logprobs: bool,
-        prompt: Callable[[int], EchoedPrompt] | None,
-    ) -> None:
-        """`best`: choices that are shown of each prompt, 0: all; `prompt`: a prompt by its number, where it is shown
-        before each of its choices."""
-        self._shape = shape
-        self._choices = choices
-        self._best = best
-        self._hide_logprobs = hide_logprobs
-        self._prompt = prompt
+    def __init__(self, shape: Format, answer: Answer, tokenizer: Tokenizer) -> None:
+        super().__init__(shape.outputs)
+        self._shape, self._record = shape, answer.record
+        self._echoed = cache(lambda number: EchoedPrompt(answer.record.requests[number], tokenizer))
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._shape.usage(usage)
 
     def first(self, index: int) -> bytes | None:
         prompt = self._prompt_of(index)
@@ -483,11 +355,19 @@ class Shown:
     def delta(self, index: int, piece: Piece) -> bytes:
         return self._shape.delta(index, self._behind_prompt(index, piece))
 
-    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
-        return self._shape.last(index, finish_reason, self._behind_prompt(index, piece))
+    def last(self, index: int, piece: Piece) -> bytes:
+        return self._shape.last(index, self._behind_prompt(index, piece))
+
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+        count, best = self._record.choices, self._record.best
+        shown: list[Piece] = []
+        for begin in range(0, len(choices), count):
+            shown += map(self._as_asked, _best(choices[begin : begin + count], best))
+        return self._shape.whole(shown, usage)
 
     def _prompt_of(self, index: int) -> EchoedPrompt | None:
-        return None if self._prompt is None else self._prompt(index // self._choices)
+        """The prompt that is shown before choice `index`."""
+        return self._echoed(index // self._record.choices) if self._record.echo else None
 
     def _behind_prompt(self, index: int, piece: Piece) -> Piece:
         """`piece`, its tokens counted from the prompt's beginning; the first one with the prompt, where that comes with
@@ -500,26 +380,16 @@ class Shown:
             text, scored = prompt.text + text, prompt.scored(piece.prompt) + scored
         return piece._replace(text=text, scored=scored)
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._shape.usage(usage)
-
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        shown: list[Choice] = []
-        for prompt in range(len(choices) // self._choices):
-            of_prompt = choices[prompt * self._choices : (prompt + 1) * self._choices]
-            shown += [self._as_asked(prompt, choice) for choice in _best(of_prompt, self._best)]
-        return self._shape.whole(shown, usage)
-
-    def _as_asked(self, prompt: int, choice: Choice) -> Choice:
-        if self._hide_logprobs:
-            choice = msgspec.structs.replace(choice, scored=())
-        if self._prompt is None:
-            return choice
-        shown = self._prompt(prompt)
-        scored = _moved(choice.scored, len(shown.text))
-        if shown.has_scores:
-            scored = shown.scored(choice.prompt) + scored
-        return msgspec.structs.replace(choice, text=shown.text + choice.text, scored=scored)
+    def _as_asked(self, piece: Piece) -> Piece:
+        if self._record.hide_logprobs:
+            piece = piece._replace(scored=())
+        prompt = self._prompt_of(piece.number)
+        if prompt is None:
+            return piece
+        scored = _moved(piece.scored, len(prompt.text))
+        if prompt.has_scores:
+            scored = prompt.scored(piece.prompt or b"") + scored
+        return piece._replace(text=prompt.text + piece.text, scored=scored)
 
 
 def _moved(scored: Sequence[ScoredToken], by: int) -> list[ScoredToken]:
@@ -527,7 +397,7 @@ def _moved(scored: Sequence[ScoredToken], by: int) -> list[ScoredToken]:
     return [item._replace(offset=item.offset + by) for item in scored]
 
 
-def _best(choices: Sequence[Choice], count: int) -> Sequence[Choice]:
+def _best(choices: Sequence[Piece], count: int) -> Sequence[Piece]:
     """The `count` with the highest mean log probability, the highest first; of equals the earlier."""
     return sorted(choices, key=lambda choice: -choice.mean_logprob)[:count] if count else choices
 

@@ -12,14 +12,14 @@ as many tokens in silence goes on within a call exactly where another stood.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from services.gateway.tokenizer.detokenizer import Detokenizer
-from services.gateway.tool_calls.families import FAMILIES
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from services.gateway.tool_calls.families import FAMILIES, markers_of
 from services.gateway.tool_calls.parser import CallDelta, CallNumbering, Parser
 from services.gateway.tool_calls.parsers.scanner import Event, Text, Thought
-from shared.messages import FinishReason, TokenEntry, TokenLogprobs
-from shared.messages.records import Parsing
+from shared.messages import GenerationRequest, TokenEntry, TokenLogprobs
+from shared.messages.records import GenerationRecord
 
 StopReason = str | int | None
 """vLLM's: the stop string that has ended a text, or the id of the client's stop token; None: neither has."""
@@ -41,7 +41,7 @@ class ScoredToken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is new for the client."""
+    """What is new of a choice for the client; of a whole response all of it."""
 
     text: str
     scored: Sequence[ScoredToken]
@@ -55,88 +55,89 @@ class Piece(NamedTuple):
     """Ids of all tokens read since the last piece, where they are shown beside the text."""
     begins: bool = False
     """Whether nothing of its choice precedes it."""
+    finish: str = ""
+    """OpenAI's finish reason, with the end of its choice."""
     stop_reason: StopReason = None
-    """With the end of its choice."""
-
-    @property
-    def visible(self) -> bool:
-        """Whether there is more to show than log probabilities."""
-        return bool(self.text or self.reasoning or self.calls or self.tokens) or self.prompt is not None
+    number: int = 0
+    """Of the candidate that it is all of."""
+    mean_logprob: float = 0.0
+    """Per token of that, where there are any."""
 
 
-class Output(Protocol):
-    """One choice's output as a `Run` reads it: `TextOutput`, or what takes its text apart."""
+class Output:
+    """One choice as a `Run` reads it: what its entries bring is taken in pieces."""
 
-    @property
-    def tokens(self) -> int:
-        """Output tokens so far."""
-        ...
+    tokens = 0
+    """Output tokens, as usage counts them, and where this reader stands in the log."""
+    finish: str = ""
+    """OpenAI's finish reason; set once, by the ring or by a stop string that is found here."""
+    stop_reason: StopReason = None
+    logprob_sum = 0.0
 
-    @property
-    def finish(self) -> str:
-        """OpenAI's finish reason, "" while it goes on."""
-        ...
+    def feed(self, entry: TokenEntry) -> None:
+        """Takes the next entry; what follows the end is ignored."""
+        raise NotImplementedError
 
-    @property
-    def stop_reason(self) -> StopReason: ...
+    def take(self) -> Piece:
+        """What has become visible since the last call."""
+        raise NotImplementedError
 
-    @property
-    def mean_logprob(self) -> float:
-        """Log probability per token, where there are any."""
-        ...
+    def whole(self, number: int) -> Piece:
+        """As `take`, of candidate `number` as far as it has come."""
+        return self.take()._replace(
+            finish=self.finish,
+            stop_reason=self.stop_reason,
+            number=number,
+            mean_logprob=self.logprob_sum / max(1, self.tokens),
+        )
 
-    def feed(self, entry: TokenEntry) -> None: ...
 
-    def take(self) -> Piece: ...
+def output_of(record: GenerationRecord, request: GenerationRequest, tokenizer: Tokenizer) -> "TextOutput":
+    """The text of one choice as its record wants it, with what is not text taken out of it."""
+    if record.parsing is None:
+        return TextOutput(record, request, tokenizer)
+    return ParsedOutput(record, request, tokenizer)
 
 
-class TextOutput:
-    """One choice's output. `finish` is set once: by the ring, or by a stop string found here."""
+class TextOutput(Output):
+    """One choice's text."""
 
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        stops: Sequence[str],
-        stop_token_ids: Sequence[int],
-        *,
-        logprobs: bool,
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        prompt_scores: bool = False,
-        score_end: bool = False,
-        token_ids: bool = False,
-        told_stop_ids: Sequence[int] = (),
-    ) -> None:
-        """`include_stop`: what ends the text is part of it; `min_tokens`: tokens whose text ends at no stop string;
-        `prompt_scores`: whether those of the prompt are shown; `score_end`: whether a token that ends the text and is
-        no part of it has its log probability shown all the same; `token_ids`: whether those of all tokens are shown;
-        `told_stop_ids`: those of `stop_token_ids` that are a stop reason."""
-        self._detokenizer = detokenizer
-        self._stops = StopStrings(stops, included=include_stop)
-        self._include_stop = include_stop
-        self._min_tokens = min_tokens
-        self._logprob_sum = 0.0
-        self._stop_token_ids = frozenset(stop_token_ids)
-        self._logprobs = logprobs
+    def __init__(self, record: GenerationRecord, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        chat = record.endpoint != "completions"
+        self._detokenizer = tokenizer.detokenizer(
+            [] if chat and not record.continues else request.prompt,  # a chat's answer begins a text
+            skip_special_tokens=record.skip_special_tokens,
+            keep=markers_of(record.parsing),
+        )
+        self._record = record
+        self._stops = StopStrings(record.stop, included=record.include_stop)
+        self._min_tokens = request.sampling.min_tokens
+        self._stop_token_ids = frozenset(request.stop_token_ids)
+        self._logprobs = request.sampling.logprobs >= 0
         self._scored: list[ScoredToken] = []
-        self._awaits_prompt = prompt_scores
+        self._awaits_prompt = request.prompt_logprobs >= 0
         self._prompt: bytes | None = None
-        self._score_end = score_end
-        self._ids: list[int] | None = [] if token_ids else None
-        self._told_stop_ids = told_stop_ids
+        self._score_end = record.echo and self._awaits_prompt
+        """Whether a token that ends the text and is no part of it has its log probability shown all the same."""
+        self._ids: list[int] = []
+        self._plain = not (record.stop or self._logprobs or self._awaits_prompt or record.token_ids)
+        """Whether there is nothing but text to show."""
         self._decoded = 0
         """Characters decoded, those held back included."""
         self._shown = 0
         self._text: list[str] = []
-        self.tokens = 0
-        """Output tokens, as usage counts them, and where this reader stands in the log."""
-        self.finish: FinishReason = ""
-        self.stop_reason: StopReason = None
 
     def feed(self, entry: TokenEntry) -> None:
-        """Takes the next entry; what follows a stop string is ignored."""
+        tokens = entry.tokens
         if self.finish:
             return
+        if self._plain and not entry.finish:
+            self.tokens += len(tokens)
+            self._text.append(self._detokenizer.feed(tokens))
+        else:
+            self._feed_each(entry)
+
+    def _feed_each(self, entry: TokenEntry) -> None:
         tokens = entry.tokens
         if self._awaits_prompt and (tokens or entry.finish):
             self._awaits_prompt, self._prompt = False, entry.prompt_scores
@@ -145,9 +146,9 @@ class TextOutput:
         for index, token in enumerate(tokens):
             self.tokens += 1
             if index < len(scores):
-                self._logprob_sum += scores[index].logprob
+                self.logprob_sum += scores[index].logprob
             ends = index == len(tokens) - 1 and entry.finish == "stop" and token in self._stop_token_ids
-            hidden = ends and not self._include_stop  # it ended the text and is no part of it
+            hidden = ends and not self._record.include_stop  # it ended the text and is no part of it
             if hidden and not self._score_end:
                 break
             if index < len(scores):
@@ -157,7 +158,7 @@ class TextOutput:
             self._show(self._detokenizer.feed([token]))
             if self._stops.matched:
                 break
-        if self._ids is not None:
+        if self._record.token_ids:
             self._ids += tokens[: self.tokens - before]
         self._end(entry)
 
@@ -172,7 +173,7 @@ class TextOutput:
 
     def _end(self, entry: TokenEntry) -> None:
         if entry.finish in ("stop", "length") and not self._stops.matched:
-            if entry.finish == "stop" and entry.tokens and entry.tokens[-1] in self._told_stop_ids:
+            if entry.finish == "stop" and entry.tokens and entry.tokens[-1] in self._record.stop_token_ids:
                 self.stop_reason = entry.tokens[-1]
             self._show(self._detokenizer.flush())
             self.finish = entry.finish
@@ -182,23 +183,17 @@ class TextOutput:
         elif self.finish:
             self._text.append(self._stops.flush())
 
-    @property
-    def mean_logprob(self) -> float:
-        """Log probability per token."""
-        return self._logprob_sum / max(1, self.tokens)
-
     def take(self) -> Piece:
-        """What has become visible since the last call."""
         text = "".join(self._text)
         self._text.clear()
+        if self._plain:
+            return Piece(text, ())
         ready = len(self._scored)
         while not self.finish and ready and self._scored[ready - 1].offset >= self._shown:
             ready -= 1  # its text is held back, and may be cut
         scored, self._scored = self._scored[:ready], self._scored[ready:]
         prompt, self._prompt = self._prompt, None
-        ids: list[int] = []
-        if self._ids:
-            ids, self._ids = self._ids, ids
+        ids, self._ids = self._ids, []
         return Piece(text, scored, prompt=prompt, ids=ids)
 
 
@@ -252,12 +247,13 @@ class StopStrings:
         return 0
 
 
-class ParsedOutput:
-    """Used as `TextOutput` is."""
+class ParsedOutput(TextOutput):
+    """One choice's text, reasoning and calls."""
 
-    def __init__(self, output: TextOutput, parsing: Parsing, generation_id: str) -> None:
-        self._output = output
-        self._parsing = parsing
+    def __init__(self, record: GenerationRecord, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        super().__init__(record, request, tokenizer)
+        assert record.parsing is not None, "something is to be taken out of the text"
+        self._parsing = parsing = record.parsing
         family = FAMILIES.get(parsing.tools)
         self._parser = Parser(
             family.machine if family else None,
@@ -265,59 +261,30 @@ class ParsedOutput:
             thinking=parsing.reasoning,
             opened=parsing.opened,
         )
-        self._calls = CallNumbering(generation_id, single=parsing.single)
+        self._calls = CallNumbering(request.generation_id, single=parsing.single)
         self._events: list[Event] = []
-        self._scored: list[ScoredToken] = []
-        self._prompt: bytes | None = None
-        self._ids: list[int] = []
-        self._ended = False
-
-    @property
-    def tokens(self) -> int:
-        return self._output.tokens
-
-    @property
-    def stop_reason(self) -> StopReason:
-        return self._output.stop_reason
-
-    @property
-    def mean_logprob(self) -> float:
-        return self._output.mean_logprob
-
-    @property
-    def finish(self) -> str:
-        """`tool_calls` where the model has stopped after a call of its own choice, as in OpenAI's API; `stop`
-        where the function was demanded by its name."""
-        reason = self._output.finish
-        if reason != "stop" or not self._calls.begun or self._parsing.named:
-            return reason
-        return "function_call" if self._parsing.legacy else "tool_calls"
 
     def feed(self, entry: TokenEntry) -> None:
-        """Takes the next entry."""
-        if self._ended:
-            return
-        self._output.feed(entry)
-        piece = self._output.take()
-        self._scored += piece.scored
-        self._ids += piece.ids
-        self._prompt = self._prompt if piece.prompt is None else piece.prompt
-        self._events += self._parser.feed(piece.text)
-        if self._output.finish:
-            self._ended = True
+        ended = bool(self.finish)
+        super().feed(entry)
+        self._events += self._parser.feed("".join(self._text))
+        self._text.clear()
+        if self.finish and not ended:
             self._events += self._parser.finish()
 
     def take(self) -> Piece:
-        """What has become visible since the last call."""
+        """The finish reason is `tool_calls` where the model has stopped after a call of its own choice, as in OpenAI's
+        API; `stop` where the function was demanded by its name."""
         events, self._events = self._events, []
-        scored, self._scored = self._scored, []
-        prompt, self._prompt = self._prompt, None
-        ids, self._ids = self._ids, []
-        return Piece(
-            "".join(event.text for event in events if isinstance(event, Text)),
-            scored,
-            "".join(event.text for event in events if isinstance(event, Thought)),
-            self._calls.deltas(events),
-            prompt=prompt,
-            ids=ids,
+        calls = self._calls.deltas(events)
+        if self.finish == "stop" and self._calls.begun and not self._parsing.named:
+            self.finish = "function_call" if self._parsing.legacy else "tool_calls"
+        return (
+            super()
+            .take()
+            ._replace(
+                text="".join(event.text for event in events if isinstance(event, Text)),
+                reasoning="".join(event.text for event in events if isinstance(event, Thought)),
+                calls=calls,
+            )
         )

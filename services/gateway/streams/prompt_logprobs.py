@@ -8,9 +8,10 @@ gRPC                  message  message      `GenerationEvent.prompt_logprobs`
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.output import ScoredToken
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import GenerationRequest, TokenLogprobs
@@ -58,9 +59,10 @@ class EchoedPrompt:
 class PromptList:
     """The list `prompt_logprobs` of one answer's prompts."""
 
-    def __init__(self, requests: Sequence[GenerationRequest], top: int, tokenizer: Tokenizer) -> None:
-        """`requests`: of each choice; `top`: most likely tokens that are shown."""
-        self._requests, self._top, self._tokenizer = requests, top, tokenizer
+    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+        self._generations, self._tokenizer = answer.generations, tokenizer
+        self._top = answer.record.prompt_logprobs
+        """Most likely tokens that are shown."""
         self._texts: dict[int, str] = {}
 
     def of(self, choice: int, data: bytes) -> list[dict[str, dict[str, Any]] | None]:
@@ -68,7 +70,7 @@ class PromptList:
 
     def rows(self, choice: int, data: bytes) -> Iterator[tuple[int, PromptRow]]:
         """Each token of the prompt but the first, with what is shown of it."""
-        request = self._requests[choice]
+        request = self._generations[choice].request
         for token, row in zip(request.prompt[1:], rows_of(data, request.prompt_logprobs), strict=False):
             yield token, row._replace(top=row.top[: self._top])
 

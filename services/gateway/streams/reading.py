@@ -2,9 +2,8 @@
 cancelled.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -14,31 +13,27 @@ from services.gateway.core.metrics import GatewayMetrics, ModelMetrics
 from services.gateway.lifecycle.answer import Answer, parse
 from services.gateway.lifecycle.answers import Answers, unknown_generation
 from services.gateway.streams import cursor
-from services.gateway.streams.embeddings import VectorFormat, VectorOutput
-from services.gateway.streams.formats import ChatFormat, CompletionFormat, Format, PromptIds, Shown
-from services.gateway.streams.output import Output, ParsedOutput, TextOutput
-from services.gateway.streams.prompt_logprobs import EchoedPrompt, PromptList
+from services.gateway.streams.embeddings import VectorFormat
+from services.gateway.streams.formats import ChatFormat, CompletionFormat, Format, Shown
 from services.gateway.streams.response_run import ResponseRun
-from services.gateway.streams.run import Owner, Run
+from services.gateway.streams.run import Run
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
-from services.gateway.tool_calls.families import markers_of
-from shared.messages import GenerationRequest
-from shared.messages.records import GenerationRecord
 
-
-class View(Protocol):
-    """How a reader sees answers that are not shown in the format of the endpoint that began them."""
-
-    def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format: ...
-
-    def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output: ...
+View = Callable[[Answer, Tokenizer], Format]
+"""How a reader sees an answer."""
+_VIEWS: dict[str, View] = {
+    "chat.completions": ChatFormat,
+    "completions": CompletionFormat,
+    "embeddings": VectorFormat,
+}
+"""By the endpoint that began it."""
 
 
 def new_run(
     answer: Answer,
     tokenizer: Tokenizer,
-    answers: Owner,
+    answers: Answers | None,
     *,
     metrics: ModelMetrics | None = None,
     after: Sequence[int] | None = None,
@@ -47,104 +42,13 @@ def new_run(
     """`metrics`: where its tokens are counted, None for what was counted before. `after`: the client's
     positions; None: it has seen nothing. `view`: None for the format of its endpoint."""
     if view is not None:
-        seen = [view.output(answer, generation.request, tokenizer) for generation in answer.generations]
-        seen_as = view.shape(answer, tokenizer)
-        return Run(answer, seen, seen_as, answers, metrics, after=after, as_recorded=False)
-    record = answer.record
-    if record.endpoint == "embeddings":
-        vectors = VectorFormat(record.requests[0].model, as_base64=record.base64)
-        inputs = [VectorOutput(record.dimensions) for _ in answer.generations]
-        return Run(answer, inputs, vectors, answers, metrics, after=after)
-    if record.endpoint == "responses":
-        output = output_of(answer, record.requests[0], tokenizer)
-        return ResponseRun(answer, output, tokenizer, answers, metrics, after=after)
-    shape = _shape(answer, tokenizer)
-    outputs = [output_of(answer, generation.request, tokenizer) for generation in answer.generations]
-    return Run(answer, outputs, shape, answers, metrics, after=after)
-
-
-def output_of(answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
-    """The text of one choice as its record wants it, with what is not text taken out of it."""
-    record = answer.record
-    chat = record.endpoint != "completions"
-    detokenizer = tokenizer.detokenizer(
-        [] if chat and not record.continues else request.prompt,  # a chat's answer begins a text
-        skip_special_tokens=record.skip_special_tokens,
-        keep=markers_of(record.parsing),
-    )
-    logprobs = request.sampling.logprobs >= 0
-    output = TextOutput(
-        detokenizer,
-        record.stop,
-        request.stop_token_ids,
-        logprobs=logprobs,
-        include_stop=record.include_stop,
-        min_tokens=request.sampling.min_tokens,
-        prompt_scores=request.prompt_logprobs >= 0,
-        score_end=record.echo and request.prompt_logprobs >= 0,
-        token_ids=record.token_ids,
-        told_stop_ids=record.stop_token_ids,
-    )
-    if record.parsing is None:
-        return output
-    return ParsedOutput(output, record.parsing, request.generation_id)
-
-
-def _shape(answer: Answer, tokenizer: Tokenizer) -> Format:
-    """How a chat completion's answer, or a completion's, is shown."""
-    record = answer.record
-    logprobs = record.requests[0].sampling.logprobs >= 0 and not record.hide_logprobs
-    prompts = prompt_list(answer, tokenizer)
-    ids = PromptIds([item.request for item in answer.generations]) if record.token_ids else None
-    identity, model, created = record.identity, record.requests[0].model, int(record.created)
-    usage, tier = record.include_usage, record.service_tier
-    if record.endpoint == "chat.completions":
-        return ChatFormat(
-            identity,
-            model,
-            created,
-            tokenizer,
-            include_usage=usage,
-            parsing=record.parsing,
-            rings=answer,
-            service_tier=tier,
-            logprobs=logprobs,
-            prompts=prompts,
-            tokens_as_ids=record.tokens_as_ids,
-            ids=ids,
-        )
-    shape = CompletionFormat(
-        identity,
-        model,
-        created,
-        tokenizer,
-        include_usage=usage,
-        rings=answer,
-        service_tier=tier,
-        logprobs=logprobs,
-        prompts=prompts,
-        tokens_as_ids=record.tokens_as_ids,
-        ids=ids,
-    )
-    return shown_as_asked(shape, record, tokenizer)
-
-
-def prompt_list(answer: Answer, tokenizer: Tokenizer) -> PromptList | None:
-    """Log probabilities of the prompts, where they are shown in a list."""
-    top = answer.record.prompt_logprobs
-    return PromptList([item.request for item in answer.generations], top, tokenizer) if top >= 0 else None
-
-
-def shown_as_asked(shape: Format, record: GenerationRecord, tokenizer: Tokenizer) -> Format:
-    """`shape` with the prompts and the best candidates, where the request asked for them."""
-    if not record.best and not record.echo:
-        return shape
-
-    @cache
-    def prompt(number: int) -> EchoedPrompt:
-        return EchoedPrompt(record.requests[number], tokenizer)
-
-    return Shown(shape, record.choices, record.best, record.hide_logprobs, prompt if record.echo else None)
+        return Run(answer, view(answer, tokenizer), answers, metrics, after=after, as_recorded=False)
+    if answer.record.endpoint == "responses":
+        return ResponseRun(answer, tokenizer, answers, metrics, after=after)
+    shape = _VIEWS[answer.record.endpoint](answer, tokenizer)
+    if answer.record.best or answer.record.echo:
+        shape = Shown(shape, answer, tokenizer)
+    return Run(answer, shape, answers, metrics, after=after)
 
 
 MAX_EVENTS = 2**31
@@ -175,26 +79,35 @@ class Runs:
         self._tokenizers = tokenizers
 
     async def open(
-        self, answer: Answer, owner: Owner, after: Sequence[int] | None = None, view: View | None = None
+        self,
+        answer: Answer,
+        answers: Answers | None,
+        after: Sequence[int] | None = None,
+        view: View | None = None,
     ) -> Run:
         """As `new_run`. Raises `UnknownModel`, `Unavailable`."""
         card = self._catalog.card(answer.record.requests[0].model)
         tokenizer = await self._tokenizers.get(card)
-        return new_run(answer, tokenizer, owner, after=after, view=view)
+        return new_run(answer, tokenizer, answers, after=after, view=view)
 
-    async def shown(self, answer: Answer, owner: Owner) -> tuple[bytes, bool]:
-        """The endpoint's response as far as it has come, and whether that is the whole. Raises as `open`."""
-        run = await self.open(answer, owner)
+    @asynccontextmanager
+    async def reading(self, answer: Answer, answers: Answers | None) -> AsyncIterator[Run]:
+        """A run that has begun, from the beginning. Raises as `open`."""
+        run = await self.open(answer, answers)
         run.join()
         try:
-            return await run.current(), run.finished
+            yield run
         finally:
             run.close()
 
-    async def watch(self, answer: Answer, owner: Owner) -> None:
+    async def shown(self, answer: Answer, answers: Answers | None) -> tuple[bytes, bool]:
+        """The endpoint's response as far as it has come, and whether that is the whole. Raises as `open`."""
+        async with self.reading(answer, answers) as run:
+            return await run.current(), run.finished
+
+    async def watch(self, answer: Answer, answers: Answers | None) -> None:
         """Reads an answer that nobody listens to, so that a stop string ends it."""
-        run = await self.open(answer, owner)
-        await run.watch()
+        await (await self.open(answer, answers)).watch()
 
 
 class Reading:
@@ -239,12 +152,8 @@ class Reading:
     async def state(self, public_id: str, request_id: str, tenant: str = "") -> GenerationState:
         """Raises as `attach`."""
         answer = await self._find(public_id, tenant)
-        run = await self._runs.open(answer, self._answers)
-        run.join()
-        try:
+        async with self._runs.reading(answer, self._answers) as run:
             response = await run.current()
-        finally:
-            run.close()
         record = answer.record
         error = next((item.error for item in answer.generations if item.error is not None), None)
         shown = error if error is not None and not run.finished else None
@@ -271,13 +180,9 @@ class Reading:
         """Whether the answer has an end that is none to show again: an error before its text was complete."""
         if not answer.failed:
             return False
-        run = await self._runs.open(answer, self._answers)
-        run.join()
-        try:
+        async with self._runs.reading(answer, self._answers) as run:
             run.snapshot()
             return not run.finished
-        finally:
-            run.close()
 
     async def _find(self, public_id: str, tenant: str) -> Answer:
         """Another tenant's is answered as if it were not there."""
@@ -295,9 +200,7 @@ class Reading:
 def _ends(answer: Answer) -> list[int]:
     """Tokens of each choice: those it has, or may have at most while it goes on."""
     if answer.record.endpoint == "responses":
-        return [
-            MAX_EVENTS
-        ]  # its positions are numbers of events, which the reader compares with what there are
+        return [MAX_EVENTS]  # positions are numbers of events, which the reader compares with what there are
     return [len(item.tokens) if item.ended else item.request.max_tokens for item in answer.generations]
 
 

@@ -5,7 +5,7 @@ An item says by which events it begins, goes on and is done; numbers and the ite
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -24,11 +24,6 @@ ABBREVIATIONS = {
     "function_call_output": "fco",
     "reasoning": "rs",
 }
-
-
-def output_id(kind: str, identity: str, index: int) -> str:
-    return f"{ABBREVIATIONS[kind]}_{identity}_{index}"
-
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -85,35 +80,6 @@ class ResponseShape:
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def text_part(text: str, logprobs: Sequence[dict[str, Any]]) -> Item:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-
-
-def message_item(item_id: str, status: ItemStatus, parts: Sequence[Item]) -> Item:
-    return {
-        "id": item_id,
-        "type": "message",
-        "status": status,
-        "role": "assistant",
-        "content": list(parts),
-    }
-
-
-def call_item(item_id: str, status: ItemStatus, call_id: str, name: str, arguments: str) -> Item:
-    return {
-        "id": item_id,
-        "type": "function_call",
-        "status": status,
-        "call_id": call_id,
-        "name": name,
-        "arguments": arguments,
-    }
-
-
-def reasoning_item(item_id: str, status: ItemStatus, parts: Sequence[Item]) -> Item:
-    return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": list(parts)}
-
-
 def _usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
     cached = usage.prompt_tokens_details["cached_tokens"]
     return {
@@ -129,122 +95,127 @@ News = tuple[str, dict[str, Any]]
 """An event's type and body."""
 
 
-class Writing(Protocol):
+class Writing:
     """An item that is not done."""
 
-    @property
-    def kind(self) -> str:
-        """The type of the item."""
-        ...
+    kind: ClassVar[str]
+    """The type of the item."""
+
+    def __init__(self, identity: str, index: int) -> None:
+        self._id = f"{ABBREVIATIONS[self.kind]}_{identity}_{index}"
+        self._text: list[str] = []
 
     def item(self, status: ItemStatus) -> Item:
         """As far as it has come."""
-        ...
+        raise NotImplementedError
 
-    def begin(self) -> list[News]: ...
+    def begin(self) -> list[News]:
+        raise NotImplementedError
 
     def done(self) -> list[News]:
         """What comes before `response.output_item.done`."""
-        ...
+        raise NotImplementedError
 
 
-class MessageWriting:
-    """A message of one part."""
+class PartWriting(Writing):
+    """An item of one part, which is text."""
 
-    kind = "message"
-
-    def __init__(self, identity: str, index: int) -> None:
-        self._id = output_id("message", identity, index)
-        self._text: list[str] = []
-        self.logprobs: list[dict[str, Any]] = []
+    part_kind: ClassVar[str]
 
     def item(self, status: ItemStatus) -> Item:
-        return message_item(self._id, status, [self._part()])
+        return self._item(status, [self._part()])
 
     def begin(self) -> list[News]:
-        added = message_item(self._id, "in_progress", [])
         return [
-            ("response.output_item.added", {"item": added}),
-            ("response.content_part.added", self._in_part(part=text_part("", []))),
+            ("response.output_item.added", {"item": self._item("in_progress", [])}),
+            ("response.content_part.added", self._in_part(part=self._part())),
         ]
+
+    def done(self) -> list[News]:
+        part = self._part()
+        said = {name: part[name] for name in ("text", "logprobs") if name in part}
+        return [
+            (f"response.{self.part_kind}.done", self._in_part(**said)),
+            ("response.content_part.done", self._in_part(part=part)),
+        ]
+
+    def _item(self, status: ItemStatus, parts: Sequence[Item]) -> Item:
+        raise NotImplementedError
+
+    def _part(self) -> Item:
+        return {"type": self.part_kind, "text": "".join(self._text)}
+
+    def _in_part(self, **body: Any) -> dict[str, Any]:
+        return {"item_id": self._id, "content_index": 0, **body}
+
+
+class ReasoningWriting(PartWriting):
+    """What the model thinks before it answers."""
+
+    kind, part_kind = "reasoning", "reasoning_text"
+
+    def add(self, text: str) -> list[News]:
+        self._text.append(text)
+        return [("response.reasoning_text.delta", self._in_part(delta=text))]
+
+    def _item(self, status: ItemStatus, parts: Sequence[Item]) -> Item:
+        return {"id": self._id, "type": "reasoning", "status": status, "summary": [], "content": list(parts)}
+
+
+class MessageWriting(PartWriting):
+    """A message, whose text may have log probabilities."""
+
+    kind, part_kind = "message", "output_text"
+
+    def __init__(self, identity: str, index: int) -> None:
+        super().__init__(identity, index)
+        self.logprobs: list[dict[str, Any]] = []
 
     def add(self, text: str, logprobs: Sequence[dict[str, Any]]) -> list[News]:
         self._text.append(text)
         self.logprobs += logprobs
         return [("response.output_text.delta", self._in_part(delta=text, logprobs=list(logprobs)))]
 
-    def done(self) -> list[News]:
-        part = self._part()
-        return [
-            ("response.output_text.done", self._in_part(text=part["text"], logprobs=part["logprobs"])),
-            ("response.content_part.done", self._in_part(part=part)),
-        ]
+    def _item(self, status: ItemStatus, parts: Sequence[Item]) -> Item:
+        return {
+            "id": self._id,
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": list(parts),
+        }
 
     def _part(self) -> Item:
-        return text_part("".join(self._text), self.logprobs)
-
-    def _in_part(self, **body: Any) -> dict[str, Any]:
-        return {"item_id": self._id, "content_index": 0, **body}
+        return super()._part() | {"annotations": [], "logprobs": list(self.logprobs)}
 
 
-class ReasoningWriting:
-    """What the model thinks before it answers."""
-
-    kind = "reasoning"
-
-    def __init__(self, identity: str, index: int) -> None:
-        self._id = output_id("reasoning", identity, index)
-        self._text: list[str] = []
-
-    def item(self, status: ItemStatus) -> Item:
-        return reasoning_item(self._id, status, [self._part()])
-
-    def begin(self) -> list[News]:
-        added = reasoning_item(self._id, "in_progress", [])
-        return [
-            ("response.output_item.added", {"item": added}),
-            ("response.content_part.added", self._in_part(part={"type": "reasoning_text", "text": ""})),
-        ]
-
-    def add(self, text: str) -> list[News]:
-        self._text.append(text)
-        return [("response.reasoning_text.delta", self._in_part(delta=text))]
-
-    def done(self) -> list[News]:
-        part = self._part()
-        return [
-            ("response.reasoning_text.done", self._in_part(text=part["text"])),
-            ("response.content_part.done", self._in_part(part=part)),
-        ]
-
-    def _part(self) -> Item:
-        return {"type": "reasoning_text", "text": "".join(self._text)}
-
-    def _in_part(self, **body: Any) -> dict[str, Any]:
-        return {"item_id": self._id, "content_index": 0, **body}
-
-
-class CallWriting:
+class CallWriting(Writing):
     """A function call."""
 
     kind = "function_call"
 
     def __init__(self, identity: str, index: int, call_id: str, name: str) -> None:
-        self._id = output_id("function_call", identity, index)
+        super().__init__(identity, index)
         self._call_id = call_id
         self._name = name
-        self._arguments: list[str] = []
 
     def item(self, status: ItemStatus) -> Item:
-        return call_item(self._id, status, self._call_id, self._name, "".join(self._arguments))
+        return {
+            "id": self._id,
+            "type": "function_call",
+            "status": status,
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": "".join(self._text),
+        }
 
     def begin(self) -> list[News]:
         return [("response.output_item.added", {"item": self.item("in_progress")})]
 
     def add(self, arguments: str) -> list[News]:
-        self._arguments.append(arguments)
+        self._text.append(arguments)
         return [("response.function_call_arguments.delta", {"item_id": self._id, "delta": arguments})]
 
     def done(self) -> list[News]:
-        body = {"item_id": self._id, "name": self._name, "arguments": "".join(self._arguments)}
+        body = {"item_id": self._id, "name": self._name, "arguments": "".join(self._text)}
         return [("response.function_call_arguments.done", body)]

@@ -1,18 +1,19 @@
 """One connection's reading of a response: from the log to numbered events, or to the whole object."""
 
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import cast
 
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, status_of
 from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.answers import Answers
 from services.gateway.streams.formats import Format
-from services.gateway.streams.output import Output, Piece
+from services.gateway.streams.output import Piece, output_of
 from services.gateway.streams.response_events import Event, ResponseEvents
 from services.gateway.streams.response_items import ResponseShape
-from services.gateway.streams.run import Chunk, Owner, Run
+from services.gateway.streams.run import Chunk, Run
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
@@ -28,16 +29,15 @@ class ResponseRun(Run):
     def __init__(
         self,
         answer: Answer,
-        output: Output,
         tokenizer: Tokenizer,
-        owner: Owner,
+        answers: Answers | None,
         metrics: ModelMetrics | None,
         *,
         after: Sequence[int] | None = None,
     ) -> None:
         """`after`: the number of the last event that the client has; None: it has none."""
-        super().__init__(answer, [output], cast("Format", None), owner, metrics)  # every use is overridden
-        self._output = output
+        self._output = output_of(answer.record, answer.record.requests[0], tokenizer)
+        super().__init__(answer, Format([self._output]), answers, metrics)  # it is shown as events
         self._stop_token_ids = frozenset(answer.generations[0].request.stop_token_ids)
         self._events = ResponseEvents(ResponseShape(answer.record, tokenizer))
         self._known = -1 if after is None else after[0]
@@ -62,8 +62,8 @@ class ResponseRun(Run):
         while True:
             if batch := self._chunks():
                 yield batch
-                if self._since:
-                    self._delivered()
+                if self._since and self._metrics is not None:
+                    self._metrics.delivery.observe(time.perf_counter() - self._since)
             if self.over:
                 break
             try:
@@ -90,7 +90,8 @@ class ResponseRun(Run):
         return self._whole()
 
     def snapshot(self) -> bytes:
-        for _, news in self.mailbox.take_now():
+        here, self._news = self._news, []
+        for _, news in here:
             if isinstance(news, RyzansteinError):
                 if self.answer.ended and not self.over:
                     self._end_with(news)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import structlog
@@ -12,70 +12,12 @@ import structlog
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.answer import Answer
-from services.gateway.lifecycle.generation import Deliver
+from services.gateway.lifecycle.answers import Answers
 from services.gateway.streams.cursor import END_OF_CHOICE, END_OF_TEXT, show
-from services.gateway.streams.formats import Choice, Format, PredictionTally, Usage, padded, with_usage
-from services.gateway.streams.output import Output, Piece, ScoredToken
+from services.gateway.streams.formats import Format, PredictionTally, Usage, padded, with_usage
+from services.gateway.streams.output import Output, Piece
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
-
-
-class Event(NamedTuple):
-    """News of one choice: new tokens, or the error that ended it."""
-
-    choice: int
-    news: TokenEntry | RyzansteinError
-
-
-class Mailbox:
-    """Many generations put, one reader takes everything there is at once.
-
-    A reader that is slow (its client is) finds several entries and makes one write of them: nothing grows
-    but the tokens themselves, and those are bounded by the request.
-    """
-
-    __slots__ = ("_closed", "_events", "_waiter", "since")
-
-    def __init__(self) -> None:
-        self.since = 0.0
-        """When the first of the events that are here, or were last taken, was put (`time.perf_counter`)."""
-        self._events: list[Event] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._closed: BaseException | None = None
-
-    def put(self, choice: int, news: TokenEntry | RyzansteinError) -> None:
-        if not self._events:
-            self.since = time.perf_counter()
-        self._events.append(Event(choice, news))
-        self._wake()
-
-    def close(self, reason: BaseException) -> None:
-        """Lets the reader fail with `reason`, now and from now on."""
-        self._closed = reason
-        self._wake()
-
-    async def take(self) -> list[Event]:
-        """Waits for events and returns all there are. One reader at a time."""
-        if not self._events and self._closed is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self._closed is not None:
-            raise self._closed
-        events, self._events = self._events, []
-        return events
-
-    def take_now(self) -> list[Event]:
-        """What there is, without waiting."""
-        events, self._events = self._events, []
-        return events
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
 
 LARGE = 32 << 10
 """Bytes of vectors and of prompts' log probabilities from which they are turned into text beside the event loop."""
@@ -93,26 +35,13 @@ class Chunk(NamedTuple):
     """The type of the server-sent event, where it has one."""
 
 
-class Owner(Protocol):
-    """Whose answers are read."""
-
-    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
-        """Hands it in; what is returned is done when its record is durable."""
-        ...
-
-    def join(self, answer: Answer, deliver: Deliver) -> None: ...
-
-    def leave(self, answer: Answer, deliver: Deliver) -> None: ...
-
-    def cancel(self, answer: Answer) -> None: ...
-
-    def end_choice(self, answer: Answer, index: int) -> None:
-        """A stop string was found: the ring need not go on."""
-        ...
-
-
 class Run:
-    """Read once, by `chunks` or `collect`; `close` at the end, whatever happened."""
+    """Read once, by `chunks` or `collect`; `close` at the end, whatever happened.
+
+    Many generations put, one reader takes everything there is at once: one that is slow (its client is) finds several
+    entries and makes one write of them, so nothing grows but the tokens themselves, and those are bounded by the
+    request.
+    """
 
     ends_with_done: ClassVar[bool] = True
     """Whether a stream of server-sent events ends with `[DONE]`."""
@@ -120,21 +49,21 @@ class Run:
     def __init__(
         self,
         answer: Answer,
-        outputs: Sequence[Output],
         shape: Format,
-        owner: Owner,
+        answers: Answers | None,
         metrics: ModelMetrics | None,
         *,
         after: Sequence[int] | None = None,
         as_recorded: bool = True,
     ) -> None:
-        """`as_recorded`: whether chunks are JSON with what the record asks for beside the text."""
+        """`answers`: where it is known; None: it is kept, and has ended. `as_recorded`: whether chunks are JSON with what
+        the record asks for beside the text."""
         self.answer = answer
-        self.mailbox = Mailbox()
-        self._outputs = outputs
         self._shape = shape
-        self._as_recorded = as_recorded
-        self._owner = owner
+        self._outputs = outputs = shape.outputs
+        record = answer.record
+        self._more = as_recorded and (record.continuous_usage or record.obfuscate)
+        self._answers = answers
         self._metrics = metrics
         self._after = list(after) if after is not None else [0] * len(outputs)
         """Positions that the client has reached already: what leads there is read in silence."""
@@ -147,7 +76,14 @@ class Run:
         self._began = time.perf_counter()
         self._arrivals: dict[int, float] = {}
         """When the last tokens of each choice came."""
-        self._backlog: list[Event] = []
+        self._news: list[tuple[int, TokenEntry | RyzansteinError]] = []
+        """New tokens of a choice, or the error that ended it; what nobody has taken yet."""
+        self._news_at = 0.0
+        """When the first of them was put (`time.perf_counter`)."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended: BaseException | None = None
+        """Why nothing more is read."""
+        self._backlog: list[tuple[int, TokenEntry | RyzansteinError]] = []
         self._error: RyzansteinError | None = None
         self._stored: asyncio.Future[None] | None = None
         self._joined = False
@@ -165,47 +101,62 @@ class Run:
     def stream(self) -> bool:
         return self.answer.record.stream
 
-    @property
-    def fresh(self) -> bool:
-        """Whether it has yet to be handed in."""
-        return not self._joined
+    def put(self, choice: int, news: TokenEntry | RyzansteinError) -> None:
+        """What generations give it (`Deliver`)."""
+        if not self._news:
+            self._news_at = time.perf_counter()
+        self._news.append((choice, news))
+        if (waiter := self._waiter) is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def end(self, reason: BaseException) -> None:
+        """Lets the reader fail with `reason`, now and from now on."""
+        self._ended = reason
+        if (waiter := self._waiter) is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def begin(self, *, record_first: bool = False) -> None:
         """Hands the generations in, unless this is a reading that has joined; with `record_first` not before the
         record is durable. Raises what `Answers.submit` raises."""
         if not self._joined:
+            assert self._answers is not None, "an answer that has ended was handed in long ago"
             self.join()
-            self._stored = await self._owner.submit(self.answer, record_first=record_first)
+            self._stored = await self._answers.submit(self.answer, record_first=record_first)
             self._submitted = True
 
     async def watch(self) -> None:
         """Reads to the end for nobody: it does not count as a reader, and nothing is shown."""
         for generation in self.answer.generations:
-            generation.attach(self.mailbox.put)
+            generation.attach(self.put)
         try:
             await self.collect()
         except RyzansteinError:
             return  # there is nothing left to watch
         finally:
             for generation in self.answer.generations:
-                generation.detach(self.mailbox.put)
+                generation.detach(self.put)
 
     def join(self) -> None:
         """Begins to read, from the first token. Raises `QueueFull`."""
-        self._owner.join(self.answer, self.mailbox.put)
+        if self._answers is not None:
+            self._answers.join(self.answer, self.put)
+        else:
+            for generation in self.answer.generations:
+                generation.attach(self.put)
         self._joined = True
         structlog.contextvars.bind_contextvars(generation_id=self.answer.identity)
 
     def cancel(self) -> None:
         """Ends the generation, for everybody who reads it, if it has begun."""
-        if self._joined:
-            self._owner.cancel(self.answer)
+        if self._joined and self._answers is not None:
+            self._answers.cancel(self.answer)
 
     def close(self) -> None:
         """Ends the reading; what becomes of the generation is its owner's to decide."""
         if self._joined:
             self._joined = False
-            self._owner.leave(self.answer, self.mailbox.put)
+            if self._answers is not None:
+                self._answers.leave(self.answer, self.put)
         if self._metrics is None:
             return
         if self._submitted:
@@ -227,6 +178,12 @@ class Run:
                 param="best_of",
                 reason="invalid_value",
             )
+        if self.answer.record.endpoint == "embeddings":
+            raise InvalidParameter(
+                "Embeddings are not streamed; GET /v1/generations/{id} instead.",
+                param=None,
+                reason="invalid_value",
+            )
         while self._open:
             batch: list[Chunk] = []
             for index in await self._advance():
@@ -240,12 +197,8 @@ class Run:
                 if self._stored is not None:
                     await self._until_stored()
                 yield batch
-                self._delivered()
-
-    def _delivered(self) -> None:
-        """What was taken last has been handed to the connection."""
-        if self._metrics is not None:
-            self._metrics.delivery.observe(time.perf_counter() - self._since)
+                if self._metrics is not None:  # it has been handed to the connection
+                    self._metrics.delivery.observe(time.perf_counter() - self._since)
 
     async def _until_stored(self) -> None:
         """A client that has an id can come back: its record must be there then."""
@@ -254,7 +207,7 @@ class Run:
         try:
             await asyncio.shield(self._stored)
         except RyzansteinError:
-            self._owner.cancel(self.answer)
+            self.cancel()
             raise
         self._stored = None
 
@@ -266,25 +219,24 @@ class Run:
             self._begun[index] = True
             if (first := self._shape.first(index)) is not None:
                 batch.append(self._chunk(first))
-        position = output.tokens
-        if piece.visible or ((piece.scored or piece.ids) and not output.finish):
-            self._shown[index] = position + END_OF_TEXT if output.finish else position
+        position, finish = output.tokens, output.finish
+        has_text = piece.text or piece.reasoning or piece.calls or piece.tokens or piece.prompt is not None
+        if has_text or ((piece.scored or piece.ids) and not finish):
+            self._shown[index] = position + END_OF_TEXT if finish else position
             batch.append(self._chunk(self._shape.delta(index, piece)))
             piece = Piece("", ())
-        if output.finish and self._after[index] < position + END_OF_CHOICE:
+        if finish and self._after[index] < position + END_OF_CHOICE:
             self._shown[index] = position + END_OF_CHOICE
-            piece = piece._replace(stop_reason=output.stop_reason)
-            batch.append(self._chunk(self._shape.last(index, output.finish, piece)))
+            piece = piece._replace(finish=finish, stop_reason=output.stop_reason)
+            batch.append(self._chunk(self._shape.last(index, piece)))
 
     def _chunk(self, data: bytes) -> Chunk:
         """`data` with what its record asks for beside the text."""
-        record = self.answer.record
-        if not self._as_recorded:
-            return Chunk(data, show(self._shown))
-        if record.continuous_usage:
-            data = with_usage(data, self._usage())
-        if record.obfuscate:
-            data = padded(data)
+        if self._more:
+            if self.answer.record.continuous_usage:
+                data = with_usage(data, self._usage())
+            if self.answer.record.obfuscate:
+                data = padded(data)
         return Chunk(data, show(self._shown))
 
     async def collect(self) -> bytes:
@@ -308,7 +260,8 @@ class Run:
 
     def _catch_up(self) -> None:
         """Feeds what there is."""
-        for choice, news in self.mailbox.take_now():
+        news_here, self._news = self._news, []
+        for choice, news in news_here:
             if isinstance(news, TokenEntry) and not self._outputs[choice].finish:
                 self._feed(choice, news)
 
@@ -324,23 +277,7 @@ class Run:
         return show(list(ends)).decode()
 
     def _whole(self) -> bytes:
-        choices = []
-        for number, output in enumerate(self._outputs):
-            piece = output.take()
-            choice = Choice(
-                piece.text,
-                output.finish or None,
-                list[ScoredToken](piece.scored),
-                piece.reasoning,
-                piece.calls,
-                piece.tokens,
-                mean_logprob=output.mean_logprob,
-                prompt=piece.prompt or b"",
-                number=number,
-                ids=piece.ids,
-                stop_reason=output.stop_reason,
-            )
-            choices.append(choice)
+        choices = [output.whole(number) for number, output in enumerate(self._outputs)]
         return self._shape.whole(choices, self._usage())
 
     async def _advance(self) -> list[int]:
@@ -350,8 +287,16 @@ class Run:
         """
         if self._error is not None:
             raise self._error
+        if self._backlog:
+            await asyncio.sleep(0)
+        elif not self._news and self._ended is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         changed: dict[int, None] = {}
-        for choice, news in await self._take():
+        for choice, news in self._take():
             if self._outputs[choice].finish:
                 continue
             if isinstance(news, RyzansteinError):
@@ -363,16 +308,15 @@ class Run:
             changed[choice] = None
         return list(changed)
 
-    async def _take(self) -> list[Event]:
-        """What has come. A long log that is read again does not keep the others waiting."""
-        events = self._backlog
-        if events:
-            await asyncio.sleep(0)
-        else:
-            events = await self.mailbox.take()
-            self._since = self.mailbox.since
-        self._backlog = events[AT_ONCE:]
-        return events[:AT_ONCE] if self._backlog else events
+    def _take(self) -> list[tuple[int, TokenEntry | RyzansteinError]]:
+        """What there is. A long log that is read again does not keep the others waiting."""
+        news = self._backlog
+        if not news:
+            if self._ended is not None:
+                raise self._ended
+            news, self._news, self._since = self._news, [], self._news_at
+        self._backlog = news[AT_ONCE:]
+        return news[:AT_ONCE] if self._backlog else news
 
     def _feed(self, choice: int, entry: TokenEntry) -> None:
         output = self._outputs[choice]
@@ -384,7 +328,8 @@ class Run:
         output.feed(entry)
         if output.finish:
             self._open -= 1
-            self._owner.end_choice(self.answer, choice)
+            if self._answers is not None:
+                self._answers.end_choice(self.answer, choice)
 
     def _feed_in_silence(self, output: Output, entry: TokenEntry, known: int) -> TokenEntry:
         """Feeds the `known` positions that the client has, without their text; returns the rest of `entry`."""
@@ -410,17 +355,14 @@ class Run:
 
     def _usage(self) -> Usage:
         """Each prompt counts once, however many choices share it."""
-        prompts: dict[int, tuple[int, int]] = {}
+        lengths: dict[int, int] = {}
+        cached: dict[int, int] = {}
         for generation in self.answer.generations:
             prompt = generation.request.prompt
-            _, cached = prompts.get(id(prompt), (0, 0))
-            prompts[id(prompt)] = len(prompt), max(cached, generation.cached_tokens)
-        return Usage.of(
-            sum(length for length, _ in prompts.values()),
-            sum(output.tokens for output in self._outputs),
-            sum(cached for _, cached in prompts.values()),
-            *self._predictions(),
-        )
+            lengths[id(prompt)] = len(prompt)
+            cached[id(prompt)] = max(cached.get(id(prompt), 0), generation.cached_tokens)
+        tokens = sum([output.tokens for output in self._outputs])
+        return Usage.of(sum(lengths.values()), tokens, sum(cached.values()), *self._predictions())
 
     def _predictions(self) -> tuple[int, int]:
         """Tokens of the prediction that came, and that did not, over all choices."""
@@ -453,9 +395,6 @@ def _split(entry: TokenEntry, at: int) -> tuple[TokenEntry, TokenEntry]:
     return first, second
 
 
-Reason = str
-
-
 def count_end(metrics: ModelMetrics, answer: Answer, outputs: Sequence[Output], seconds: float) -> None:
     """Each choice by the reason of its end; and, where all have come to theirs, how long that took."""
     for generation, output in zip(answer.generations, outputs, strict=True):
@@ -470,7 +409,7 @@ def count_tokens(metrics: ModelMetrics, usage: Usage) -> None:
     metrics.cached_tokens.inc(usage.prompt_tokens_details["cached_tokens"])
 
 
-def _reason(finish: str, *, failed: bool) -> Reason:
+def _reason(finish: str, *, failed: bool) -> str:
     """As vLLM has them. A call of a tool is an end that the model has chosen."""
     if finish:
         return "length" if finish == "length" else "stop"

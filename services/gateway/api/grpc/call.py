@@ -1,7 +1,9 @@
 """One call: its request, its answer, and its end, whoever brings it about."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from services.gateway.api.grpc.framing import MessageReader
@@ -11,7 +13,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.server.http2.connection import Connection
 from services.gateway.server.http2.frames import Stream
 from services.gateway.server.http2.hpack import RESPONSE, Headers
-from services.gateway.streams.run import Mailbox
+from services.gateway.streams.run import Run
 
 
 class Peer(Protocol):
@@ -36,8 +38,8 @@ class Call:
         "_ended",
         "_held",
         "_loop",
-        "_mailboxes",
         "_messages",
+        "_on_end",
         "_peer",
         "_reader",
         "_receiving",
@@ -69,7 +71,7 @@ class Call:
         """Bytes of messages that nobody has taken yet."""
         self._receiving: asyncio.Future[None] | None = None
         self._sending: asyncio.Future[None] | None = None
-        self._mailboxes: list[Mailbox] = []
+        self._on_end: Callable[[BaseException], None] | None = None
         self._ended: BaseException | None = None
         self._begun = False
         self.headers = headers
@@ -150,16 +152,21 @@ class Call:
         if self._ended is not None:
             raise self._ended
 
-    def watch(self, mailbox: Mailbox) -> None:
-        """`mailbox` is closed when the call ends before the method does. Raises what `end` was given."""
+    def watch(self, on_end: Callable[[BaseException], None]) -> None:
+        """`on_end` is called with the reason when the call ends before its method does. Raises what `end` was given."""
         if self._ended is not None:
             raise self._ended
-        self._mailboxes.append(mailbox)
+        self._on_end = on_end
 
-    def unwatch(self, mailbox: Mailbox) -> None:
-        """Undoes `watch`."""
-        if mailbox in self._mailboxes:
-            self._mailboxes.remove(mailbox)
+    @contextlib.contextmanager
+    def reading(self, run: Run) -> Iterator[None]:
+        """Around the reading of the run that answers the call. Raises what `end` was given."""
+        self.model = run.model
+        try:
+            self.watch(run.end)
+            yield
+        finally:
+            run.close()
 
     # --- for the connection ----------------------------------------------------------------------
 
@@ -196,8 +203,8 @@ class Call:
             return
         self._ended = reason
         self._forget()
-        for mailbox in self._mailboxes:
-            mailbox.close(reason)
+        if self._on_end is not None:
+            self._on_end(reason)
         self._wake(self._receiving)
         self._wake(self._sending)
 

@@ -7,16 +7,19 @@ A property test holds these bytes against the generated classes.
 """
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
-from services.gateway.streams.formats import Choice, Usage
-from services.gateway.streams.output import Output, Piece, ScoredToken
+from services.gateway.lifecycle.answer import Answer
+from services.gateway.streams.embeddings import vector_outputs
+from services.gateway.streams.formats import Format, Shown, Usage
+from services.gateway.streams.output import Output, Piece, ScoredToken, output_of
 from services.gateway.streams.prompt_logprobs import PromptList
 from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.parser import CallDelta
-from shared.messages import TokenEntry
+from shared.messages import GenerationRequest, TokenEntry
+from shared.messages.records import GenerationRecord
 
 _FINISH = {
     "stop": b"\x20\x01",
@@ -47,38 +50,38 @@ def field(number: int, data: bytes) -> bytes:
     return varint(number << 3 | 2) + varint(size) + data
 
 
-class EventFormat:
+def event(head: bytes, chunks: Sequence[Chunk]) -> bytes:
+    """The `GenerationEvent` of chunks that came at the same time. `head`: of the first one, the generation's id."""
+    position = chunks[-1].position
+    data = chunks[0].data if len(chunks) == 1 else b"".join([chunk.data for chunk in chunks])
+    if len(position) < 128:
+        return b"%b%b\x12%c%b" % (head, data, len(position), position)
+    return head + data + field(2, position)
+
+
+def id_field(answer: Answer) -> bytes:
+    """GenerationEvent.id, encoded."""
+    return field(1, answer.public_id.encode())
+
+
+class EventFormat(Format):
     """Chunks are parts of `GenerationEvent`s; `event` makes messages of them."""
 
-    def __init__(
-        self, public_id: str, tokenizer: Tokenizer, *, tokens: bool, prompts: PromptList | None = None
-    ) -> None:
-        """`tokens`: token ids instead of text; `prompts`: where log probabilities of the prompt are shown."""
-        self._prompts = prompts
-        self._head = field(1, public_id.encode())
+    def __init__(self, answer: Answer, tokenizer: Tokenizer, *, tokens: bool = False) -> None:
+        """`tokens`: token ids instead of text."""
+        record = answer.record
+        make = TokenOutput if tokens else output_of
+        super().__init__([make(record, item.request, tokenizer) for item in answer.generations])
+        self._prompts = PromptList(answer, tokenizer) if record.prompt_logprobs >= 0 else None
+        self._id = id_field(answer)
         self._tokenizer = tokenizer
         self._tokens = tokens
-
-    def event(self, chunks: Sequence[Chunk]) -> bytes:
-        """The message of chunks that came at the same time; the first one has the generation's id."""
-        head, self._head = self._head, b""
-        position = chunks[-1].position
-        if len(chunks) == 1:
-            return (
-                b"%b%b\x12%c%b" % (head, chunks[0].data, len(position), position)
-                if len(position) < 128
-                else (head + chunks[0].data + field(2, position))
-            )
-        return b"".join((head, *[chunk.data for chunk in chunks], field(2, position)))
-
-    def first(self, index: int) -> bytes | None:
-        return None
 
     def delta(self, index: int, piece: Piece) -> bytes:
         return field(3, self._delta(index, piece))
 
-    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
-        return field(3, self._delta(index, piece) + _FINISH[finish_reason])
+    def last(self, index: int, piece: Piece) -> bytes:
+        return field(3, self._delta(index, piece) + _FINISH[piece.finish])
 
     def usage(self, usage: Usage) -> bytes:
         cached = usage.prompt_tokens_details["cached_tokens"]
@@ -88,20 +91,19 @@ class EventFormat:
             % (varint(usage.prompt_tokens), varint(usage.completion_tokens), varint(cached)),
         )
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        head, self._head = self._head, b""
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         deltas = [
-            self.last(index, choice.finish_reason or "stop", _piece_of(choice))
-            for index, choice in enumerate(choices)
+            self.last(index, piece if piece.finish else piece._replace(finish="stop"))
+            for index, piece in enumerate(choices)
         ]
-        return b"".join((head, *deltas, self.usage(usage), *self._prompt(choices[0])))
+        return b"".join((self._id, *deltas, self.usage(usage), *self._prompt(choices[0])))
 
-    def _prompt(self, choice: Choice) -> Iterator[bytes]:
+    def _prompt(self, choice: Piece) -> Iterator[bytes]:
         """One prompt has all choices."""
         if self._prompts is None:
             return
         of = self._tokenizer.token_bytes
-        for token, row in self._prompts.rows(choice.number, choice.prompt):
+        for token, row in self._prompts.rows(choice.number, choice.prompt or b""):
             shown = pb.PromptTokenLogprob(token_id=token, token=of(token), logprob=row.logprob, rank=row.rank)
             for other, logprob in row.top:
                 shown.top.add(token_id=other, token=of(other), logprob=logprob)
@@ -136,54 +138,47 @@ class EventFormat:
         )
 
 
-def _piece_of(choice: Choice) -> Piece:
-    return Piece(choice.text, choice.scored, choice.reasoning, choice.calls, choice.tokens)
-
-
 def _call(call: CallDelta) -> pb.ToolCallDelta:
     return pb.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
 
 
-class EmbedFormat:
+class EmbedFormat(Format):
     """An `EmbedResponse`. On its way a vector is base64 of float32, little-endian: protobuf's own bytes."""
 
-    def first(self, index: int) -> bytes | None:
-        raise NotImplementedError
-
-    def delta(self, index: int, piece: Piece) -> bytes:
-        raise NotImplementedError
-
-    def last(self, index: int, finish_reason: str, piece: Piece) -> bytes:
-        raise NotImplementedError
+    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+        super().__init__(vector_outputs(answer))
 
     def usage(self, usage: Usage) -> bytes:
         return field(2, pb.Usage(prompt_tokens=usage.prompt_tokens).SerializeToString())
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         vectors = [field(1, field(1, base64.b64decode(choice.text))) for choice in choices]
         return b"".join((*vectors, self.usage(usage)))
 
 
-class TokenOutput:
+def event_format(answer: Answer, tokenizer: Tokenizer) -> Format:
+    """An answer's text as `GenerationEvent`s, whichever API began it."""
+    shape = EventFormat(answer, tokenizer)
+    return Shown(shape, answer, tokenizer) if answer.record.best or answer.record.echo else shape
+
+
+def token_format(answer: Answer, tokenizer: Tokenizer) -> Format:
+    """The same of its token ids."""
+    return EventFormat(answer, tokenizer, tokens=True)
+
+
+class TokenOutput(Output):
     """One choice's output as token ids. Text is only made where stop strings have to be found in it."""
 
-    def __init__(self, text: Output | None, *, logprobs: bool, prompt_scores: bool = False) -> None:
-        """`text`: finds the stop strings; None where there are none. `prompt_scores`: whether those are shown."""
-        self._awaits_prompt = prompt_scores
+    def __init__(self, record: GenerationRecord, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self._awaits_prompt = record.prompt_logprobs >= 0
         self._prompt: bytes | None = None
-        self._text = text
-        self._logprobs = logprobs
+        self._text = output_of(record, request, tokenizer) if record.stop else None
+        self._logprobs = request.sampling.logprobs >= 0
         self._ids: list[int] = []
         self._scored: list[ScoredToken] = []
-        self.tokens = 0
-        """Output tokens, as usage counts them, and where this reader stands in the log."""
-        self.finish = ""
-        self.stop_reason = None
-        self.mean_logprob = 0.0
-        """No answer of best_of is shown as tokens."""
 
     def feed(self, entry: TokenEntry) -> None:
-        """Takes the next entry; what follows the token that completes a stop string is ignored."""
         if self.finish:
             return
         finish: str = entry.finish
@@ -196,19 +191,14 @@ class TokenOutput:
             count, finish = self._text.tokens - self.tokens, self._text.finish
         self._ids += entry.tokens[:count]
         if self._logprobs and entry.logprobs:
-            self._scored += _scored(entry, count)
+            pairs = zip(entry.tokens[:count], entry.logprobs, strict=False)
+            self._scored += (ScoredToken(token, logprobs, 0) for token, logprobs in pairs)
         self.tokens += count
         if finish in _FINISH:
             self.finish = finish
 
     def take(self) -> Piece:
-        """What has come since the last call."""
         ids, self._ids = self._ids, []
         scored, self._scored = self._scored, []
         prompt, self._prompt = self._prompt, None
         return Piece("", scored, tokens=ids, prompt=prompt)
-
-
-def _scored(entry: TokenEntry, count: int) -> Iterable[ScoredToken]:
-    pairs = zip(entry.tokens[:count], entry.logprobs or (), strict=False)
-    return (ScoredToken(token, logprobs, 0) for token, logprobs in pairs)

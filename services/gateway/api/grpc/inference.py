@@ -7,15 +7,23 @@ from services.gateway.api.backend import Backend
 from services.gateway.api.grpc import requests
 from services.gateway.api.grpc.batches import BatchMethods
 from services.gateway.api.grpc.call import Call
+from services.gateway.api.grpc.encoding import EmbedFormat
 from services.gateway.api.grpc.generated import inference_pb2 as pb
-from services.gateway.api.grpc.requests import EmbedView, EventView, decode
+from services.gateway.api.grpc.requests import decode
 from services.gateway.api.grpc.server import Method
-from services.gateway.api.grpc.session import CHAT, GENERATE, ChatSession, context_of, send_events
+from services.gateway.api.grpc.session import (
+    CHAT,
+    GENERATE,
+    ChatSession,
+    context_of,
+    positions_of,
+    send_events,
+    view_of,
+)
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake import validation
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.streams import cursor
 from shared.messages import ModelCard
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -30,7 +38,6 @@ class Inference:
 
     def methods(self) -> dict[str, Method]:
         """By path."""
-        session = ChatSession(self._backend, self._settings)
         batches = BatchMethods(self._backend)
         unary = {
             "Generate": self.generate,
@@ -47,7 +54,7 @@ class Inference:
             "ListBatches": batches.listed,
         }
         found = {f"/{SERVICE}/{name}": Method(answer) for name, answer in unary.items()}
-        return found | {f"/{SERVICE}/ChatSession": Method(session.serve, streamed=True)}
+        return found | {f"/{SERVICE}/ChatSession": Method(self.chat_session, streamed=True)}
 
     async def generate(self, call: Call) -> None:
         """Generate."""
@@ -59,6 +66,10 @@ class Inference:
         given = decode(pb.ChatRequest, call.take())
         await self._answer(call, CHAT, given, requests.chat_request(given))
 
+    async def chat_session(self, call: Call) -> None:
+        """ChatSession: until the client has ended its side and every generation has ended."""
+        await ChatSession(call, self._backend, self._settings).serve()
+
     async def _answer(
         self,
         call: Call,
@@ -68,33 +79,27 @@ class Inference:
     ) -> None:
         with self._backend.active():
             intake = self._backend.intake
-            view = EventView(given.output)
+            view = view_of(given.output)
             context = msgspec.structs.replace(context_of(call, self._settings), view=view)
             print_ = requests.fingerprint(given) if context.key else ""
             run = await intake.prepare_decoded(endpoint, request, context, print_)
-            call.model = run.model
-            try:
-                call.watch(run.mailbox)
+            with call.reading(run):
                 await run.begin()
-                await send_events(run, view, call.send)
-            finally:
-                run.close()
+                await send_events(run, given.output, call.send)
 
     async def attach(self, call: Call) -> None:
         """Attach."""
         given = decode(pb.AttachRequest, call.take())
         with self._backend.active():
-            view = EventView(given.output)
-            after = cursor.parse(given.position, "position") if given.position else None
             run = await self._backend.reading.attach(
-                given.generation_id, after, how="grpc", view=view, tenant=call.principal.tenant
+                given.generation_id,
+                positions_of(given),
+                how="grpc",
+                view=view_of(given.output),
+                tenant=call.principal.tenant,
             )
-            call.model = run.model
-            try:
-                call.watch(run.mailbox)
-                await send_events(run, view, call.send)
-            finally:
-                run.close()
+            with call.reading(run):
+                await send_events(run, given.output, call.send)
 
     async def cancel(self, call: Call) -> None:
         """Cancel."""
@@ -146,17 +151,13 @@ class Inference:
         """Embed."""
         given = decode(pb.EmbedRequest, call.take())
         with self._backend.active():
-            context = msgspec.structs.replace(context_of(call, self._settings), view=EmbedView())
+            context = msgspec.structs.replace(context_of(call, self._settings), view=EmbedFormat)
             print_ = requests.fingerprint(given) if context.key else ""
             request = requests.embedding_request(given)
             run = await self._backend.intake.prepare_decoded("grpc.Embed", request, context, print_)
-            call.model = run.model
-            try:
-                call.watch(run.mailbox)
+            with call.reading(run):
                 await run.begin()
                 await call.send(await run.collect())
-            finally:
-                run.close()
 
 
 def _model(card: ModelCard) -> pb.Model:

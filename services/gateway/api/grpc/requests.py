@@ -8,19 +8,11 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
-from services.gateway.api.grpc.encoding import EmbedFormat, EventFormat, TokenOutput
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.tools import calls_of, choice_of, format_of, missing, object_in, tools_of
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
-from services.gateway.lifecycle.answer import Answer
-from services.gateway.streams.embeddings import VectorOutput
-from services.gateway.streams.formats import Format
-from services.gateway.streams.output import Output
-from services.gateway.streams.reading import output_of, prompt_list, shown_as_asked
-from services.gateway.tokenizer.tokenizer import Tokenizer
-from shared.messages import GenerationRequest
 
 MessageT = TypeVar("MessageT", bound=Protobuf)
 
@@ -164,36 +156,3 @@ def embedding_request(given: pb.EmbedRequest) -> EmbeddingRequest:
         inputs.append(item.text if kind == "text" else list(item.tokens.ids))
     dimensions = given.dimensions if given.HasField("dimensions") else None
     return EmbeddingRequest(model=given.model, input=inputs, dimensions=dimensions)
-
-
-class EmbedView:
-    """Vectors as an `EmbedResponse`."""
-
-    def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format:
-        return EmbedFormat()
-
-    def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
-        return VectorOutput(answer.record.dimensions)
-
-
-class EventView:
-    """Answers as `GenerationEvent`s; whichever API began them."""
-
-    def __init__(self, output: pb.OutputOptions) -> None:
-        self._tokens = output.kind == pb.OUTPUT_KIND_TOKENS
-        self.whole = output.whole
-        self.format: EventFormat | None = None
-        """Of the reading that it was last asked for."""
-
-    def shape(self, answer: Answer, tokenizer: Tokenizer) -> Format:
-        self.format = EventFormat(
-            answer.public_id, tokenizer, tokens=self._tokens, prompts=prompt_list(answer, tokenizer)
-        )
-        return self.format if self._tokens else shown_as_asked(self.format, answer.record, tokenizer)
-
-    def output(self, answer: Answer, request: GenerationRequest, tokenizer: Tokenizer) -> Output:
-        if not self._tokens:
-            return output_of(answer, request, tokenizer)
-        text = output_of(answer, request, tokenizer) if answer.record.stop else None
-        scored = answer.record.prompt_logprobs >= 0
-        return TokenOutput(text, logprobs=request.sampling.logprobs >= 0, prompt_scores=scored)

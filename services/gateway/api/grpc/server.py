@@ -18,13 +18,14 @@ from services.gateway.api.grpc.framing import MessageReader
 from services.gateway.api.grpc.status import code_of
 from services.gateway.core.errors import ClientGone, RequestTimeout, RouteError
 from services.gateway.intake.validation import check_request_id
-from services.gateway.server.connections import Door, Places
+from services.gateway.server.connections import Door
 from services.gateway.server.http2.connection import Connection
 from services.gateway.server.http2.frames import ENHANCE_YOUR_CALM, Limits, Stream
 from services.gateway.server.http2.hpack import Headers, refusal
 from shared import limits, tracing
 from shared.errors import ConfigurationError, DeadlineExceeded, PayloadTooLarge, QueueFull, Unavailable
 from shared.service.listener import Listener
+from shared.tasks import TaskSet
 from shared.tracing import Span
 
 _FAULTS = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
@@ -106,7 +107,7 @@ class GrpcServer:
         door: Door | None = None,
     ) -> None:
         self.methods = methods
-        self.door = door or Door(Places(sys.maxsize // 2))
+        self.door = door or Door(sys.maxsize // 2)
         self.options = options
         self.on_done = on_done
         self.authorize = authorize
@@ -115,9 +116,8 @@ class GrpcServer:
         host, port = sock.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """`host:port` that it listens on."""
-        self.peers: set[Peer] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.door.places.grpc = self.peers
+        self.peers: set[Peer] = self.door.grpc
+        self.tasks = TaskSet()
         self._listener: Listener | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -142,13 +142,13 @@ class GrpcServer:
         """Waits up to `grace` seconds for calls, then ends everything; twice is safe."""
         await self.stop_accepting()
         if self.tasks:
-            await asyncio.wait(set(self.tasks), timeout=grace)
+            await asyncio.wait([*self.tasks], timeout=grace)
         for peer in list(self.peers):
             peer.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
         if self.tasks:
-            await asyncio.wait(set(self.tasks), timeout=grace)
+            await asyncio.wait([*self.tasks], timeout=grace)
         for task in list(self.tasks):
             task.cancel()
         for peer in list(self.peers):
@@ -197,7 +197,7 @@ class Peer(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=self._server.options.limits.unread)
         self._server.peers.add(self)
         self._server.door.opened(self)
-        self._spare = self._server.door.places.full
+        self._spare = self._server.door.full
         self._flush()
 
     def data_received(self, data: bytes) -> None:
@@ -285,10 +285,10 @@ class Peer(asyncio.Protocol):
 
     def _check_place(self) -> None:
         """Raises `Unavailable` as long as there is no place but those that are reserved."""
-        self._spare = self._server.door.places.full
+        self._spare = self._server.door.full
         if self._spare:
             self._server.door.refused("grpc", "full")
-            raise Unavailable(self._server.door.places.sentence, retry_after=1)
+            raise Unavailable(self._server.door.sentence, retry_after=1)
 
     def _check_size(self, headers: Headers) -> None:
         limit = self._server.options.limits.header_bytes
@@ -330,9 +330,7 @@ class Peer(asyncio.Protocol):
     def _begin(self, call: Call, method: Method) -> None:
         if call.finished:
             return
-        task = self._loop.create_task(self._run(call, method))
-        self._server.tasks.add(task)
-        task.add_done_callback(self._server.tasks.discard)
+        self._server.tasks.spawn(self._run(call, method))
 
     async def _run(self, call: Call, method: Method) -> None:
         structlog.contextvars.bind_contextvars(request_id=call.request_id)

@@ -37,7 +37,7 @@ class CompletionsRoute:
         body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
         run = await intake.prepare(self._endpoint, body, context)
         scope["state"]["model"] = run.model
-        watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox.close))
+        watcher = asyncio.create_task(watch_disconnect(receive, run.end))
         try:
             await run.begin()
             if run.stream:
@@ -177,7 +177,7 @@ class GenerationStreamRoute:
         public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
         run = await self._backend.reading.attach(public_id, positions_of(scope), tenant=tenant)
         scope["state"]["model"] = run.model
-        watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox.close))
+        watcher = asyncio.create_task(watch_disconnect(receive, run.end))
         try:
             await stream(run, send, scope["state"]["request_id"])
         finally:

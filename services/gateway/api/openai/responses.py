@@ -310,7 +310,7 @@ class ResponseRoute:
         self, scope: Scope, receive: Receive, send: Send, found: Found, after: list[int] | None
     ) -> None:
         run = await self._backend.responses.read(found, after)
-        watcher = asyncio.create_task(watch_disconnect(receive, run.mailbox.close))
+        watcher = asyncio.create_task(watch_disconnect(receive, run.end))
         try:
             await stream(run, send, scope["state"]["request_id"])
         finally:

@@ -34,10 +34,11 @@ from services.gateway.lifecycle.records import Misses
 from services.gateway.lifecycle.recovery import MOST_GROUPS, Losses
 from services.gateway.streams.formats import CompletionFormat, Usage
 from services.gateway.streams.output import Piece, ScoredToken
-from services.gateway.streams.run import Event, Mailbox
+from services.gateway.streams.reading import new_run
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared import errors
 from shared.messages import ModelCard, TokenEntry, TokenLogprobs
+from tests.unit.gateway.streams.test_resumed_reading import OF_BYTE, TOKENIZER, Alone, answer_of
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 CARD = ModelCard("m", 100, 256, [0], "", 0)
@@ -78,17 +79,19 @@ def test_retry_after_is_whole_seconds() -> None:
 
 
 async def test_a_slow_reader_takes_everything_at_once() -> None:
-    mailbox, entry = Mailbox(), TokenEntry("g", 0, 0, [1])
-    reader = asyncio.create_task(mailbox.take())
+    run = new_run(answer_of([], 2, -1), TOKENIZER, Alone())
+    chunks = run.chunks()
+    reader = asyncio.create_task(anext(chunks))
     await asyncio.sleep(0)
-    mailbox.put(0, entry)
-    mailbox.put(1, entry)
-    assert await reader == [Event(0, entry), Event(1, entry)]
-    mailbox.put(0, entry)
-    mailbox.close(ClientGone())
-    for _ in range(2):
-        with pytest.raises(ClientGone):
-            await mailbox.take()
+    for choice in (0, 1):
+        run.put(choice, TokenEntry("g", 0, 0, [OF_BYTE[b"a"]]))
+    assert [chunk.position for chunk in await reader][-1] == b"1,1"
+    run.put(0, TokenEntry("g", 0, 1, [OF_BYTE[b"a"]]))
+    run.end(ClientGone())
+    with pytest.raises(ClientGone):
+        await anext(chunks)
+    with pytest.raises(ClientGone):
+        await run.collect()
 
 
 def test_a_conversation_keeps_its_key_from_turn_to_turn() -> None:
@@ -213,7 +216,7 @@ async def test_an_event_stream_begins_with_its_first_write() -> None:
 def test_a_part_of_a_character_is_shown_by_its_bytes() -> None:
     tokenizer = ModelTokenizer(tiny_files())
     token = next(token for token in range(258) if tokenizer.token_bytes(token) == b"\xe2")
-    shape = CompletionFormat("i", "m", 0, tokenizer)
+    shape = CompletionFormat(answer_of([], 1, -1), tokenizer)
     chunk = msgspec.json.decode(shape.delta(0, Piece("", [ScoredToken(token, TokenLogprobs(-1.0), 0)])))
     assert chunk["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xe2"]
     assert shape.first(0) is None

@@ -52,7 +52,7 @@ def test_any_delivery_yields_the_log_once_and_in_order(
     assert [bool(item.finish) for item in fresh].count(True) == 1
     assert fresh[-1].finish == "length"
     assert stream.ended
-    assert not stream.gap
+    assert not stream.ahead
     assert stream.accept(log[-1]) == []
 
 
@@ -77,9 +77,9 @@ def test_a_restart_continues_behind_what_was_delivered(log: list[TokenEntry], da
 def test_a_gap_is_seen_and_filled() -> None:
     stream = TokenStream()
     assert stream.accept(entry(2, [2])) == []
-    assert stream.gap
+    assert stream.ahead
     assert [item.tokens for item in stream.accept(entry(0, [0, 1]))] == [[0, 1], [2]]
-    assert not stream.gap
+    assert not stream.ahead
 
 
 def test_an_overlap_is_trimmed_with_its_logprobs() -> None:

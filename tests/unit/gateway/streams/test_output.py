@@ -1,11 +1,15 @@
 """Tokens of a choice to its text."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.streams.output import TextOutput
-from services.gateway.tokenizer.tokenizer import ModelTokenizer, StubTokenizer
-from shared.messages import FinishReason, TokenEntry, TokenLogprobs
+from services.gateway.tokenizer.tokenizer import ModelTokenizer, StubTokenizer, Tokenizer
+from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
+from shared.messages.records import GenerationRecord
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 TINY = ModelTokenizer(tiny_files())
@@ -17,13 +21,27 @@ def bytewise(text: bytes) -> list[int]:
     return [TOKEN_OF[bytes([byte])] for byte in text]
 
 
+def made(
+    tokenizer: Tokenizer,
+    stops: Sequence[str],
+    ends: list[int],
+    *,
+    logprobs: bool = False,
+    **recorded: Any,
+) -> TextOutput:
+    request = GenerationRequest(
+        "i-0", "r", "m", "g", [5], 64, SamplingParams(logprobs=0 if logprobs else -1), ends
+    )
+    record = GenerationRecord("i", "chat.completions", 0.0, [request], stop=list(stops), **recorded)
+    return TextOutput(record, request, tokenizer)
+
+
 def of_bytes(*stops: str) -> TextOutput:
-    return TextOutput(TINY.detokenizer([], skip_special_tokens=True), stops, [1], logprobs=False)
+    return made(TINY, stops, [1])
 
 
 def output(*stops: str, logprobs: bool = False) -> TextOutput:
-    detokenizer = StubTokenizer().detokenizer([], skip_special_tokens=True)
-    return TextOutput(detokenizer, stops, [0], logprobs=logprobs)
+    return made(StubTokenizer(), stops, [0], logprobs=logprobs)
 
 
 def test_what_ended_the_text_is_told() -> None:
@@ -35,10 +53,7 @@ def test_what_ended_the_text_is_told() -> None:
         ([], b"ab!", "length", None),
         (["!"], b"ab!", "stop", "!"),
     ):
-        detokenizer = StubTokenizer().detokenizer([], skip_special_tokens=True)
-        target = TextOutput(
-            detokenizer, stops, [0, 33], logprobs=False, include_stop=True, token_ids=True, told_stop_ids=[33]
-        )
+        target = made(StubTokenizer(), stops, [0, 33], include_stop=True, token_ids=True, stop_token_ids=[33])
         for half in ([*tokens[:2]], [*tokens[2:]]):
             last = finish if half == [*tokens[2:]] else ""
             target.feed(TokenEntry("g", 0, 0, half, last))  # type: ignore[arg-type]

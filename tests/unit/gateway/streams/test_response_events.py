@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
-from services.gateway.persistence.keeper import EndedOwner, answer_of, stored_of
+from services.gateway.persistence.keeper import answer_of, stored_of
 from services.gateway.streams.reading import new_run
 from services.gateway.streams.run import Chunk, Run
 from shared.errors import RingLost, Unavailable
@@ -56,7 +56,7 @@ def feed(answer: Answer, log: Log, scored: bool) -> None:
 
 def read(answer: Answer, after: list[int] | None = None) -> list[Chunk]:
     """All events that there are, of an answer that has ended."""
-    run: Run = new_run(answer, TOKENIZER, EndedOwner(), after=after)
+    run: Run = new_run(answer, TOKENIZER, None, after=after)
     run.join()
 
     async def chunks() -> list[Chunk]:

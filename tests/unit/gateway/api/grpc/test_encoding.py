@@ -5,14 +5,16 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.api.grpc.encoding import EventFormat, TokenOutput, field, varint
+from services.gateway.api.grpc.encoding import EventFormat, TokenOutput, event, field, id_field, varint
 from services.gateway.api.grpc.generated import inference_pb2 as pb
-from services.gateway.streams.formats import Choice, Usage
-from services.gateway.streams.output import Piece, ScoredToken, TextOutput
+from services.gateway.streams.formats import Usage
+from services.gateway.streams.output import Piece, ScoredToken
 from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import StubTokenizer
 from services.gateway.tool_calls.parser import CallDelta
-from shared.messages import TokenEntry, TokenLogprobs
+from shared.messages import GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
+from shared.messages.records import GenerationRecord
+from tests.unit.gateway.streams.test_resumed_reading import answer_of
 
 TOKENS = st.integers(0, 2**31)
 TEXTS = st.text(max_size=300).filter(lambda text: text.isprintable())
@@ -41,10 +43,10 @@ POSITIONS = st.lists(st.integers(0, 2**20), min_size=1, max_size=60)
 def expected(
     parts: Any, usage: Usage | None, position: str, identity: str, *, tokens: bool
 ) -> pb.GenerationEvent:
-    event = pb.GenerationEvent(id=identity, position=position)
+    found = pb.GenerationEvent(id=identity, position=position)
     of = StubTokenizer().token_bytes
     for index, piece, finish in parts:
-        delta = event.choices.add(index=index, finish_reason=FINISHES.get(finish))
+        delta = found.choices.add(index=index, finish_reason=FINISHES.get(finish))
         if tokens:
             delta.token_ids.extend(piece.tokens)
         else:
@@ -57,8 +59,8 @@ def expected(
             for other, logprob in logprobs.top:
                 shown.top.add(token_id=other, token=of(other), logprob=logprob)
     if usage is not None:
-        event.usage.CopyFrom(_usage(usage))
-    return event
+        found.usage.CopyFrom(_usage(usage))
+    return found
 
 
 def _usage(usage: Usage) -> pb.Usage:
@@ -72,31 +74,32 @@ def _usage(usage: Usage) -> pb.Usage:
 def test_events_are_what_the_generated_classes_would_say(
     parts: Any, usage: Usage | None, positions: list[int], tokens: bool
 ) -> None:
-    shape = EventFormat("cmpl-1", StubTokenizer(), tokens=tokens)
+    answer = answer_of([], 1, -1)
+    shape = EventFormat(answer, StubTokenizer(), tokens=tokens)
     position = ",".join(map(str, positions))
     chunks = [
-        Chunk(shape.last(index, finish, piece) if finish else shape.delta(index, piece), position.encode())
+        Chunk(
+            shape.last(index, piece._replace(finish=finish)) if finish else shape.delta(index, piece),
+            position.encode(),
+        )
         for index, piece, finish in parts
     ]
     if usage is not None:
         chunks.append(Chunk(shape.usage(usage), position.encode()))
-    event = pb.GenerationEvent.FromString(shape.event(chunks))
-    assert event == expected(parts, usage, position, "cmpl-1", tokens=tokens)
-    again = pb.GenerationEvent.FromString(shape.event(chunks))
-    assert not again.id, "only the first event has it"
+    first = pb.GenerationEvent.FromString(event(id_field(answer), chunks))
+    assert first == expected(parts, usage, position, answer.public_id, tokens=tokens)
+    again = pb.GenerationEvent.FromString(event(b"", chunks))
+    assert again == expected(parts, usage, position, "", tokens=tokens)
 
 
 @given(st.lists(st.tuples(PIECES, st.sampled_from([*FINISHES])), min_size=1, max_size=4))
 def test_whole_answers(choices: list[tuple[Piece, Any]]) -> None:
-    shape = EventFormat("cmpl-1", StubTokenizer(), tokens=False)
+    answer = answer_of([], 1, -1)
+    shape = EventFormat(answer, StubTokenizer())
     usage = Usage.of(3, 200, 1)
-    given = [
-        Choice(piece.text, finish, piece.scored, piece.reasoning, piece.calls, piece.tokens)
-        for piece, finish in choices
-    ]
-    shown = shape.whole(given, usage)
+    shown = shape.whole([piece._replace(finish=finish) for piece, finish in choices], usage)
     parts = [(index, piece, finish) for index, (piece, finish) in enumerate(choices)]
-    assert pb.GenerationEvent.FromString(shown) == expected(parts, usage, "", "cmpl-1", tokens=False)
+    assert pb.GenerationEvent.FromString(shown) == expected(parts, usage, "", answer.public_id, tokens=False)
 
 
 @given(st.integers(1, 2000), st.binary(max_size=400))
@@ -108,13 +111,16 @@ def entry(tokens: bytes, finish: Any = "", scores: list[TokenLogprobs] | None = 
     return TokenEntry("g", 0, 0, list(tokens), finish, scores)
 
 
-def text_output(*stops: str) -> TextOutput:
-    detokenizer = StubTokenizer().detokenizer([], skip_special_tokens=True)
-    return TextOutput(detokenizer, stops, [0], logprobs=False)
+def token_output(*stops: str, logprobs: bool = False) -> TokenOutput:
+    request = GenerationRequest(
+        "i-0", "r", "m", "g", [5], 64, SamplingParams(logprobs=0 if logprobs else -1), [0]
+    )
+    record = GenerationRecord("i", "chat.completions", 0.0, [request], stop=list(stops))
+    return TokenOutput(record, request, StubTokenizer())
 
 
 def test_tokens_come_as_they_are_the_last_one_too() -> None:
-    output = TokenOutput(None, logprobs=True)
+    output = token_output(logprobs=True)
     output.feed(entry(b"ab", scores=[TokenLogprobs(-1.0, []), TokenLogprobs(-2.0, [])]))
     first = output.take()
     assert (first.tokens, [item.token for item in first.scored]) == ([97, 98], [97, 98])
@@ -124,14 +130,14 @@ def test_tokens_come_as_they_are_the_last_one_too() -> None:
 
 
 def test_tokens_end_with_the_one_that_completes_a_stop_string() -> None:
-    output = TokenOutput(text_output("cd"), logprobs=False)
+    output = token_output("cd")
     output.feed(entry(b"abc"))
     output.feed(entry(b"def"))
     assert (bytes(output.take().tokens), output.tokens, output.finish) == (b"abcd", 4, "stop")
 
 
 def test_a_string_that_only_begins_like_a_stop_string_ends_nothing() -> None:
-    output = TokenOutput(text_output("cd"), logprobs=False)
+    output = token_output("cd")
     output.feed(entry(b"abc"))
     output.feed(entry(b"x", "length"))
     assert (bytes(output.take().tokens), output.finish) == (b"abcx", "length")
