@@ -56,8 +56,8 @@ class Run:
         after: Sequence[int] | None = None,
         as_recorded: bool = True,
     ) -> None:
-        """`answers`: where it is known; None: it is kept, and has ended. `as_recorded`: whether chunks are JSON with what
-        the record asks for beside the text."""
+        """`answers`: where it is known; None: it is kept, and has ended. `as_recorded`: whether chunks are JSON with
+        what the record asks for beside the text."""
         self.answer = answer
         self._shape = shape
         self._outputs = outputs = shape.outputs
