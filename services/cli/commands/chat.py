@@ -15,7 +15,7 @@ from services.cli.ui import AnswerPrinter, MarkdownPrinter, console, say
 from shared.errors import RyzansteinError
 
 HELP = """\
-/system TEXT   what the model is told first from now on; without TEXT it is told nothing
+/system TEXT   system prompt from now on; without TEXT none
 /clear         forget the conversation
 /save FILE     write the conversation there, as JSON messages
 /help          this list
@@ -151,5 +151,5 @@ def show_answer(client: ChatClient, screen: Console, prompt: str, options: ChatO
         printer.end()
     if client.plain and not known and screen.is_terminal:
         screen.print(
-            "(no chat template: the model goes on with each text, and keeps none in mind)", style="dim"
+            "(no chat template: the model completes each text by itself, without a conversation)", style="dim"
         )

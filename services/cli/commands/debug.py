@@ -363,7 +363,7 @@ def _lines(dump: Dump) -> Iterator[str]:
         yield ""
         yield "Queues and KV blocks"
         load = dump.load
-        yield "  the leader could not tell; the board has: " + ", ".join(
+        yield "  the leader did not answer; the board has: " + ", ".join(
             f"{name} {load[name]:g}"
             for name in ("running", "waiting", "free_blocks", "total_blocks")
             if name in load

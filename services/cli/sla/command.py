@@ -174,7 +174,7 @@ def _step(text: str) -> float:
     seconds = span_of(text, "--step") if text else 0.0
     if 0 < seconds < 1:
         raise ConfigurationError(
-            "--step must be 1s or more; a step shorter than the scrape interval tells nothing more."
+            "--step must be 1s or more; a step shorter than the scrape interval adds nothing."
         )
     return seconds
 

@@ -304,8 +304,8 @@ class StoreWatch:
             if not full and self._fails():
                 full = True
                 self._tell(
-                    f"The disk of NATS' store is full: free space at {self._directory}. Answers that run go on, new "
-                    "requests are refused; NATS is started again when there is room."
+                    f"The disk of NATS' store is full: free space at {self._directory}. "
+                    "Running answers continue, new requests are refused; NATS is started again when there is room."
                 )
             if full and shutil.disk_usage(self._directory).free >= ROOM:
                 self._tell("There is room for the store of NATS again.")

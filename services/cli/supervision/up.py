@@ -300,7 +300,7 @@ class Up:
                 await self._show_answer(url, SMOKE_TEST_PROMPT)
             except NoChatTemplate:
                 chats = False
-                self._say("(the model has no chat template: it goes on with a text instead)")
+                self._say("(the model has no chat template: it completes a text instead)")
                 await self._show_answer(url, SMOKE_TEST_TEXT, plain=True)
         except KeyNeeded:
             self._keyed = True

@@ -249,4 +249,6 @@ def _library() -> Any:
 
 def _lost(code: int, timeout: float) -> RingLost:
     reason = _REASONS[code].format(timeout=timeout)
-    return RingLost(f"A rank of the ring is gone ({reason}); the ring is restarted and the request goes on.")
+    return RingLost(
+        f"A rank of the ring is gone ({reason}); the ring is restarted and the request continues."
+    )

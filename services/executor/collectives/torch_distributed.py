@@ -118,7 +118,7 @@ def _telling() -> Iterator[None]:
             raise
         reason = reason_of(error)
         raise RingLost(
-            f"A rank of the ring is gone ({reason}); the ring is restarted and the request goes on."
+            f"A rank of the ring is gone ({reason}); the ring is restarted and the request continues."
         ) from error
 
 

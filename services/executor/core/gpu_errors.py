@@ -24,7 +24,7 @@ class Fault(NamedTuple):
     remedy: str
 
 
-_RESTART = "the ring is restarted and the request goes on"
+_RESTART = "the ring is restarted and the request continues"
 _KERNEL = (
     f"{_RESTART}; if it comes again, report it with what CUDA_LAUNCH_BLOCKING=1 logs, and serve with "
     "RYZANSTEIN_DEVICE=cpu or on other GPUs meanwhile"

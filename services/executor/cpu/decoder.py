@@ -98,7 +98,7 @@ class NativeDecoder:
         )
         result = self._library.rz_decoder_forward(self._handle, ctypes.byref(step))
         if result == _RING_LOST:
-            raise RingLost("A rank of the ring is gone; the ring is restarted and the request goes on.")
+            raise RingLost("A rank of the ring is gone; the ring is restarted and the request continues.")
         if result == _BAD_PLAN:
             raise IndexError("the step plan names KV blocks or rows that do not exist")
         if result == _NO_MEMORY:

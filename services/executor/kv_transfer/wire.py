@@ -101,7 +101,7 @@ class BatchSender:
         answer = _read(connection, _NONCE + _PROOF)
         nonces = mine + answer[:_NONCE]
         if not is_proof(answer[_NONCE:], self._key, "receiver", nonces):
-            raise HandoverBroken("whoever listens there has not the batch's key")
+            raise HandoverBroken("the peer at that address does not have the batch's key")
         connection.sendall(proof(self._key, "sender", nonces))
 
     def _send_all(self, connection: socket.socket) -> None:
@@ -182,7 +182,7 @@ class BatchReceiver:
         nonces = bytes(greeting[len(MAGIC) :]) + mine
         connection.sendall(mine + proof(self._key, "receiver", nonces))
         if not is_proof(_read(connection, _PROOF, by=by), self._key, "sender", nonces):
-            raise HandoverBroken("the sender has not the batch's key")
+            raise HandoverBroken("the sender does not have the batch's key")
 
     def _frame(self, connection: socket.socket) -> bool:
         """Takes one block; False at the end of the connection."""

@@ -361,7 +361,7 @@ class Leader:
 
     async def _hand_back(self) -> None:
         """Ends what has not finished with an error that another ring's attempt makes good."""
-        error = NoGroupAvailable(f"The group {self._spec.group} has left; another one goes on.")
+        error = NoGroupAvailable(f"The group {self._spec.group} has left; another one continues.")
         self._gathering.add(self._batcher.fail_all(error))
         self._handed_back = True
         await self._tell()

@@ -26,8 +26,7 @@ from shared.errors import Unavailable
 def shutting_down() -> Unavailable:
     """What requests are told while the gateway stops."""
     return Unavailable(
-        "The gateway is shutting down; send the request again, or go on with a stream at another gateway by "
-        "its last event id.",
+        "The gateway is shutting down; retry, or resume a stream at another gateway by its last event id.",
         retry_after=1,
     )
 

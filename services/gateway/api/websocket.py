@@ -178,8 +178,7 @@ class _Connection(Session[ClientMessage]):
         )
         if after is not None and not context.key:
             raise InvalidParameter(
-                "Invalid 'position': a generation begins at its beginning; attach to go on with one, or send its "
-                "idempotency_key.",
+                "Invalid 'position': a new generation has none; attach to resume one, or send its idempotency_key.",
                 param="position",
                 reason="invalid_position",
             )

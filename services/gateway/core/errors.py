@@ -137,8 +137,7 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
     status = status_of(error)
     if status == 500 or not isinstance(error, RyzansteinError):
         message = (
-            "The server failed on this request by a fault of its own; "
-            f"report it with the request id {request_id}."
+            f"The server failed on this request because of a bug; report it with the request id {request_id}."
         )
         return ErrorBody(ErrorDetail(redact(message), "server_error", None, "internal_error"))
     code = getattr(error, "reason", None) or error.code

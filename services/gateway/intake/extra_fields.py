@@ -94,8 +94,8 @@ def _check_chat(request: ChatCompletionRequest) -> None:
     _check_choice("verbosity", request.verbosity, VERBOSITIES)
     if request.continue_final_message and request.add_generation_prompt:
         raise InvalidParameter(
-            "Invalid value for 'continue_final_message': an answer either goes on with the last message or begins one "
-            "of its own; leave out 'add_generation_prompt'.",
+            "Invalid value for 'continue_final_message': an answer either continues the last message "
+            "or begins a new one; leave out 'add_generation_prompt'.",
             param="continue_final_message",
             reason="invalid_value",
         )

@@ -171,8 +171,8 @@ class Intake:
                 return run
             if context.after is not None:
                 raise RouteError(
-                    "No generation is known under this Idempotency-Key (any more), so there is nothing to go on "
-                    "with; leave out Last-Event-ID to begin anew.",
+                    "No generation is known under this Idempotency-Key (any more), so there is no stream to resume; "
+                    "leave out Last-Event-ID to start a new one.",
                     status=404,
                     reason="generation_not_found",
                 )

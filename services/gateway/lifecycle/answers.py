@@ -281,7 +281,7 @@ class Answers:
     async def _find(self, public_id: str, identity: str, tenant: str) -> Answer:
         if wait := self._misses.wait(tenant, time.monotonic()):
             raise RateLimited(
-                f"Too many ids were looked for that are not there ({limits.UNKNOWN_IDS.cited()}); try again in "
+                f"Too many ids were looked up that do not exist ({limits.UNKNOWN_IDS.cited()}); try again in "
                 f"{math.ceil(wait)} s.",
                 kind="requests",
                 wait=wait,

@@ -53,8 +53,8 @@ def check(positions: Sequence[int], limits: Sequence[int], param: str = "Last-Ev
     for position, limit in zip(positions, limits, strict=True):
         if position > limit + END_OF_CHOICE:
             raise InvalidParameter(
-                f"Invalid '{param}': position {position} lies behind the end of the generation, which has at "
-                f"most {limit} tokens; send the id of one of its events.",
+                f"Invalid '{param}': position {position} is beyond the end of the generation, "
+                f"which has at most {limit} tokens; send the id of one of its events.",
                 param=param,
                 reason="invalid_position",
             )

@@ -171,7 +171,7 @@ class ResponseRun(Run):
         """A position behind the end is one of another response."""
         if self._known >= self._events.count:
             raise InvalidParameter(
-                f"Invalid 'starting_after': event {self._known} lies behind the end of the response, which has "
+                f"Invalid 'starting_after': event {self._known} is beyond the end of the response, which has "
                 f"{self._events.count} events; send the number of one of them.",
                 param="starting_after",
                 reason="invalid_position",

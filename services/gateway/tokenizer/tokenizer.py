@@ -162,7 +162,7 @@ class ModelTokenizer:
     ) -> Rendered:
         if self._renderer is None:
             raise InvalidParameter(
-                "This model has no chat template: it goes on with texts, and knows no conversations. Send a prompt to "
+                "This model has no chat template: it completes texts, and cannot hold conversations. Send a prompt to "
                 "/v1/completions, or put a chat_template.jinja beside the model's files and serve it again.",
                 param="messages",
                 reason="no_chat_template",

@@ -32,7 +32,7 @@ from services.gateway.streams.run import Run
 from shared.errors import QueueFull
 
 _NEED_KEY = (
-    "Invalid '{}': a call goes on with a generation only under the idempotency key that began it; send that too, or "
+    "Invalid '{}': a call resumes a generation only under the idempotency key that began it; send that too, or "
     "call Attach."
 )
 

@@ -55,8 +55,8 @@ def context_of(scope: Scope, settings: GatewaySettings) -> Context:
     after = positions_of(scope)
     if after is not None and not key:
         raise InvalidParameter(
-            "Invalid header 'Last-Event-ID': a POST goes on with a stream only under the Idempotency-Key that began "
-            "it; send that too, or GET /v1/generations/{id}/stream.",
+            "Invalid header 'Last-Event-ID': a POST resumes a stream only under the Idempotency-Key that began it; "
+            "send that too, or GET /v1/generations/{id}/stream.",
             param="Last-Event-ID",
             reason="invalid_header",
         )

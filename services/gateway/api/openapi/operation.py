@@ -115,13 +115,13 @@ IDEMPOTENCY = Parameter(
 )
 BACKGROUND = Parameter(
     "X-Ryzanstein-Background",
-    "Seconds for which the generation goes on while nobody listens.",
+    "Seconds for which the generation continues without a connected client.",
     {"type": "number", "exclusiveMinimum": 0, MAX_SECONDS: True},
     example=60,
 )
 LAST_EVENT = Parameter(
     "Last-Event-ID",
-    "The id of the last event that you have: the stream goes on behind it.",
+    "The id of the last event that you have: the stream resumes after it.",
     {"type": "string", "pattern": r"^([0-9]{1,10}(,[0-9]{1,10})*)?$", "maxLength": 2048},
     example="12",
 )

@@ -211,7 +211,7 @@ class ResponseIntake:
             return context
         limit = self._settings.background_limit
         if not limit:
-            raise unsupported("background", "this server lets nothing go on while nobody listens")
+            raise unsupported("background", "this server does not run generations without a connected client")
         return msgspec.structs.replace(context, background=context.background or limit)
 
     async def _fitting(

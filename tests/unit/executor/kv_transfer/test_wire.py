@@ -179,7 +179,7 @@ def test_a_line_that_damages_everything_is_given_up(line: Line) -> None:
 
 
 def test_who_has_another_key_gives_nothing(line: Line) -> None:
-    with pytest.raises(HandoverBroken, match="whoever listens there has not the batch's key"):
+    with pytest.raises(HandoverBroken, match="the peer at that address does not have the batch's key"):
         line.sender(key=b"x" * 32).run(0)
     assert not line.landed
 
@@ -195,7 +195,7 @@ def test_a_stranger_is_refused_and_holds_nobody_up(line: Line) -> None:
             line.sender().run(20)
     silent.close()
     line.check()
-    assert line.refused[:2] == ["not a sender of blocks", "the sender has not the batch's key"]
+    assert line.refused[:2] == ["not a sender of blocks", "the sender does not have the batch's key"]
 
 
 @pytest.mark.parametrize("frame", [(0, 0, BYTES + 1), (0, 0, 1 << 31), (COUNT, 0, BYTES)])
