@@ -1,12 +1,13 @@
 """What one request, connection or tenant may hold: every bound in one table, which is data alone.
 
 Checks, the OpenAPI document and the table in docs/security.md are made from it; `python -m shared.limits` writes
-the latter. To add a bound: a row here, and a check that refuses by `Limit.cited` where it is held.
+the latter. To add a bound: a row here, and `Limit.length` or `Limit.up_to` in the type of the field that it bounds, or
+a check that refuses by `Limit.cited` where it is held.
 """
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,9 +30,15 @@ class Limit(msgspec.Struct, frozen=True):
     holder: Holder
     setting: str = ""
     """The environment variable that changes it; empty: none does."""
-    fields: tuple[str, ...] = ()
-    """Where the OpenAPI document says it: `Component.field`, with `[]` behind it for each element or value, `{}`
-    for each key. `entries` bounds arrays, objects and whole numbers there, `characters` strings."""
+
+    def length(self, **more: Any) -> msgspec.Meta:
+        """In the type of a field: so many characters of a text, or entries of an array or object, at most. `more`:
+        what else `msgspec.Meta` says."""
+        return msgspec.Meta(max_length=self.value, extra={"limit": self, **more.pop("extra", {})}, **more)
+
+    def up_to(self, least: int) -> msgspec.Meta:
+        """In the type of a field: a number from `least` to the limit."""
+        return msgspec.Meta(ge=least, le=self.value, extra={"limit": self})
 
     def cited(self, value: int | None = None) -> str:
         """How a refusal names it. `value`: as it is set, or as the model has it."""
@@ -40,31 +47,10 @@ class Limit(msgspec.Struct, frozen=True):
         return f"limit {self.name}: {number:,} {self.unit}, {changed}"
 
 
-def _both(*fields: str) -> tuple[str, ...]:
-    """Fields of both requests for text."""
-    return tuple(
-        f"{kind}.{field}" for kind in ("ChatCompletionRequest", "CompletionRequest") for field in fields
-    )
-
-
 # --- fields of requests for text, at gateways and in executors -------------------------------------
 
-CHOICES = Limit(
-    "choices", 128, "entries", "choices of all prompts together", "request", fields=_both("n", "best_of")
-)
-LOGPROBS = Limit(
-    "logprobs",
-    20,
-    "entries",
-    "most likely tokens returned at each position",
-    "request",
-    fields=(
-        "ChatCompletionRequest.top_logprobs",
-        "CompletionRequest.logprobs",
-        "ResponseRequest.top_logprobs",
-        *_both("prompt_logprobs"),
-    ),
-)
+CHOICES = Limit("choices", 128, "entries", "choices of all prompts together", "request")
+LOGPROBS = Limit("logprobs", 20, "entries", "most likely tokens returned at each position", "request")
 PROMPT_LOGPROBS = Limit(
     "prompt_logprobs",
     1 << 16,
@@ -86,23 +72,13 @@ PROMPT_TOKEN_IDS = Limit(
     "prompt token ids returned for all choices (`return_token_ids`)",
     "request",
 )
-STOP_STRINGS = Limit("stop_strings", 16, "entries", "stop strings", "request", fields=_both("stop"))
-STOP_CHARACTERS = Limit(
-    "stop_characters", 1024, "characters", "a stop string", "request", fields=_both("stop", "stop[]")
-)
-STOP_TOKENS = Limit(
-    "stop_tokens", 128, "entries", "stop token ids", "request", fields=_both("stop_token_ids")
-)
-LOGIT_BIASES = Limit(
-    "logit_biases", 1024, "entries", "tokens with a bias", "request", fields=_both("logit_bias")
-)
-ALLOWED_TOKENS = Limit(
-    "allowed_tokens", 4096, "entries", "allowed token ids", "request", fields=_both("allowed_token_ids")
-)
-BAD_WORDS = Limit("bad_words", 128, "entries", "bad words", "request", fields=_both("bad_words"))
-BAD_WORD_CHARACTERS = Limit(
-    "bad_word_characters", 64, "characters", "a bad word", "request", fields=_both("bad_words[]")
-)
+STOP_STRINGS = Limit("stop_strings", 16, "entries", "stop strings", "request")
+STOP_CHARACTERS = Limit("stop_characters", 1024, "characters", "a stop string", "request")
+STOP_TOKENS = Limit("stop_tokens", 128, "entries", "stop token ids", "request")
+LOGIT_BIASES = Limit("logit_biases", 1024, "entries", "tokens with a bias", "request")
+ALLOWED_TOKENS = Limit("allowed_tokens", 4096, "entries", "allowed token ids", "request")
+BAD_WORDS = Limit("bad_words", 128, "entries", "bad words", "request")
+BAD_WORD_CHARACTERS = Limit("bad_word_characters", 64, "characters", "a bad word", "request")
 BAD_WORD_TOKENS = Limit("bad_word_tokens", 256, "tokens", "a bad word", "request")
 PREDICTION = Limit("prediction", 0, "tokens", "a prediction: the model's context", "request")
 RING_STOP_TOKENS = Limit(
@@ -119,75 +95,16 @@ RING_TEXT = Limit(
     "request",
 )
 USER_CHARACTERS = Limit(
-    "user_characters",
-    128,
-    "characters",
-    "`user` and `safety_identifier`; logs show 64 of them",
-    "request",
-    fields=(
-        *_both("user", "safety_identifier"),
-        "ResponseRequest.safety_identifier",
-        "ResponseRequest.user",
-        "EmbeddingRequest.user",
-    ),
+    "user_characters", 128, "characters", "`user` and `safety_identifier`; logs show 64 of them", "request"
 )
-CACHE_SALT = Limit(
-    "cache_salt",
-    256,
-    "characters",
-    "`cache_salt`",
-    "request",
-    fields=(*_both("cache_salt"), "ResponseRequest.cache_salt"),
-)
-METADATA_ENTRIES = Limit(
-    "metadata_entries",
-    16,
-    "entries",
-    "entries of `metadata`",
-    "request",
-    fields=(*_both("metadata"), "ResponseRequest.metadata", "ChangedChat.metadata", "BatchCreate.metadata"),
-)
-METADATA_KEY = Limit(
-    "metadata_key",
-    64,
-    "characters",
-    "a key of `metadata`",
-    "request",
-    fields=tuple(f"{field}{{}}" for field in METADATA_ENTRIES.fields),
-)
-METADATA_VALUE = Limit(
-    "metadata_value",
-    512,
-    "characters",
-    "a value of `metadata`",
-    "request",
-    fields=tuple(f"{field}[]" for field in METADATA_ENTRIES.fields),
-)
-TOOLS = Limit(
-    "tools",
-    128,
-    "entries",
-    "tools",
-    "request",
-    fields=("ChatCompletionRequest.tools", "ChatCompletionRequest.functions"),
-)
+CACHE_SALT = Limit("cache_salt", 256, "characters", "`cache_salt`", "request")
+METADATA_ENTRIES = Limit("metadata_entries", 16, "entries", "entries of `metadata`", "request")
+METADATA_KEY = Limit("metadata_key", 64, "characters", "a key of `metadata`", "request")
+METADATA_VALUE = Limit("metadata_value", 512, "characters", "a value of `metadata`", "request")
+TOOLS = Limit("tools", 128, "entries", "tools", "request")
 FUNCTION_NAME = Limit("function_name", 64, "characters", "the name of a function", "request")
-SCHEMA_NAME = Limit(
-    "schema_name",
-    64,
-    "characters",
-    "the name of an answer's schema",
-    "request",
-    fields=("JsonSchemaFormat.name",),
-)
-GRAMMAR_CHOICES = Limit(
-    "grammar_choices",
-    1024,
-    "entries",
-    "texts of which an answer is one",
-    "request",
-    fields=(*_both("guided_choice"), "StructuredOutputs.choice"),
-)
+SCHEMA_NAME = Limit("schema_name", 64, "characters", "the name of an answer's schema", "request")
+GRAMMAR_CHOICES = Limit("grammar_choices", 1024, "entries", "texts of which an answer is one", "request")
 GRAMMAR_BYTES = Limit(
     "grammar_bytes", 256 << 10, "bytes", "the schema or grammar of an answer, in UTF-8", "request"
 )
@@ -196,28 +113,10 @@ EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a reque
 
 # --- conversations and bodies ----------------------------------------------------------------------
 
-MESSAGES = Limit(
-    "messages",
-    4096,
-    "entries",
-    "messages of a conversation",
-    "request",
-    fields=("ChatCompletionRequest.messages", "TokenizeRequest.messages"),
-)
-PARTS = Limit(
-    "parts", 4096, "entries", "parts of all messages together", "request", fields=("Message.content",)
-)
-CALLS = Limit(
-    "calls", 4096, "entries", "tool calls of all messages together", "request", fields=("Message.tool_calls",)
-)
-ITEMS = Limit(
-    "items",
-    4096,
-    "entries",
-    "items of a response's input",
-    "request",
-    fields=("ResponseRequest.input", "InputTokensRequest.input"),
-)
+MESSAGES = Limit("messages", 4096, "entries", "messages of a conversation", "request")
+PARTS = Limit("parts", 4096, "entries", "parts of all messages together", "request")
+CALLS = Limit("calls", 4096, "entries", "tool calls of all messages together", "request")
+ITEMS = Limit("items", 4096, "entries", "items of a response's input", "request")
 GENERATION_BYTES = Limit(
     "generation_bytes",
     16 << 20,

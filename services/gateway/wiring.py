@@ -191,7 +191,7 @@ class FilesAndBatches:
         self._jobs = Jobs(bus, settings.tenant_batches)
         self._results = Results(bus, self.files.objects, settings.batch_window_limit)
         endpoints = line_endpoints(intake, catalog)
-        self.batches = Batches(self._jobs, self.files, endpoints, settings)
+        self.batches = Batches(self._jobs, self.files, settings)
         parts = BatchParts(
             self.files,
             self._results,

@@ -4,7 +4,7 @@ As in `shared.messages`: fields are only ever added, at the end and with a defau
 in MessagePack; what other programs ask for may be JSON as well (docs/batch.md).
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -138,11 +138,14 @@ class LineResults(msgspec.Struct, frozen=True):
 # --- what other programs ask, by request-reply ---------------------------------------------------
 
 
+LEAST_EXPIRY, MOST_EXPIRY = 3600, 2_592_000
+
+
 class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """OpenAI's expiration policy."""
 
-    seconds: int
-    anchor: str = "created_at"
+    seconds: Annotated[int, msgspec.Meta(ge=LEAST_EXPIRY, le=MOST_EXPIRY)]
+    anchor: Literal["created_at"] = "created_at"
 
 
 class BatchSubmit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

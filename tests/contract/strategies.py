@@ -10,7 +10,6 @@ SCALARS: dict[type[msgspec.inspect.Type], st.SearchStrategy[Any]] = {
     msgspec.inspect.AnyType: st.none() | st.booleans() | st.integers(-(2**31), 2**31) | st.text(max_size=8),
     msgspec.inspect.NoneType: st.none(),
     msgspec.inspect.BoolType: st.booleans(),
-    msgspec.inspect.IntType: st.integers(0, 2**64 - 1),
     msgspec.inspect.FloatType: st.floats(allow_nan=False),
     msgspec.inspect.StrType: st.text(max_size=12),
     msgspec.inspect.BytesType: st.binary(max_size=12),
@@ -24,6 +23,8 @@ def messages(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
 
 def _of(info: Any) -> st.SearchStrategy[Any]:
     kind = type(info)
+    if kind is msgspec.inspect.IntType:
+        return st.integers(info.ge or 0, info.le or 2**64 - 1)
     if kind in SCALARS:
         return SCALARS[kind]
     if kind is msgspec.inspect.LiteralType:

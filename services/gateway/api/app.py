@@ -41,7 +41,7 @@ from services.gateway.core.asgi import header, send_json
 from services.gateway.core.errors import ClientGone, RouteError, describe, headers_of, log_failure, status_of
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.validation import check_request_id
+from services.gateway.intake.headers import check_request_id
 from services.gateway.tracing.requests import begin_request, end_request
 from shared import tracing
 from shared.errors import InvalidRequest

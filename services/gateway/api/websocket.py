@@ -47,14 +47,10 @@ from services.gateway.core.asgi import header
 from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
 from services.gateway.intake.intake import Endpoint
 from services.gateway.intake.record import Context
-from services.gateway.intake.validation import (
-    check_background,
-    check_idempotency_key,
-    check_session_id,
-    decode,
-)
 from services.gateway.streams import cursor
 from services.gateway.streams.run import Run
 from services.gateway.tracing.requests import begin_message, handshake_context

@@ -1,6 +1,6 @@
 """What every runner of a batch works with: the endpoints that lines may ask for, by their URL, and the metrics.
 
-A new endpoint needs an entry in `ENDPOINTS`, and nothing else of the batches.
+A new endpoint needs an entry in `ENDPOINTS` and `LineUrl`, and nothing else of the batches.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.batches.files import Files
+from services.gateway.batches.lines import refuse_for_lines
 from services.gateway.batches.results import Results
-from services.gateway.batches.validation import refuse_for_lines
+from services.gateway.batches.service import LineUrl
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Endpoint, Intake
 from services.gateway.intake.record import Context
 from shared.service.endpoints import begin_at_zero
 
-ENDPOINTS: dict[str, Endpoint] = {
+ENDPOINTS: dict[LineUrl, Endpoint] = {
     "/v1/chat/completions": "chat.completions",
     "/v1/completions": "completions",
     "/v1/embeddings": "embeddings",
     "/v1/responses": "responses",
 }
 """The table: an endpoint's name by its URL."""
-URLS = tuple(ENDPOINTS)
 
 
 class LineEndpoint(Protocol):

@@ -25,7 +25,7 @@ from services.gateway.core.errors import InvalidParameter, QuotaExceeded, RouteE
 from services.gateway.core.settings import GatewaySettings
 from shared.errors import PayloadTooLarge, RyzansteinError, StorageFull, Unavailable
 from shared.limits import TENANT_FILE_BYTES, TENANT_FILES, UPLOAD_BYTES
-from shared.messages.batches import FileRecord
+from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.objects import MissingObject, Objects
@@ -311,7 +311,6 @@ def _over(record: FileRecord, now: float) -> bool:
 
 
 ANCHOR = "created_at"
-LEAST_EXPIRY, MOST_EXPIRY = 3600, 2_592_000
 
 
 def expiry(anchor: str | None, seconds: int | None, param: str) -> float:

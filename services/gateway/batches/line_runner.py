@@ -18,8 +18,8 @@ from collections.abc import Callable
 import structlog
 
 from services.gateway.batches.dependencies import BatchParts, LineEndpoint
+from services.gateway.batches.lines import Request
 from services.gateway.batches.results import CompletionBitmap, failed, request_id_of, succeeded
-from services.gateway.batches.validation import Request
 from services.gateway.intake.record import Context
 from services.gateway.tracing.requests import line_span
 from shared import tracing

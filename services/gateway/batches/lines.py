@@ -1,4 +1,6 @@
-r"""The lines of a batch's input, from the object store, a few at a time; however their bytes were cut into parts.
+r"""The lines of a batch's input, from the object store, a few at a time, however their bytes were cut into parts; and
+whether they are requests of one batch. Of the lines that are checked nothing is kept but eight bytes of each
+custom_id's hash, and of what is wrong the first hundred findings.
 
     feed(b'\xef\xbb\xbf{"a') ──▶ []           feed(b'":1}\r\n\n{"b') ──▶ [line 1]      end() ──▶ [line 3]
 
@@ -9,11 +11,17 @@ one part.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
-from typing import Literal, NamedTuple
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from services.gateway.batches.files import Files
-from shared.messages.batches import BatchJob
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.decoding import refusal
+from shared.errors import InvalidRequest
+from shared.messages.batches import BatchError, BatchJob
 
 BOM = b"\xef\xbb\xbf"
 Fault = Literal["", "too_long", "not_utf8"]
@@ -115,3 +123,163 @@ async def input_lines(files: Files, job: BatchJob, body_limit: int) -> AsyncGene
                     await asyncio.sleep(0)
     for line in splitter.end():
         yield line
+
+
+# --- whether they are requests of one batch ------------------------------------------------------
+
+MAX_ERRORS = 100
+CUSTOM_ID_CHARACTERS = 512
+CheckBody = Callable[[msgspec.Raw], str]
+"""Returns the model of a body; raises `InvalidRequest`."""
+
+
+class _LineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+_decoder = msgspec.json.Decoder(_LineFields)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A line of the input file."""
+
+    line: int
+    custom_id: str
+    body: msgspec.Raw
+
+
+class Wrong(Exception):
+    """What is wrong with a line."""
+
+    def __init__(self, line: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.error = BatchError(code, message, line, param)
+
+
+def parse(line: Line, url: str) -> Request:
+    """The request of `line`. Raises `Wrong`."""
+    fields = _fields(line)
+    custom_id = fields.custom_id
+    if not 0 < len(custom_id) <= CUSTOM_ID_CHARACTERS:
+        raise Wrong(
+            line.number,
+            "invalid_custom_id",
+            f"A custom_id has 1 to {CUSTOM_ID_CHARACTERS} characters.",
+            "custom_id",
+        )
+    if fields.method != "POST":
+        raise Wrong(line.number, "invalid_method", "The method of a request must be 'POST'.", "method")
+    if fields.url != url:
+        raise Wrong(
+            line.number,
+            "invalid_url",
+            f"The URL provided for this request ('{fields.url[:64]}') does not match the batch endpoint '{url}'.",
+            "url",
+        )
+    if bytes(fields.body)[:1] != b"{":
+        raise Wrong(line.number, "invalid_type", "The body of a request must be an object.", "body")
+    return Request(line.number, custom_id, fields.body)
+
+
+def _fields(line: Line) -> _LineFields:
+    if line.fault == "too_long":
+        raise Wrong(line.number, "line_too_long", "The line is too long; shorten its request.")
+    if line.fault:
+        raise Wrong(line.number, "invalid_json_line", "This line is not valid UTF-8.")
+    try:
+        return _decoder.decode(line.data)
+    except msgspec.ValidationError as error:
+        refused = refusal(error, _LineFields, lambda: msgspec.json.decode(line.data))
+        if refused.param is None:
+            raise Wrong(line.number, "invalid_json_line", "This line is not a JSON object.") from None
+        raise Wrong(line.number, refused.reason, refused.message[:256], refused.param[:64]) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise Wrong(line.number, "invalid_json_line", "This line is not parseable as valid JSON.") from None
+
+
+class Checker:
+    """Fed with the lines of one file."""
+
+    def __init__(self, url: str, check_body: CheckBody, max_requests: int) -> None:
+        self._url = url
+        self._check_body = check_body
+        self._max_requests = max_requests
+        self._seen: set[int] = set()
+        """Eight bytes of each custom_id's hash: two of a million meet once in forty million files."""
+        self.errors: list[BatchError] = []
+        self.requests = 0
+        self.model = ""
+        """The first line's: a batch has one."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it is of no use to go on."""
+        return len(self.errors) >= MAX_ERRORS or self.requests > self._max_requests
+
+    def check(self, line: Line) -> None:
+        """Counts `line`, or notes what is wrong with it."""
+        self.requests += 1
+        if self.requests > self._max_requests:
+            self.errors.append(
+                BatchError(
+                    "too_many_requests",
+                    f"The file has more than {self._max_requests:,} requests; split it.",
+                    line.number,
+                )
+            )
+            return
+        try:
+            request = parse(line, self._url)
+            self._check_unique(request)
+            self._check_model(request)
+        except Wrong as wrong:
+            self.errors.append(wrong.error)
+
+    def end(self) -> None:
+        """All lines have been seen."""
+        if not self.requests:
+            self.errors.append(BatchError("empty_file", "The file has no requests."))
+
+    def _check_unique(self, request: Request) -> None:
+        digest = hashlib.blake2b(request.custom_id.encode(), digest_size=8).digest()
+        key = int.from_bytes(digest)
+        if key in self._seen:
+            raise Wrong(
+                request.line,
+                "duplicate_custom_id",
+                f"The custom_id '{request.custom_id[:64]}' for this request is a duplicate of another "
+                "request. The custom_id must be unique for each request in a batch.",
+                "custom_id",
+            )
+        self._seen.add(key)
+
+    def _check_model(self, request: Request) -> None:
+        try:
+            model = self._check_body(request.body)
+        except InvalidRequest as error:
+            reason = getattr(error, "reason", None) or error.code
+            param = f"body.{error.param}" if error.param else "body"
+            raise Wrong(request.line, reason, error.message, param) from None
+        self.model = self.model or model
+        if model != self.model:
+            raise Wrong(
+                request.line,
+                "mismatched_model",
+                f"The model '{model[:64]}' is another one than '{self.model[:64]}' of the lines before; "
+                "a batch has one model.",
+                "body.model",
+            )
+
+
+def refuse_for_lines(body: Mapping[str, Any]) -> None:
+    """Raises `InvalidParameter` where a line wants to be streamed, or to be left alone: it is already."""
+    for name in ("stream", "background"):
+        if body.get(name):
+            raise InvalidParameter(
+                f"Unsupported parameter: '{name}' is not supported in a batch; leave it out.",
+                param=name,
+                reason="unsupported_parameter",
+            )

@@ -16,7 +16,7 @@ from services.gateway.batches.files import Files
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import batch_object
 from services.gateway.core.errors import InvalidParameter, check_range, describe, status_of
-from services.gateway.intake import validation
+from services.gateway.intake.decoding import convert, decode, refusal
 from shared.errors import RyzansteinError
 from shared.messages.batches import BatchAsk, BatchJob, BatchListing, BatchReply, BatchSubmit
 from shared.nats import subjects
@@ -60,9 +60,7 @@ class BatchQueue:
             plain = message.data[:1] == b"{"
             try:
                 data = message.data
-                reply = await answer(
-                    validation.decode(data, from_json) if plain else _unpacked(data, from_msgpack)
-                )
+                reply = await answer(decode(data, from_json) if plain else _unpacked(data, from_msgpack))
             except Exception as error:
                 if not isinstance(error, RyzansteinError):
                     log.exception("batch_request_failed", subject=message.subject)
@@ -89,13 +87,8 @@ class BatchQueue:
         if asked.object is not None:
             name = asked.filename or asked.object
             file_id = (await self._files.adopt(asked.tenant, asked.object, name)).id
-        wanted = BatchCreate(
-            input_file_id=file_id or "",
-            endpoint=asked.endpoint,
-            completion_window=asked.completion_window,
-            metadata=asked.metadata,
-            output_expires_after=asked.output_expires_after,
-        )
+        given = {name: getattr(asked, name) for name in BatchCreate.__struct_fields__}
+        wanted = convert(given | {"input_file_id": file_id}, BatchCreate)
         return self._shown(
             await self._batches.submit(wanted, Principal(tenant=asked.tenant), asked.idempotency_key or "")
         )
@@ -120,6 +113,10 @@ def _unpacked(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if isinstance(error, msgspec.ValidationError):
+            refused = refusal(error, decoder.type, lambda: msgspec.msgpack.decode(data))
+            if refused.param:
+                raise refused from None
         raise InvalidParameter(
             f"The request could not be read ({error}); send a map in MessagePack or JSON.",
             param=None,

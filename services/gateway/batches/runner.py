@@ -37,9 +37,8 @@ from services.gateway.batches import states
 from services.gateway.batches.dependencies import BatchParts
 from services.gateway.batches.jobs import RENEW, Lease, LeaseLost
 from services.gateway.batches.line_runner import LineRunner, backoff
-from services.gateway.batches.lines import Line, input_lines
+from services.gateway.batches.lines import Checker, Line, Request, Wrong, input_lines, parse
 from services.gateway.batches.results import EXPIRED, CompletionBitmap, Kind, not_run, write_file
-from services.gateway.batches.validation import Checker, Request, Wrong, parse
 from services.gateway.core.errors import QuotaExceeded
 from shared.errors import BrokerUnavailable, InternalError, RyzansteinError, StorageFull
 from shared.limits import TENANT_FILE_BYTES

@@ -3,28 +3,33 @@
 import hashlib
 import secrets
 import time
-from collections.abc import Mapping
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches import states
-from services.gateway.batches.files import Files, expiry
+from services.gateway.batches.files import Files
 from services.gateway.batches.jobs import Jobs
-from services.gateway.core.errors import InvalidParameter, KeyReused, RouteError, check_metadata_sizes
+from services.gateway.core.errors import InvalidParameter, KeyReused, RouteError
 from services.gateway.core.pagination import page
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.schemas import Metadata
 from shared import tracing
 from shared.messages.batches import BatchJob, ExpiresAfter
+
+LineUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+"""What the lines of a batch may ask for."""
 
 
 class BatchCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/batches."""
 
     input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: dict[str, str] | None = None
+    endpoint: LineUrl
+    completion_window: Annotated[str, Meta(extra_json_schema={"pattern": f"^(?=0*[1-9]){states.WINDOW}$"})]
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
@@ -36,26 +41,14 @@ def unknown_batch(batch: str) -> RouteError:
 class Batches:
     """The same for HTTP and the queue. Methods raise `InvalidRequest`, `BrokerUnavailable`."""
 
-    def __init__(
-        self, jobs: Jobs, files: Files, endpoints: Mapping[str, object], settings: GatewaySettings
-    ) -> None:
+    def __init__(self, jobs: Jobs, files: Files, settings: GatewaySettings) -> None:
         self._jobs = jobs
         self._files = files
-        self._endpoints = endpoints
         self._settings = settings
 
     def check(self, wanted: BatchCreate) -> float:
         """The seconds of its window. Raises `InvalidParameter` for what is wrong, its file aside."""
-        if wanted.endpoint not in self._endpoints:
-            names = ", ".join(f"'{name}'" for name in self._endpoints)
-            raise InvalidParameter(
-                f"Invalid value: '{wanted.endpoint[:64]}'. Supported values are: {names}.",
-                param="endpoint",
-                reason="invalid_value",
-            )
-        seconds = states.window_seconds(wanted.completion_window, self._settings.batch_window_limit)
-        check_metadata_sizes(wanted.metadata)
-        return seconds
+        return states.window_seconds(wanted.completion_window, self._settings.batch_window_limit)
 
     async def submit(
         self, wanted: BatchCreate, principal: Principal, key: str = "", print_: str = ""
@@ -64,7 +57,7 @@ class Batches:
         came in another form than JSON."""
         seconds = self.check(wanted)
         kept = wanted.output_expires_after
-        expires = expiry(kept.anchor, kept.seconds, "output_expires_after") if kept else 0.0
+        expires = float(kept.seconds) if kept else 0.0
         file = await self._files.get(wanted.input_file_id, principal.tenant)
         if file.purpose != "batch":
             raise InvalidParameter(

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import structlog
 
-from shared import limits
 from shared.errors import (
     BrokerUnavailable,
     ContextLengthExceeded,
@@ -222,14 +221,6 @@ def above(name: str, given: Collection[object], limit: Limit) -> InvalidParamete
     return InvalidParameter(f"Invalid '{name}': {what} instead ({limit.cited()}).", param=name, reason=reason)
 
 
-def check_metadata_sizes(metadata: Mapping[str, str] | None) -> None:
-    """Raises `InvalidParameter`."""
-    check_size("metadata", metadata, limits.METADATA_ENTRIES)
-    for key, value in (metadata or {}).items():
-        check_size("metadata", key, limits.METADATA_KEY)
-        check_size(f"metadata.{key}", value, limits.METADATA_VALUE)
-
-
 def empty_array(name: str) -> InvalidParameter:
     return InvalidParameter(
         f"Invalid '{name}': empty array. Expected an array with minimum length 1, "
@@ -239,17 +230,22 @@ def empty_array(name: str) -> InvalidParameter:
     )
 
 
-def check_range(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> None:
+def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raises `InvalidParameter` when `value` is not within `low` and `high`."""
-    kind = "integer" if isinstance(value, int) else "decimal"
-    if value > high:
-        side, code, sign, bound = "above maximum", "above_max", "<=", high
-    elif value < low or (open_below and value == low):
-        side, code, sign, bound = "below minimum", "below_min", ">" if open_below else ">=", low
-    else:
-        return
-    raise InvalidParameter(
-        f"Invalid '{name}': {kind} {side} value. Expected a value {sign} {bound}, but got {value} instead.",
+    if not low <= value <= high:
+        sign, bound = ("<=", high) if value > high else (">=", low)
+        raise out_of_range(name, value, sign, bound, whole=isinstance(value, int))
+
+
+def out_of_range(
+    name: str, value: float, sign: str, bound: float | str, *, whole: bool, limit: Limit | None = None
+) -> InvalidParameter:
+    """`value` should be `sign` (`>=`, say) `bound`. `whole`: so it is for integers."""
+    kind = "integer" if whole else "decimal"
+    side, code = ("above maximum", "above_max") if sign.startswith("<") else ("below minimum", "below_min")
+    cited = f" ({limit.cited()})" if limit and sign == "<=" else ""
+    return InvalidParameter(
+        f"Invalid '{name}': {kind} {side} value. Expected a value {sign} {bound}, but got {value} instead{cited}.",
         param=name,
         reason=f"{kind}_{code}_value",
     )

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import extra_fields, validation
 from services.gateway.intake.conversation import (
     functions_for_template,
     instructions,
@@ -37,7 +36,6 @@ from shared.messages import Grammar, ModelCard
 from shared.messages.records import Parsing
 
 AUTO = "auto"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables with which templates turn reasoning on and off."""
 _RESERVED = ("messages", "tools", "add_generation_prompt")
@@ -165,13 +163,6 @@ def _variables(request: ChatCompletionRequest, traits: Traits) -> dict[str, Any]
 def _effort(effort: str | None, traits: Traits) -> dict[str, Any]:
     if effort is None:
         return {}
-    if effort not in EFFORTS:
-        words = ", ".join(f"'{word}'" for word in EFFORTS)
-        raise InvalidParameter(
-            f"Invalid value: '{effort[:64]}'. Supported values are: {words}.",
-            param="reasoning_effort",
-            reason="invalid_value",
-        )
     if "reasoning_effort" in traits.variables:
         return {"reasoning_effort": effort}
     for name in _SWITCHES:
@@ -251,12 +242,6 @@ def _small_enough(wanted: Wanted) -> Wanted:
 class Planned(NamedTuple):
     plan: ChatPlan
     prompt: Rendered
-
-
-def check_conversation(request: ChatCompletionRequest) -> None:
-    """As far as that needs no model. Raises `InvalidParameter`."""
-    validation.check_chat(request)
-    extra_fields.check(request)
 
 
 async def rendered(request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer) -> Planned:

@@ -15,8 +15,9 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, check_range, check_size
 from services.gateway.intake.record import Context, Parts
+from services.gateway.intake.rules import check_token_ids, check_truncation
 from services.gateway.intake.sampling import cache_salt, session_of
-from services.gateway.intake.validation import check_token_ids
+from services.gateway.intake.schemas import LastTokens, PositiveCount, User
 from services.gateway.lifecycle.answer import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
@@ -31,10 +32,10 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     model: str
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    user: str | None = None
-    truncate_prompt_tokens: int | None = None
-    """vLLM's: the last so many tokens of each input; -1: as many as the model's context has room for."""
+    dimensions: PositiveCount | None = None
+    user: User | None = None
+    truncate_prompt_tokens: LastTokens | None = None
+    """vLLM's, of each input."""
 
 
 def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
@@ -55,7 +56,6 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
 
 def check(request: EmbeddingRequest, card: ModelCard) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`, but for its inputs."""
-    check_size("user", request.user, limits.USER_CHARACTERS)
     if not card.embedding_size:
         raise _wrong(
             "model", f"{card.model} gives no embeddings; choose a model that does", "unsupported_parameter"
@@ -64,10 +64,7 @@ def check(request: EmbeddingRequest, card: ModelCard) -> None:
         check_range("dimensions", request.dimensions, 1, card.embedding_size)
     if request.truncate_prompt_tokens is not None:
         check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, card.context_length)
-        if not request.truncate_prompt_tokens:
-            raise _wrong(
-                "truncate_prompt_tokens", "0 leaves nothing; send 1 or more, or -1", "integer_below_min_value"
-            )
+        check_truncation(request.truncate_prompt_tokens)
 
 
 async def prompts_of(

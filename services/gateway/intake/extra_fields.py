@@ -1,4 +1,4 @@
-"""Request fields beside those that say what is generated: checked here, and turned into what honours them.
+"""Request fields beside those that say what is generated, turned into what honours them.
 
 | field | honoured by |
 | --- | --- |
@@ -10,8 +10,6 @@
 | min_tokens, allowed_token_ids, bad_words | what the ring's sampler may draw |
 | verbosity, add_generation_prompt, continue_final_message | the chat template |
 | store, metadata, user, safety_identifier | the record |
-
-`suffix` is refused: no open model says how it was taught to fill in the middle.
 
 Fields that change nothing here: ignored, and named to the client; or refused, where the settings say so.
 """
@@ -25,33 +23,22 @@ import msgspec
 from services.gateway.core.errors import (
     InvalidParameter,
     asks_for_nothing,
-    check_metadata_sizes,
-    check_range,
-    check_size,
     unsupported,
 )
 from services.gateway.intake import sampling
+from services.gateway.intake.rules import check_token_ids
 from services.gateway.intake.schemas import (
-    IGNORED,
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
     GenerationFields,
+    marked,
 )
-from services.gateway.intake.validation import check_token_ids, prompts_of
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
 from shared.errors import ContextLengthExceeded
 from shared.messages import GenerationRequest, Lane, ModelCard
 from shared.messages.records import GenerationRecord
-
-TIERS = {"auto": "", "default": "", "priority": "", "fast": "", "flex": "batch"}
-"""Service tiers of OpenAI's API that there are here, with the lane of those that do not keep their caller's."""
-RETENTIONS = ("in_memory", "in-memory")
-"""Not 24h: nothing here keeps a prompt's blocks for longer because it is asked to, or lets them go after a day."""
-VERBOSITIES = ("low", "medium", "high")
-_OPENAIS = ("service_tier", "prompt_cache_retention")
-"""Fields of which OpenAI's API knows more values than there are here."""
 
 
 class Extras(msgspec.Struct, frozen=True):
@@ -59,127 +46,6 @@ class Extras(msgspec.Struct, frozen=True):
 
     bad_words: list[list[int]] = []
     prediction: list[int] = []
-
-
-# --- checks --------------------------------------------------------------------------------------
-
-
-def check(request: GenerationFields) -> None:
-    """Raises `InvalidParameter` for the first thing wrong in the fields of this module."""
-    _check_choice("service_tier", request.service_tier, tuple(TIERS))
-    check_metadata(request.metadata)
-    _check_tokens(request)
-    options = request.stream_options
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        raise InvalidParameter(
-            "Invalid value for 'stream_options.continuous_usage_stats': it needs 'stream_options.include_usage'.",
-            param="stream_options.continuous_usage_stats",
-            reason="invalid_value",
-        )
-    if request.prompt_logprobs is not None and request.stream:
-        raise InvalidParameter(
-            "Invalid value for 'prompt_logprobs': they are not streamed; leave out 'stream' (over gRPC set "
-            "output.whole), or ask for a completion with 'echo' and 'logprobs'.",
-            param="prompt_logprobs",
-            reason="invalid_value",
-        )
-    if isinstance(request, ChatCompletionRequest):
-        _check_chat(request)
-    elif isinstance(request, CompletionRequest):
-        _check_completion(request)
-
-
-def _check_chat(request: ChatCompletionRequest) -> None:
-    _check_choice("prompt_cache_retention", request.prompt_cache_retention, RETENTIONS)
-    _check_choice("verbosity", request.verbosity, VERBOSITIES)
-    if request.continue_final_message and request.add_generation_prompt:
-        raise InvalidParameter(
-            "Invalid value for 'continue_final_message': an answer either continues the last message "
-            "or begins a new one; leave out 'add_generation_prompt'.",
-            param="continue_final_message",
-            reason="invalid_value",
-        )
-
-
-def _check_completion(request: CompletionRequest) -> None:
-    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
-        raise InvalidParameter(
-            "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 instead; 0 goes with "
-            "'echo' or 'prompt_logprobs', which have something to say of the prompt.",
-            param="max_tokens",
-            reason="integer_below_min_value",
-        )
-    if request.best_of is None:
-        return
-    shown = request.n or 1
-    check_range("best_of", request.best_of, shown, limits.CHOICES.value)
-    if len(prompts_of(request)) * request.best_of > limits.CHOICES.value:
-        raise InvalidParameter(
-            "Invalid 'best_of': with these prompts it makes too many candidates; send fewer at a time "
-            f"({limits.CHOICES.cited()}).",
-            param="best_of",
-            reason="integer_above_max_value",
-        )
-    if request.stream and request.best_of > 1:
-        raise InvalidParameter(
-            "Invalid value for 'best_of': which candidates are the best is known at their end, so they cannot be "
-            "streamed; leave out 'stream' or 'best_of'.",
-            param="best_of",
-            reason="invalid_value",
-        )
-
-
-def _check_tokens(request: GenerationFields) -> None:
-    if request.truncate_prompt_tokens is not None:
-        check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, 2**31)
-        if not request.truncate_prompt_tokens:
-            raise _below("truncate_prompt_tokens", "1, or of -1 for what the context has room for")
-    check_size("allowed_token_ids", request.allowed_token_ids, limits.ALLOWED_TOKENS)
-    check_size("bad_words", request.bad_words, limits.BAD_WORDS)
-    for word in request.bad_words or ():
-        check_size("bad_words", word, limits.BAD_WORD_CHARACTERS)
-    if request.allowed_token_ids is not None and not request.allowed_token_ids:
-        raise InvalidParameter(
-            "Invalid 'allowed_token_ids': empty array. At least one token must be allowed.",
-            param="allowed_token_ids",
-            reason="empty_array",
-        )
-    if not all(word.strip() for word in request.bad_words or ()):
-        raise InvalidParameter(
-            "Invalid 'bad_words': empty string. A word has at least one character that is no space.",
-            param="bad_words",
-            reason="empty_string",
-        )
-
-
-def _below(name: str, least: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"Invalid '{name}': integer below minimum value. Expected a value of at least {least}.",
-        param=name,
-        reason="integer_below_min_value",
-    )
-
-
-def _check_choice(name: str, value: str | None, known: tuple[str, ...]) -> None:
-    if value is None or value in known:
-        return
-    supported = ", ".join(f"'{choice}'" for choice in known)
-    raise InvalidParameter(
-        f"Invalid value: '{value[:64]}'. Supported values of '{name}' are: {supported}.",
-        param=name,
-        reason="unsupported_parameter" if name in _OPENAIS else "invalid_value",
-    )
-
-
-def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raises `InvalidParameter`."""
-    check_metadata_sizes(metadata)
-    if metadata and "" in metadata:
-        raise InvalidParameter(
-            "Invalid 'metadata': a key is empty; a key has at least one character.",
-            param="metadata",
-            reason="invalid_value",
-        )
 
 
 # --- what the tokenizer says of them -------------------------------------------------------------
@@ -265,7 +131,7 @@ def candidates(request: GenerationFields) -> int:
 
 def lane_of(request: GenerationFields, given: Lane) -> Lane:
     """The lane of the tier that was asked for; a caller that is in no hurry stays so."""
-    return "batch" if TIERS.get(request.service_tier or "") else given
+    return "batch" if request.service_tier == "flex" else given
 
 
 def noted(record: GenerationRecord, request: GenerationFields, card: ModelCard) -> GenerationRecord:
@@ -346,8 +212,8 @@ def ignored_fields(request: msgspec.Struct) -> list[str]:
     """Fields of `request` that change nothing and are not neutral either."""
     return [
         name
-        for name, neutral in IGNORED.items()
-        if (value := getattr(request, name, None)) is not None and not asks_for_nothing(value, neutral)
+        for name, neutral in marked(type(request), "ignored").items()
+        if (value := getattr(request, name)) is not None and not asks_for_nothing(value, neutral)
     ]
 
 

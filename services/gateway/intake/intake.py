@@ -11,15 +11,16 @@ import structlog
 from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import InvalidParameter, RouteError
-from services.gateway.intake import embeddings, extra_fields, sampling, validation
-from services.gateway.intake.chat import ChatPlan, check_conversation, demanded, rendered, schemas_of
+from services.gateway.intake import embeddings, extra_fields, rules, sampling
+from services.gateway.intake.chat import ChatPlan, demanded, rendered, schemas_of
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.headers import EXACT_HEADER
 from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
 from services.gateway.intake.responses.intake import History, ResponseIntake
 from services.gateway.intake.responses.schemas import ResponseRequest
 from services.gateway.intake.sampling import cache_key, conversation_key
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.intake.structured_output import Grammars, Wanted, wanted_by
-from services.gateway.intake.validation import text_of
 from services.gateway.lifecycle.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.reading import Reading
@@ -125,17 +126,17 @@ class Intake:
         if endpoint == "responses":
             return self.responses.check(body)
         if endpoint == "embeddings":
-            wanted = validation.decode(body, self._embedding)
+            wanted = decode(body, self._embedding)
             embeddings.inputs_of(wanted)
             return wanted
         if endpoint == "chat.completions":
-            chat = validation.decode(body, self._chat, None if self._strict else [])
+            chat = decode(body, self._chat, None if self._strict else [])
             self._tell_ignored(extra_fields.ignored_fields(chat), {})
-            validation.check_chat(chat)
+            rules.check_chat(chat)
             return chat
-        completion = validation.decode(body, self._completion)
+        completion = decode(body, self._completion)
         self._tell_ignored(extra_fields.ignored_fields(completion), {})
-        validation.check_completion(completion)
+        rules.check_completion(completion)
         return completion
 
     async def speaker(self, model: str | None) -> tuple[ModelCard, Tokenizer]:
@@ -212,10 +213,10 @@ class Intake:
             return await self._prepare_embedding(body, context, always_streamed)
         if endpoint == "chat.completions":
             dropped: list[str] | None = None if self._strict else []
-            chat = validation.decode(body, self._chat, dropped)
+            chat = decode(body, self._chat, dropped)
             self._tell_ignored(dropped or (), context.answer_headers)
             return await self.chat_run(_streamed(chat) if always_streamed else chat, context)
-        completion = validation.decode(body, self._completion)
+        completion = decode(body, self._completion)
         return await self._prepare_completion(
             _streamed(completion) if always_streamed else completion, context
         )
@@ -239,7 +240,7 @@ class Intake:
         self, request: ChatCompletionRequest, context: Context, response: OuterResponse | None = None
     ) -> Run:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
-        check_conversation(request)
+        rules.check_chat(request)
         context = self._named(request, context)
         card = self._catalog.card(request.model)
         answer = wanted_by(request)
@@ -279,7 +280,7 @@ class Intake:
         tokenizer: Tokenizer,
         context: Context,
     ) -> Run:
-        context.answer_headers[validation.EXACT_HEADER] = "true" if card.exact else "false"
+        context.answer_headers[EXACT_HEADER] = "true" if card.exact else "false"
         if record.user:
             log.info("generation_user", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
         return run_of(record, may_cost(record, request), card, tokenizer, context, self._parts)
@@ -294,7 +295,7 @@ class Intake:
 
     async def chat_prompt(self, request: ChatCompletionRequest) -> list[int]:
         """What the model would read. Raises as `prepare`."""
-        check_conversation(request)
+        rules.check_chat(request)
         card = self._catalog.card(request.model)
         tokenizer = await self._tokenizers.get(card)
         return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)
@@ -312,13 +313,12 @@ class Intake:
             raise
 
     def _named(self, request: GenerationFields, context: Context) -> Context:
-        """`context` under the request's own id. Tells of fields that change nothing. Raises `InvalidParameter`."""
+        """`context` under the request's own id. Tells of fields that change nothing."""
         self._tell_ignored(extra_fields.ignored_fields(request), context.answer_headers)
-        name = validation.check_request_id_field(request.request_id)
-        if not name:
+        if request.request_id is None:
             return context
-        context.answer_headers["x-request-id"] = name
-        return msgspec.structs.replace(context, request_id=name)
+        context.answer_headers["x-request-id"] = request.request_id
+        return msgspec.structs.replace(context, request_id=request.request_id)
 
     def _tell_ignored(self, names: Iterable[str], headers: dict[str, str]) -> None:
         extra_fields.tell_ignored(names, headers, strict=self._strict)
@@ -332,7 +332,7 @@ class Intake:
                 status=400,
                 reason="unsupported_parameter",
             )
-        return await self._embed(validation.decode(body, self._embedding), context)
+        return await self._embed(decode(body, self._embedding), context)
 
     async def _embed(self, request: embeddings.EmbeddingRequest, context: Context) -> Run:
         given = embeddings.inputs_of(request)
@@ -345,11 +345,10 @@ class Intake:
         return run_of(record, sum(map(len, prompts)), card, tokenizer, context, self._parts)
 
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
-        validation.check_completion(request)
-        extra_fields.check(request)
+        rules.check_completion(request)
         context = self._named(request, context)
         card = self._catalog.card(request.model)
-        given = validation.prompts_of(request)
+        given = rules.prompts_of(request)
         grammar = await self._grammars.of(request, context.tenant)
         tokenizer = await self._tokenizers.get(card)
         special = request.add_special_tokens is not False
@@ -369,7 +368,7 @@ class Intake:
 
 def _streamed(request: FieldsT) -> FieldsT:
     """`request` with `stream` set. Raises `InvalidParameter` when it says no to that."""
-    validation.check_streamed(request)
+    rules.check_streamed(request)
     return msgspec.structs.replace(request, stream=True)
 
 
@@ -380,7 +379,7 @@ async def _prompt_ids(
     encoded = iter(await tokenizer.encode_all(texts, special=special) if texts else ())
     for prompt in prompts:
         if not isinstance(prompt, str):
-            validation.check_token_ids("prompt", prompt, card.vocab_size)
+            rules.check_token_ids("prompt", prompt, card.vocab_size)
     return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
@@ -389,7 +388,7 @@ def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:
     return [
         {
             "role": "system" if message.role == "developer" else message.role,
-            "content": text_of(message),
+            "content": rules.text_of(message),
         }
         for message in request.messages
     ]

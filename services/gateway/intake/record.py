@@ -11,7 +11,7 @@ from services.gateway.auth.authenticator import ANONYMOUS, Principal
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake import extra_fields, sampling, validation
+from services.gateway.intake import extra_fields, rules, sampling
 from services.gateway.intake.sampling import cache_salt, session_of
 from services.gateway.intake.schemas import ChatCompletionRequest, GenerationFields
 from services.gateway.lifecycle.answer import PREFIXES, Answer, new_identity, requests_of
@@ -121,7 +121,7 @@ def record_of(
         cache_salt=_cache_salt(request.cache_salt, context, parts.settings),
         priority=request.priority or 0,
     )
-    stops = validation.stop_strings(request)
+    stops = rules.stop_strings(request)
     count = extra_fields.candidates(request)
     requests = [
         extra_fields.applied(
@@ -129,9 +129,9 @@ def record_of(
         )
         for index, prompt in enumerate(prompts)
     ]
-    validation.check_prompt_logprobs(requests, count)
+    rules.check_prompt_logprobs(requests, count)
     if request.return_token_ids:
-        validation.check_prompt_ids(requests, count)
+        rules.check_prompt_ids(requests, count)
     _check_size(requests, count, parts.settings.generation_bytes)
     chat = isinstance(request, ChatCompletionRequest)
     record = GenerationRecord(
@@ -217,7 +217,7 @@ def _with_prompt(
             param=param,
         )
     limit = sampling.max_tokens(request, card, len(prompt), parts.settings.default_max_tokens)
-    validation.check_min_tokens(request, limit)
+    rules.check_min_tokens(request, limit)
     return msgspec.structs.replace(
         first, generation_id=f"{first.generation_id}-{index}", prompt=prompt, max_tokens=limit
     )

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.rules import check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
-from services.gateway.intake.validation import check_token_ids
 from services.gateway.lifecycle.answer import UINT64
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import ContextLengthExceeded

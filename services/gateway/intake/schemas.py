@@ -1,13 +1,18 @@
 """Request bodies, as OpenAI defines them, with the extensions that vLLM made common.
 
-A field that is null counts as not given. Fields of OpenAI's API that this server does not have are
-declared too, so that they can be refused by name (see `validation.py`) and not as if they were typing
-errors; any other field is refused as unknown.
+The annotation of a field is the one place that says its type, range, length and values: `decoding.py` refuses what is
+beyond them, and the OpenAPI document shows them. What fields demand of each other stands in `rules.py`.
+
+A field that is null counts as not given. Fields of OpenAI's API that this server does not have are declared too
+(`neutral`), so that they are refused by name and not as if they were typing errors; any other field is refused as
+unknown.
 """
 
-from typing import Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from services.gateway.tool_calls.schemas import (
     CalledFunction,
@@ -17,12 +22,98 @@ from services.gateway.tool_calls.schemas import (
     ToolCall,
     ToolChoice,
 )
+from shared import limits
+
+MAX_SEED = 2**64 - 1
+MAX_COUNT = 2**31
+
+
+def neutral(*values: Any) -> Meta:
+    """Of a field that is not supported: `values` and null ask for nothing, any other is refused."""
+    return Meta(
+        description="Not supported: refused, unless its value asks for nothing.",
+        extra={"neutral": values},
+        extra_json_schema={"enum": [None, *values]},
+    )
+
+
+def ignored(*values: Any) -> Meta:
+    """Of a field that changes nothing here: any value but `values` and null is named to the client, or refused where
+    the settings say so."""
+    return Meta(
+        description="Changes nothing here, and is named in x-ryzanstein-ignored-fields.",
+        extra={"ignored": values},
+    )
+
+
+@cache
+def marked(kind: type[msgspec.Struct], mark: Literal["neutral", "ignored"]) -> dict[str, tuple[Any, ...]]:
+    """The fields of `kind` that are marked so, with the values that ask for nothing."""
+    return {
+        field.name: meta.extra[mark]
+        for field in msgspec.structs.fields(kind)
+        for meta in getattr(field.type, "__metadata__", ())
+        if mark in (meta.extra or {})
+    }
+
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+PositiveCount = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+LastTokens = Annotated[int, Meta(ge=-1, le=MAX_COUNT, extra_json_schema={"not": {"const": 0}})]
+"""The last so many tokens; -1: as many as the context has room for."""
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+LogprobCount = Annotated[int, limits.LOGPROBS.up_to(0)]
+ModelName = Annotated[str, Meta(min_length=1)]
+StopString = Annotated[str, limits.STOP_CHARACTERS.length(min_length=1)]
+TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
+"""Whether the model has the token is seen with its vocabulary."""
+BadWord = Annotated[
+    str,
+    limits.BAD_WORD_CHARACTERS.length(
+        pattern=r"\S",
+        extra={"expected": "at least one character that is no space", "reason": "empty_string"},
+    ),
+]
+User = Annotated[str, limits.USER_CHARACTERS.length()]
+CacheSalt = Annotated[str, limits.CACHE_SALT.length()]
+RequestId = Annotated[
+    str,
+    Meta(
+        pattern=r"^[!-~]{1,128}$(?!\n)",
+        extra={"expected": "1 to 128 printable ASCII characters without spaces"},
+        extra_json_schema={"maxLength": 128},
+    ),
+]
+_MetadataValue = Annotated[str, limits.METADATA_VALUE.length()]
+Metadata = Annotated[
+    dict[Annotated[str, limits.METADATA_KEY.length()], _MetadataValue], limits.METADATA_ENTRIES.length()
+]
+NamedMetadata = Annotated[
+    dict[Annotated[str, limits.METADATA_KEY.length(min_length=1)], _MetadataValue],
+    limits.METADATA_ENTRIES.length(),
+]
+"""By which stored chats are listed: no key is empty."""
+ServiceTier = Annotated[
+    Literal["auto", "default", "priority", "fast", "flex"], Meta(extra={"reason": "unsupported_parameter"})
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+Choices = Annotated[list[str], limits.GRAMMAR_CHOICES.length(min_length=1)]
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """OpenAI's `response_format.json_schema`."""
 
-    name: str
+    name: Annotated[
+        str,
+        limits.SCHEMA_NAME.length(
+            pattern=r"^[a-zA-Z0-9_-]+$(?!\n)",
+            extra={"expected": "a string that matches the pattern '^[a-zA-Z0-9_-]+$'"},
+        ),
+    ]
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -32,7 +123,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """OpenAI's `response_format`: `text`, `json_object` or `json_schema`."""
 
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
@@ -42,7 +133,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     json: str | dict[str, Any] | None = None
     """A JSON Schema."""
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     """In Lark's notation, or GBNF."""
     json_object: bool | None = None
@@ -64,20 +155,28 @@ class CacheBreakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The end of a prefix that will come again. Every prefix is cached here, so it asks for what is done anyway."""
 
     mode: Literal["explicit"]
-    ttl: Any = None
-    """Refused: what is evicted, and when, is a matter of room."""
+    ttl: Annotated[Any, neutral()] = None
+    """What is evicted, and when, is a matter of room."""
+
+
+PART_TYPES = ("text", "refusal")
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a message's content: a text, or an assistant's refusal. Any other field that is given is refused."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": PART_TYPES})]
     text: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
+    image_url: Annotated[Any, neutral()] = None
+    input_audio: Annotated[Any, neutral()] = None
+    file: Annotated[Any, neutral()] = None
     refusal: str | None = None
     prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+_PARTS = {"minItems": 1, "maxItems": limits.PARTS.value}
+_CALLS = {"maxItems": limits.CALLS.value}
+"""All messages together have no more."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,17 +185,20 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `name` and `tool_call_id` go to the chat template.
     """
 
-    role: str
-    content: str | list[ContentPart] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[ContentPart], Meta(extra_json_schema=_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(extra_json_schema=_CALLS)] | None = None
     function_call: CalledFunction | None = None
     refusal: str | None = None
-    audio: Any = None
-    annotations: Any = None
+    audio: Annotated[Any, neutral()] = None
+    annotations: Annotated[Any, neutral([])] = None
     reasoning_content: str | None = None
     """DeepSeek's and vLLM's extension: what the model thought, for templates that show it."""
+
+
+Messages = Annotated[list[Message], limits.MESSAGES.length(min_length=1)]
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,133 +211,115 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What chat completions and completions have in common."""
 
-    model: str
+    model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    user: str | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    n: Annotated[int, limits.CHOICES.up_to(1)] | None = None
+    stop: StopString | Annotated[list[StopString], limits.STOP_STRINGS.length()] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), extra_json_schema={"maximum": MAX_SEED})] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[
+            dict[int, Annotated[float, Meta(ge=-100, le=100)]],
+            limits.LOGIT_BIASES.length(
+                extra_json_schema={"propertyNames": {"type": "string", "pattern": "^(0|[1-9][0-9]{0,8})$"}}
+            ),
+        ]
+        | None
+    ) = None
+    user: User | None = None
     prompt_cache_key: str | None = None
 
     # vLLM's extensions
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: Annotated[list[TokenId], limits.STOP_TOKENS.length()] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    truncate_prompt_tokens: LastTokens | None = None
+    allowed_token_ids: Annotated[list[TokenId], limits.ALLOWED_TOKENS.length(min_length=1)] | None = None
+    bad_words: Annotated[list[BadWord], limits.BAD_WORDS.length()] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: LogprobCount | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
 
-    # vLLM's, ignored or refused
-    length_penalty: Any = None
-    early_stopping: Any = None
-    spaces_between_special_tokens: Any = None
-    use_beam_search: Any = None
+    # vLLM's, about beam search and texts: ignored or refused
+    length_penalty: Annotated[Any, ignored(1, 1.0)] = None
+    early_stopping: Annotated[Any, ignored(False)] = None
+    spaces_between_special_tokens: Annotated[Any, ignored(True)] = None
+    use_beam_search: Annotated[Any, neutral(False)] = None
 
     # OpenAI's, here for completions too
     response_format: ResponseFormat | None = None
 
     # OpenAI's, see `extra_fields.py`
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
+    metadata: NamedMetadata | None = None
+    safety_identifier: User | None = None
+    service_tier: ServiceTier | None = None
     store: bool | None = None
 
 
 class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: LogprobCount | None = None
     prediction: Prediction | None = None
-    prompt_cache_retention: str | None = None
-    verbosity: str | None = None
+    prompt_cache_retention: (
+        Annotated[Literal["in_memory", "in-memory"], Meta(extra={"reason": "unsupported_parameter"})] | None
+    ) = None
+    """Not 24h: nothing here keeps a prompt's blocks for longer because it is asked to, or lets them go after a day."""
+    verbosity: Verbosity | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | ToolChoice | None = None
+    tools: Annotated[list[Tool], limits.TOOLS.length()] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[FunctionDefinition] | None = None
-    function_call: str | FunctionName | None = None
-    reasoning_effort: str | None = None
+    functions: Annotated[list[FunctionDefinition], limits.TOOLS.length()] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+    reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's extension: variables for the chat template."""
 
-    include_reasoning: Any = None
-    mm_processor_kwargs: Any = None
+    mm_processor_kwargs: Annotated[Any, ignored({})] = None
 
     # refused unless neutral
-    audio: Any = None
-    chat_template: Any = None
-    documents: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    prompt_cache_options: Any = None
-    web_search_options: Any = None
+    audio: Annotated[Any, neutral()] = None
+    chat_template: Annotated[Any, neutral()] = None
+    documents: Annotated[Any, neutral([])] = None
+    include_reasoning: Annotated[Any, neutral(True)] = None
+    modalities: Annotated[Any, neutral(["text"])] = None
+    moderation: Annotated[Any, neutral()] = None
+    prompt_cache_options: Annotated[Any, neutral({}, {"mode": "implicit"})] = None
+    web_search_options: Annotated[Any, neutral()] = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions. `prompt`: a string, strings, token ids, or lists of token ids."""
 
     prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: LogprobCount | None = None
+    best_of: Annotated[int, limits.CHOICES.up_to(1)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-
-    # refused unless neutral
-    suffix: Any = None
-
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "include_reasoning": (True,),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-"""Fields of OpenAI's API and vLLM's that are not supported, with the values that ask for nothing (null always)."""
-
-IGNORED: dict[str, tuple[Any, ...]] = {
-    "early_stopping": (False,),
-    "length_penalty": (1, 1.0),
-    "mm_processor_kwargs": ({},),
-    "spaces_between_special_tokens": (True,),
-}
-"""Fields of vLLM's that change nothing here, about beam search and images; see `extra_fields.py`."""
-
-NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "annotations": ([],),
-}
-"""The same for a message."""
+    suffix: Annotated[Any, neutral("")] = None
+    """No open model says how it was taught to fill in the middle."""

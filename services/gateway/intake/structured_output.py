@@ -12,7 +12,6 @@ each tenant with a share of the compiler's time.
 
 import asyncio
 import hashlib
-import re
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RateLimited, check_size, empty_array
+from services.gateway.core.errors import InvalidParameter, RateLimited
 from services.gateway.intake.schemas import (
     GUIDED,
     GenerationFields,
@@ -36,8 +35,6 @@ from shared.limits import GRAMMAR_SECONDS, GRAMMARS_WAITING, TENANT_GRAMMARS
 from shared.messages import Grammar
 from shared.tasks import RoundRobin
 
-FORMATS = ("text", "json_object", "json_schema")
-SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 KEPT_VERDICTS = 256
 
 
@@ -98,12 +95,6 @@ def wanted_by(request: GenerationFields) -> Wanted | None:
 def _asks(request: GenerationFields, name: str) -> bool:
     value = getattr(request, name, None)
     if isinstance(value, ResponseFormat):
-        if value.type not in FORMATS:
-            raise InvalidParameter(
-                f"Invalid value: '{value.type[:64]}'. Supported values are: 'text', 'json_object', and 'json_schema'.",
-                param=f"{name}.type",
-                reason="invalid_value",
-            )
         return value.type != "text"
     return value is not None
 
@@ -118,14 +109,6 @@ def _of_format(value: ResponseFormat, param: str) -> Wanted:
 
 def wanted_schema(value: JsonSchemaFormat, param: str, path: str) -> Wanted:
     """A named schema of a client, which stands at `path` in its request. Raises `InvalidParameter`."""
-    check_size(f"{path}.name", value.name, limits.SCHEMA_NAME)
-    if not SCHEMA_NAME.fullmatch(value.name):
-        raise InvalidParameter(
-            f"Invalid '{path}.name': string does not match pattern. Expected a string that matches the pattern "
-            f"'^{SCHEMA_NAME.pattern}$'.",
-            param=f"{path}.name",
-            reason="invalid_value",
-        )
     if value.schema is None:
         raise _missing(f"{path}.schema")
     subject = f"Invalid schema for {param} '{value.name}'"
@@ -163,9 +146,6 @@ def _of_kind(kind: str, value: Any, param: str) -> Wanted:
 
 
 def _checked_choices(choices: list[str], param: str) -> list[str]:
-    if not choices:
-        raise empty_array(param)
-    check_size(param, choices, limits.GRAMMAR_CHOICES)
     if (size := sum(map(len, choices))) > limits.GRAMMAR_BYTES.value:  # before a grammar is made of them
         raise InvalidParameter(
             f"Invalid '{param}': the texts have {size} characters together; send fewer or shorter ones "

@@ -1,13 +1,13 @@
 """Checks of tools and of the messages about them, in OpenAI's words. Every refusal is an `InvalidParameter`. Pure."""
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from services.gateway.core.errors import InvalidParameter, check_size
+from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.schemas import ChatCompletionRequest, Message
 from services.gateway.tool_calls.schemas import (
     FunctionDefinition,
+    FunctionName,
     Tool,
     ToolCall,
     ToolChoice,
@@ -16,8 +16,6 @@ from services.gateway.tool_calls.schemas import (
 )
 from shared import limits
 from shared.grammars import inexact
-
-NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
 
 class Asked(NamedTuple):
@@ -43,8 +41,6 @@ def asked_of(request: ChatCompletionRequest) -> Asked:
     choice = request.tool_choice
     if isinstance(choice, ToolChoice):
         return _asked_by_choice(functions, choice, single=request.parallel_tool_calls is False)
-    if choice not in (None, "none", "auto", "required"):
-        raise _wrong_value("tool_choice", str(choice), ("none", "auto", "required"))
     if choice == "required" and not functions:
         raise _only_with("tool_choice", "tools")
     if choice == "none" or not functions:
@@ -75,11 +71,9 @@ def _functions_of(tools: Sequence[Tool]) -> tuple[FunctionDefinition, ...]:
 
 def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None:
     """`path`: of one of them, with `{}` where its index belongs."""
-    check_size(path.partition("[")[0], functions, limits.TOOLS)
     seen: dict[str, int] = {}
     for index, function in enumerate(functions):
         place = path.format(index)
-        _check_name(f"{place}.name", function.name)
         if function.name in seen:
             raise InvalidParameter(
                 f"Invalid '{place}.name': '{function.name}' is the name of "
@@ -89,24 +83,6 @@ def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None
             )
         seen[function.name] = index
         _check_parameters(f"{place}.parameters", function)
-
-
-def _check_name(path: str, name: str) -> None:
-    if not name:
-        raise InvalidParameter(
-            f"Invalid '{path}': empty string. Expected a string with minimum length 1, but got an empty string "
-            "instead.",
-            param=path,
-            reason="empty_string",
-        )
-    check_size(path, name, limits.FUNCTION_NAME)
-    if not NAME.fullmatch(name):
-        raise InvalidParameter(
-            f"Invalid '{path}': string does not match pattern. Expected a string that matches the pattern "
-            "'^[a-zA-Z0-9_-]+$'.",
-            param=path,
-            reason="invalid_value",
-        )
 
 
 def _check_parameters(path: str, function: FunctionDefinition) -> None:
@@ -153,29 +129,16 @@ def _asked_by_choice(functions: tuple[FunctionDefinition, ...], choice: ToolChoi
             raise _missing("tool_choice.function")
         picked = _picked(functions, [choice.function.name], "tool_choice.function.name")
         return Asked(picked, functions, required=True, named=True, single=True)
-    if choice.type != "allowed_tools":
-        raise _wrong_value("tool_choice.type", choice.type, ("function", "allowed_tools"))
     allowed = choice.allowed_tools
     if allowed is None:
         raise _missing("tool_choice.allowed_tools")
-    if allowed.mode not in ("auto", "required"):
-        raise _wrong_value("tool_choice.allowed_tools.mode", allowed.mode, ("auto", "required"))
     names = [_allowed_name(index, tool) for index, tool in enumerate(allowed.tools)]
-    if not names:
-        raise InvalidParameter(
-            "Invalid 'tool_choice.allowed_tools.tools': empty array. Expected an array with minimum length 1, but "
-            "got an empty array instead.",
-            param="tool_choice.allowed_tools.tools",
-            reason="empty_array",
-        )
     picked = _picked(functions, names, "tool_choice.allowed_tools.tools")
     return Asked(picked, functions, required=allowed.mode == "required", single=single)
 
 
 def _allowed_name(index: int, tool: ToolName) -> str:
     path = f"tool_choice.allowed_tools.tools[{index}]"
-    if tool.type != "function":
-        raise _wrong_value(f"{path}.type", tool.type, ("function",))
     if tool.function is None:
         raise _missing(f"{path}.function")
     return tool.function.name
@@ -208,12 +171,10 @@ def _asked_of_functions(request: ChatCompletionRequest) -> Asked:
     functions = tuple(request.functions or ())
     _check_functions(functions, "functions[{}]")
     choice = request.function_call
-    if choice is None or choice in ("auto", "none"):
+    if not isinstance(choice, FunctionName):
         if choice == "none" or not functions:
             return Asked()
         return Asked(functions, functions, single=True, legacy=True)
-    if isinstance(choice, str):
-        raise _wrong_value("function_call", choice, ("none", "auto"))
     if not functions:
         raise _only_with("function_call", "functions")
     picked = _picked(functions, [choice.name], "function_call.name")

@@ -1,18 +1,26 @@
 """Tools in request bodies, as OpenAI defines them; the JSON types of their parameters, and how deep JSON is. Pure."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from services.gateway.tool_calls.parsers.scanner import TYPE_OF
-from shared.limits import NESTING
+from shared.limits import FUNCTION_NAME, NESTING
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function that the model may call."""
 
-    name: str
+    name: Annotated[
+        str,
+        FUNCTION_NAME.length(
+            min_length=1,
+            pattern=r"^[a-zA-Z0-9_-]*$(?!\n)",
+            extra={"expected": "a string that matches the pattern '^[a-zA-Z0-9_-]+$'"},
+        ),
+    ]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON Schema; null: no parameters."""
@@ -32,20 +40,20 @@ class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ToolName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry of `allowed_tools`."""
 
-    type: str
+    type: Literal["function"]
     function: FunctionName | None = None
     custom: Any = None
 
 
 class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    mode: str
-    tools: list[ToolName]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolName], Meta(min_length=1)]
 
 
 class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`tool_choice` where it is more than a word."""
 
-    type: str
+    type: Literal["function", "allowed_tools"]
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
     custom: Any = None

@@ -1,19 +1,9 @@
 """Every bound is named once, its setting exists, and what is made from the table is up to date."""
 
-from typing import Any
-
-import msgspec
 import pytest
 
 from services.executor.core.settings import ExecutorSettings
-from services.gateway.api.openai.stored_chats import ChangedChat
-from services.gateway.api.openai.vllm import TokenizeRequest
-from services.gateway.api.openapi.constraints import constrain
-from services.gateway.batches.service import BatchCreate
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.embeddings import EmbeddingRequest
-from services.gateway.intake.responses.schemas import InputTokensRequest, ResponseRequest
-from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX
 from shared.limits import LIMITS, PAGE, Limit, page_with_table
@@ -52,32 +42,3 @@ def test_a_limit_is_what_its_setting_is_by_default(limit: Limit) -> None:
 def test_a_refusal_names_limit_value_and_setting(limit: Limit, words: str) -> None:
     assert limit.cited() == words
     assert limit.cited(7) == words.replace(f"{limit.value:,}", "7")
-
-
-@pytest.fixture(scope="module")
-def components() -> dict[str, Any]:
-    kinds = [
-        TokenizeRequest,
-        InputTokensRequest,
-        ChatCompletionRequest,
-        CompletionRequest,
-        ResponseRequest,
-        EmbeddingRequest,
-        ChangedChat,
-        BatchCreate,
-    ]
-    _, made = msgspec.json.schema_components(kinds, ref_template="{name}")
-    constrain(made)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("limit", "field"), [(limit, field) for limit in LIMITS for field in limit.fields], ids=str
-)
-def test_the_document_says_it(components: dict[str, Any], limit: Limit, field: str) -> None:
-    component, _, path = field.partition(".")
-    schema = components[component]["properties"].get(path.rstrip("[]{}"))
-    if schema is None:
-        assert component == "CompletionRequest" or path == "best_of", "a field of one of the two requests"
-        return
-    assert str(limit.value) in str(schema)

@@ -16,9 +16,10 @@ from services.gateway.api.openai.files import BATCH_EXPIRY
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches.service import BatchCreate
 from services.gateway.core.errors import InvalidParameter, RouteError, check_range
-from services.gateway.intake import validation
+from services.gateway.intake.decoding import convert
+from services.gateway.intake.headers import check_idempotency_key
 from shared.errors import InvalidRequest
-from shared.messages.batches import BatchJob, ExpiresAfter
+from shared.messages.batches import BatchJob
 
 _KEYS_OF = "grpc "
 """Before an idempotency key: no key of the REST API has a space, so that the two APIs' are apart."""
@@ -35,7 +36,7 @@ class BatchMethods:
         """SubmitBatch."""
         given = requests.decode(pb.SubmitBatchRequest, call.take())
         with self._backend.active():
-            key = validation.check_idempotency_key(call.metadata("idempotency-key"))
+            key = check_idempotency_key(call.metadata("idempotency-key"))
             job = await self._submitted(given, call.principal, _KEYS_OF + key if key else "")
         await call.send(pb.SubmitBatchResponse(batch=shown(job)).SerializeToString())
 
@@ -122,13 +123,14 @@ async def _parts(data: bytes) -> AsyncIterator[bytes]:
 
 def _wanted(given: pb.SubmitBatchRequest, file: str) -> BatchCreate:
     expires = given.HasField("output_expires_after_seconds")
-    return BatchCreate(
-        input_file_id=file,
-        endpoint=given.endpoint,
-        completion_window=given.completion_window or _WINDOW,
-        metadata=dict(given.metadata) or None,
-        output_expires_after=ExpiresAfter(given.output_expires_after_seconds) if expires else None,
-    )
+    wanted = {
+        "input_file_id": file,
+        "endpoint": given.endpoint,
+        "completion_window": given.completion_window or _WINDOW,
+        "metadata": dict(given.metadata) or None,
+        "output_expires_after": {"seconds": given.output_expires_after_seconds} if expires else None,
+    }
+    return convert(wanted, BatchCreate)
 
 
 def shown(job: BatchJob) -> pb.Batch:

@@ -22,7 +22,7 @@ from services.gateway.api.grpc.session import (
 )
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake import validation
+from services.gateway.intake.rules import check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from shared.messages import ModelCard
 
@@ -137,7 +137,7 @@ class Inference:
             card, tokenizer = await self._backend.intake.tokenizer(given.model)
             call.model = card.model
             ids = list(given.token_ids)
-            validation.check_token_ids("token_ids", ids, card.vocab_size)
+            check_token_ids("token_ids", ids, card.vocab_size)
             text = await tokenizer.decode_many(ids, skip_special_tokens=given.skip_special_tokens)
         await call.send(pb.DetokenizeResponse(text=text).SerializeToString())
 

@@ -11,8 +11,9 @@ from google.protobuf.message import Message as Protobuf
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.tools import calls_of, choice_of, format_of, missing, object_in, tools_of
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.decoding import convert
 from services.gateway.intake.embeddings import EmbeddingRequest
-from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, Message, StreamOptions
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
 
 MessageT = TypeVar("MessageT", bound=Protobuf)
 
@@ -51,19 +52,27 @@ def chat_request(given: pb.ChatRequest) -> ChatCompletionRequest:
     logprobs = fields.pop("logprobs", None)
     if logprobs is not None:
         fields["logprobs"], fields["top_logprobs"] = True, logprobs
-    return ChatCompletionRequest(
-        model=given.model,
-        messages=messages_of(given.messages),
-        prompt_cache_key=given.prompt_cache_key if given.HasField("prompt_cache_key") else None,
-        tools=tools_of(given.tools),
-        tool_choice=choice_of(given.tool_choice) if given.HasField("tool_choice") else None,
-        parallel_tool_calls=given.parallel_tool_calls if given.HasField("parallel_tool_calls") else None,
-        reasoning_effort=given.reasoning_effort if given.HasField("reasoning_effort") else None,
-        chat_template_kwargs=_template_variables(given),
+    if given.HasField("tool_choice"):
+        fields["tool_choice"] = choice_of(given.tool_choice)
+    if given.HasField("chat_template_kwargs_json"):
+        fields["chat_template_kwargs"] = object_in(
+            given.chat_template_kwargs_json, "chat_template_kwargs", "variables for the chat template"
+        )
+    wanted = {
+        "model": given.model,
+        "messages": messages_of(given.messages),
+        "tools": tools_of(given.tools),
+        **_given(given, "prompt_cache_key", "parallel_tool_calls", "reasoning_effort"),
         **format_of(given),
         **_delivery(given.output),
         **fields,
-    )
+    }
+    return convert(wanted, ChatCompletionRequest)
+
+
+def _given(message: Protobuf, *names: str) -> dict[str, Any]:
+    """Those of the fields that are set."""
+    return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 
 def completion_request(given: pb.GenerateRequest) -> CompletionRequest:
@@ -71,50 +80,36 @@ def completion_request(given: pb.GenerateRequest) -> CompletionRequest:
     kind = given.WhichOneof("prompt")
     if kind is None:
         raise missing("prompt", "text or tokens")
-    return CompletionRequest(
-        model=given.model,
-        prompt=given.text if kind == "text" else [list(given.tokens.ids)],
-        prompt_cache_key=given.prompt_cache_key if given.HasField("prompt_cache_key") else None,
-        echo=given.echo if given.HasField("echo") else None,
+    wanted = {
+        "model": given.model,
+        "prompt": given.text if kind == "text" else [list(given.tokens.ids)],
+        **_given(given, "prompt_cache_key", "echo"),
         **format_of(given),
         **_delivery(given.output),
         **_fields(given.sampling),
-    )
-
-
-def _template_variables(given: pb.ChatRequest) -> dict[str, Any] | None:
-    if not given.HasField("chat_template_kwargs_json"):
-        return None
-    return object_in(
-        given.chat_template_kwargs_json, "chat_template_kwargs", "variables for the chat template"
-    )
+    }
+    return convert(wanted, CompletionRequest)
 
 
 def conversation_request(model: str, given: pb.Conversation) -> ChatCompletionRequest:
     """A chat of which only the prompt is wanted. Raises `InvalidParameter`."""
-    return ChatCompletionRequest(
-        model=model, messages=messages_of(given.messages), tools=tools_of(given.tools)
-    )
+    wanted = {"model": model, "messages": messages_of(given.messages), "tools": tools_of(given.tools)}
+    return convert(wanted, ChatCompletionRequest)
 
 
-def messages_of(given: Sequence[pb.ChatMessage]) -> list[Message]:
+def messages_of(given: Sequence[pb.ChatMessage]) -> list[dict[str, Any]]:
     """A conversation. Raises `InvalidParameter` for a message that nobody says."""
     found = []
     for index, message in enumerate(given):
         role = _ROLES.get(message.role)
         if role is None:
             raise missing(f"messages[{index}].role", "one of the values of Role")
+        fields = _given(message, "name", "tool_call_id")
+        if message.HasField("reasoning"):
+            fields["reasoning_content"] = message.reasoning
         calls = calls_of(message.tool_calls)
-        found.append(
-            Message(
-                role,
-                (message.content or None) if calls else message.content,
-                message.name if message.HasField("name") else None,
-                message.tool_call_id if message.HasField("tool_call_id") else None,
-                calls,
-                reasoning_content=message.reasoning if message.HasField("reasoning") else None,
-            )
-        )
+        content = (message.content or None) if calls else message.content
+        found.append({"role": role, "content": content, "tool_calls": calls, **fields})
     return found
 
 
@@ -154,5 +149,5 @@ def embedding_request(given: pb.EmbedRequest) -> EmbeddingRequest:
         if kind is None:
             raise missing(f"inputs[{index}]", "text or tokens")
         inputs.append(item.text if kind == "text" else list(item.tokens.ids))
-    dimensions = given.dimensions if given.HasField("dimensions") else None
-    return EmbeddingRequest(model=given.model, input=inputs, dimensions=dimensions)
+    wanted = {"model": given.model, "input": inputs, **_given(given, "dimensions")}
+    return convert(wanted, EmbeddingRequest)

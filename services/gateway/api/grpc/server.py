@@ -17,7 +17,7 @@ from services.gateway.api.grpc.call import Call
 from services.gateway.api.grpc.framing import MessageReader
 from services.gateway.api.grpc.status import code_of
 from services.gateway.core.errors import ClientGone, RequestTimeout, RouteError
-from services.gateway.intake.validation import check_request_id
+from services.gateway.intake.headers import check_request_id
 from services.gateway.server.connections import Door
 from services.gateway.server.http2.connection import Connection
 from services.gateway.server.http2.frames import ENHANCE_YOUR_CALM, Limits, Stream

@@ -24,8 +24,8 @@ from services.gateway.api.grpc.status import status_message
 from services.gateway.api.session import Cancelled, Refused, Session, Turn, check_name
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
 from services.gateway.intake.record import Context
-from services.gateway.intake.validation import check_background, check_idempotency_key, check_session_id
 from services.gateway.streams import cursor
 from services.gateway.streams.reading import View
 from services.gateway.streams.run import Run

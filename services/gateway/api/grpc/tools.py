@@ -7,19 +7,9 @@ import msgspec
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.schemas import JsonSchemaFormat, ResponseFormat, StructuredOutputs
-from services.gateway.tool_calls.schemas import (
-    AllowedTools,
-    CalledFunction,
-    FunctionDefinition,
-    FunctionName,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    ToolName,
-)
 
-_object = msgspec.json.Decoder(dict[str, Any])
+Fields = dict[str, Any]
+_object = msgspec.json.Decoder(Fields)
 
 
 def missing(name: str, wanted: str) -> InvalidParameter:
@@ -55,32 +45,29 @@ _MODES = {
     pb.TOOL_MODE_NONE: "none",
     pb.TOOL_MODE_REQUIRED: "required",
 }
-_FUNCTION = "function"
 _NAME = "answer"
 
 
-def tools_of(given: Sequence[pb.Tool]) -> list[Tool] | None:
+def tools_of(given: Sequence[pb.Tool]) -> list[Fields] | None:
     """Raises `InvalidParameter`."""
     return [_tool(f"tools[{index}].function", tool) for index, tool in enumerate(given)] or None
 
 
-def _tool(path: str, tool: pb.Tool) -> Tool:
+def _tool(path: str, tool: pb.Tool) -> Fields:
     if not tool.HasField("function"):
         raise missing(path, "the function that may be called")
     given = tool.function
     text = given.parameters_json
-    return Tool(
-        _FUNCTION,
-        FunctionDefinition(
-            given.name,
-            given.description if given.HasField("description") else None,
-            schema_in(text, f"{path}.parameters_json") if text else None,
-            given.strict if given.HasField("strict") else None,
-        ),
-    )
+    function = {
+        "name": given.name,
+        "description": given.description if given.HasField("description") else None,
+        "parameters": schema_in(text, f"{path}.parameters_json") if text else None,
+        "strict": given.strict if given.HasField("strict") else None,
+    }
+    return {"type": "function", "function": function}
 
 
-def choice_of(given: pb.ToolChoice) -> str | ToolChoice:
+def choice_of(given: pb.ToolChoice) -> str | Fields:
     """Raises `InvalidParameter`."""
     kind = given.WhichOneof("choice")
     if kind is None:
@@ -88,11 +75,11 @@ def choice_of(given: pb.ToolChoice) -> str | ToolChoice:
     if kind == "mode":
         return _mode("tool_choice.mode", given.mode)
     if kind == "function":
-        return ToolChoice(_FUNCTION, FunctionName(given.function))
+        return {"type": "function", "function": {"name": given.function}}
     allowed = given.allowed
-    names = [ToolName(_FUNCTION, FunctionName(name)) for name in allowed.functions]
+    tools = [{"type": "function", "function": {"name": name}} for name in allowed.functions]
     mode = _mode("tool_choice.allowed.mode", allowed.mode)
-    return ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, names))
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def _mode(path: str, mode: pb.ToolMode) -> str:
@@ -103,9 +90,11 @@ def _mode(path: str, mode: pb.ToolMode) -> str:
     return _MODES[mode]
 
 
-def calls_of(given: Sequence[pb.ToolCall]) -> list[ToolCall] | None:
+def calls_of(given: Sequence[pb.ToolCall]) -> list[Fields] | None:
     """The calls of an assistant's message."""
-    return [ToolCall(call.id, _FUNCTION, CalledFunction(call.name, call.arguments)) for call in given] or None
+    return [
+        {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in given
+    ] or None
 
 
 def format_of(request: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
@@ -117,19 +106,19 @@ def format_of(request: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
     if kind is None:
         raise missing("response_format.format", "json_object, json_schema, regex, grammar or choice")
     if kind == "json_object":
-        return {"response_format": ResponseFormat(kind)}
+        return {"response_format": {"type": kind}}
     if kind == "json_schema":
-        return {"response_format": ResponseFormat(kind, _schema(given.json_schema))}
-    wanted: dict[str, Any] = {kind: list(given.choice.texts) if kind == "choice" else getattr(given, kind)}
-    return {"structured_outputs": StructuredOutputs(**wanted)}
+        return {"response_format": {"type": kind, "json_schema": _schema(given.json_schema)}}
+    wanted: Fields = {kind: list(given.choice.texts) if kind == "choice" else getattr(given, kind)}
+    return {"structured_outputs": wanted}
 
 
-def _schema(given: pb.JsonSchema) -> JsonSchemaFormat:
+def _schema(given: pb.JsonSchema) -> Fields:
     path = "response_format.json_schema.schema_json"
     if not given.schema_json:
         raise missing(path, "a JSON Schema as JSON text")
-    return JsonSchemaFormat(
-        given.name if given.HasField("name") else _NAME,
-        given.description if given.HasField("description") else None,
-        schema_in(given.schema_json, path),
-    )
+    return {
+        "name": given.name if given.HasField("name") else _NAME,
+        "description": given.description if given.HasField("description") else None,
+        "schema": schema_in(given.schema_json, path),
+    }

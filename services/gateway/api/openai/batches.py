@@ -14,7 +14,8 @@ from services.gateway.batches.states import batch_object
 from services.gateway.core.asgi import header, read_body, send_json
 from services.gateway.core.pagination import limit_of, query, shown
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake import validation
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.headers import check_idempotency_key
 from shared.messages.batches import BatchJob, BatchStatus, Counts
 from shared.service.endpoints import Receive, Scope, Send
 
@@ -126,9 +127,9 @@ class BatchesRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         batches, principal = self._backend.batches, scope["state"]["principal"]
         if scope["method"] == "POST":
-            key = validation.check_idempotency_key(header(scope, b"idempotency-key"))
+            key = check_idempotency_key(header(scope, b"idempotency-key"))
             body = await read_body(scope, receive, BODY_BYTES, self._settings.body_timeout)
-            job = await batches.submit(validation.decode(body, self._decoder), principal, key)
+            job = await batches.submit(decode(body, self._decoder), principal, key)
             await _send(send, job)
             return
         params = query(scope["query_string"], ("after", "limit"))

@@ -10,9 +10,9 @@ from services.gateway.api.backend import Backend
 from services.gateway.core.asgi import EventStream, header, read_body, send_json, watch_disconnect
 from services.gateway.core.errors import ClientGone, InvalidParameter, describe
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
 from services.gateway.intake.intake import Endpoint
 from services.gateway.intake.record import Context
-from services.gateway.intake.validation import check_background, check_idempotency_key, check_session_id
 from services.gateway.streams import cursor
 from services.gateway.streams.run import Run
 from shared.errors import Unavailable

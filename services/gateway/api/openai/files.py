@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from starlette.routing import BaseRoute
@@ -10,17 +10,18 @@ from starlette.routing import BaseRoute
 from services.gateway.api.backend import Backend
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter
-from services.gateway.batches.files import ANCHOR, LEAST_EXPIRY, MOST_EXPIRY, Files, expiry
+from services.gateway.batches.files import ANCHOR, Files, expiry
 from services.gateway.core.asgi import send_json
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import limit_of, page, query, shown
 from services.gateway.core.settings import GatewaySettings
-from shared.messages.batches import FileRecord
+from services.gateway.intake.decoding import convert
+from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 from shared.service.endpoints import Receive, Scope, Send
 
 PATH = "/v1/files"
 TAG = "Files"
-PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
 """What clients may say that a file is for. Only `batch` makes a difference here."""
 EXPIRY_ANCHOR, EXPIRY_SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 MOST = 10_000
@@ -32,6 +33,14 @@ ID = Parameter(
     "path",
     "file-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
 )
+
+
+class UploadForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of an upload beside its file."""
+
+    purpose: Purpose
+    anchor: str | None = msgspec.field(default=None, name=EXPIRY_ANCHOR)
+    seconds: str | None = msgspec.field(default=None, name=EXPIRY_SECONDS)
 
 
 class FileObject(msgspec.Struct):
@@ -84,7 +93,7 @@ UPLOAD = Operation(
             "type": "object",
             "required": ["purpose", "file"],
             "properties": {
-                "purpose": {"type": "string", "enum": list(PURPOSES)},
+                "purpose": {"type": "string", "enum": get_args(Purpose)},
                 "file": {"type": "string", "format": "binary"},
                 EXPIRY_ANCHOR: {"const": ANCHOR},
                 EXPIRY_SECONDS: {"type": "integer", "minimum": LEAST_EXPIRY, "maximum": MOST_EXPIRY},
@@ -183,54 +192,33 @@ class FilesRoute:
         form = MultipartForm(scope, receive, self._settings.body_timeout, files.limit)
         await form.until_file()
         if "purpose" in form.fields:
-            _purpose(form.fields)  # refused before a byte is stored
+            convert(form.fields, UploadForm)  # refused before a byte is stored
         async with files.receive(tenant, form.filename or "file", form.file_data(), form.announced) as record:
             await form.rest()
-            purpose, seconds = _purpose(form.fields), _expires_after(form.fields)
+            fields = convert(form.fields, UploadForm)
+            seconds = _expires_after(fields)
             now = time.time()
-            if not seconds and purpose == "batch":
+            if not seconds and fields.purpose == "batch":
                 seconds = BATCH_EXPIRY
             return await files.publish(
                 msgspec.structs.replace(
                     record,
-                    purpose=purpose,
+                    purpose=fields.purpose,
                     created_at=now,
                     expires_at=now + seconds if seconds else 0.0,
                 )
             )
 
 
-def _purpose(fields: dict[str, str]) -> str:
-    known = ("purpose", EXPIRY_ANCHOR, EXPIRY_SECONDS)
-    for name in fields:
-        if name not in known:
-            raise InvalidParameter(
-                f"Unknown parameter: '{name[:64]}'.", param=name[:64], reason="unknown_parameter"
-            )
-    purpose = fields.get("purpose")
-    if purpose is None:
-        raise InvalidParameter(
-            "Missing required parameter: 'purpose'.", param="purpose", reason="missing_required_parameter"
-        )
-    if purpose not in PURPOSES:
-        names = ", ".join(f"'{name}'" for name in PURPOSES)
-        raise InvalidParameter(
-            f"Invalid value: '{purpose[:64]}'. Supported values are: {names}.",
-            param="purpose",
-            reason="invalid_value",
-        )
-    return purpose
-
-
-def _expires_after(fields: dict[str, str]) -> float:
-    given = fields.get(EXPIRY_SECONDS)
+def _expires_after(form: UploadForm) -> float:
+    given = form.seconds
     if given is not None and not (given.isascii() and given.isdigit() and len(given) < 10):
         raise InvalidParameter(
             "Invalid type for 'expires_after.seconds': expected an integer.",
             param="expires_after.seconds",
             reason="invalid_type",
         )
-    return expiry(fields.get(EXPIRY_ANCHOR), None if given is None else int(given), "expires_after")
+    return expiry(form.anchor, None if given is None else int(given), "expires_after")
 
 
 async def _list(files: Files, tenant: str, scope: Scope) -> dict[str, Any]:

@@ -14,10 +14,14 @@ from services.gateway.api.openai.completions import CompletionsRoute, positions_
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation, Parameter
 from services.gateway.core.asgi import read_body, send_json, watch_disconnect
-from services.gateway.core.errors import InvalidParameter, check_range
+from services.gateway.core.errors import InvalidParameter, check_range, unsupported
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.responses.schemas import InputTokensRequest, ResponseRequest
-from services.gateway.intake.responses.validation import INCLUDABLE, check_include, unsupported
+from services.gateway.intake.responses.schemas import (
+    INCLUDABLE,
+    InputTokensRequest,
+    ResponseRequest,
+    check_include,
+)
 from services.gateway.persistence.responses import Found, ResponseLookup
 from services.gateway.streams.response_items import Item
 from shared.errors import RyzansteinError

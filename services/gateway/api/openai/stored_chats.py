@@ -18,8 +18,8 @@ from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import limit_of
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake import validation
-from services.gateway.intake.extra_fields import check_metadata
+from services.gateway.intake.decoding import convert, decode
+from services.gateway.intake.schemas import NamedMetadata
 from services.gateway.persistence.chats import PAGE, Wanted
 from shared.service.endpoints import Receive, Scope, Send
 
@@ -30,7 +30,7 @@ _METADATA = re.compile(r"metadata\[([^\[\]]+)\]")
 def chats_wanted(query: bytes) -> Wanted:
     """Of GET /v1/chat/completions; `metadata[key]=value` as often as one likes. Raises `InvalidParameter`."""
     params, metadata = _read(query, ("after", "limit", "order", "model"))
-    check_metadata(metadata)
+    convert({"metadata": metadata}, ChangedChat)
     return _wanted(params, metadata)
 
 
@@ -80,7 +80,7 @@ TAG = "Chat"
 class ChangedChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What can be changed of a stored chat completion."""
 
-    metadata: dict[str, str] | None
+    metadata: NamedMetadata | None
     """In place of all that there are."""
 
 
@@ -221,8 +221,7 @@ class ChatRoute:
             await send_json(send, 200, gone)
         elif scope["method"] == "POST":
             body = await read_body(scope, receive, BODY_BYTES, self._settings.body_timeout)
-            metadata = validation.decode(body, self._decoder).metadata
-            check_metadata(metadata)
+            metadata = decode(body, self._decoder).metadata
             await send_json(send, 200, await chats.change(public_id, tenant, metadata or {}))
         else:
             await send_json(send, 200, await chats.get(public_id, tenant))

@@ -10,10 +10,11 @@ from services.gateway.api.backend import Backend
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake import validation
-from services.gateway.intake.chat import check_conversation, rendered
+from services.gateway.intake.chat import rendered
+from services.gateway.intake.decoding import decode
 from services.gateway.intake.intake import Intake
-from services.gateway.intake.schemas import ChatCompletionRequest, Message
+from services.gateway.intake.rules import check_chat, check_token_ids
+from services.gateway.intake.schemas import ChatCompletionRequest, Messages, TokenId
 from services.gateway.tokenizer.encoding import INLINE
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.schemas import Tool
@@ -29,7 +30,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     model: str | None = None
     """May be left out where one model alone is served."""
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     """With `prompt`: whether the model's special tokens stand around it; true where it is left out."""
     return_token_strs: bool | None = None
@@ -48,7 +49,7 @@ class Tokenized(msgspec.Struct, frozen=True):
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True):
@@ -70,7 +71,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 async def tokenize(intake: Intake, body: bytes) -> Tokenized:
     """Raises `InvalidParameter`, `UnknownModel`, `Unavailable`."""
-    request = validation.decode(body, _tokenize_decoder)
+    request = decode(body, _tokenize_decoder)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidParameter(
             "Give either 'prompt' or 'messages'.", param="prompt", reason="missing_required_parameter"
@@ -99,15 +100,15 @@ async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Token
         continue_final_message=request.continue_final_message,
         chat_template_kwargs=request.chat_template_kwargs,
     )
-    check_conversation(chat)
+    check_chat(chat)
     return await tokenizer.encode_rendered((await rendered(chat, card, tokenizer)).prompt)
 
 
 async def detokenize(intake: Intake, body: bytes) -> Detokenized:
     """Raises as `tokenize`."""
-    request = validation.decode(body, _detokenize_decoder)
+    request = decode(body, _detokenize_decoder)
     card, tokenizer = await intake.speaker(request.model)
-    validation.check_token_ids("tokens", request.tokens, card.vocab_size)
+    check_token_ids("tokens", request.tokens, card.vocab_size)
     return Detokenized(await tokenizer.decode_many(request.tokens, skip_special_tokens=False))
 
 

@@ -11,7 +11,7 @@ from services.gateway.api.openapi.operation import EVENTS, JSON, ApiRoute, Opera
 from services.gateway.core.asgi import send_json
 from services.gateway.core.errors import ErrorBody
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.validation import EXACT_HEADER
+from services.gateway.intake.headers import EXACT_HEADER
 from shared.process import VERSION
 from shared.service.endpoints import Receive, Scope, Send
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from starlette.routing import Match, Route
 
-from services.gateway.intake.validation import IDEMPOTENCY_KEY, REQUEST_ID
+from services.gateway.intake.headers import IDEMPOTENCY_KEY, REQUEST_ID
 from shared.service.endpoints import Scope
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"

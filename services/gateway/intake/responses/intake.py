@@ -12,16 +12,22 @@ from typing import Protocol
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.core.errors import InvalidParameter, RouteError, unsupported
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake import extra_fields
+from services.gateway.intake.decoding import decode
 from services.gateway.intake.record import Context
 from services.gateway.intake.responses.items import Reference, droppable, identity_in, read_input
-from services.gateway.intake.responses.schemas import InputFields, InputTokensRequest, ResponseRequest
+from services.gateway.intake.responses.schemas import (
+    InputFields,
+    InputTokensRequest,
+    ResponseRequest,
+    check_input_fields,
+    check_request,
+)
 from services.gateway.intake.responses.translation import MakeResponse, chat_request, renamed
-from services.gateway.intake.responses.validation import check_input_fields, check_request, unsupported
+from services.gateway.intake.rules import check_streamed
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.intake.validation import check_streamed, decode
 from services.gateway.lifecycle.answer import PREFIXES, new_identity
 from services.gateway.persistence.responses import Found, ResponseLookup
 from services.gateway.streams.response_items import Item

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidParameter, empty_array, unsupported
+from services.gateway.intake.decoding import decode
 from services.gateway.intake.responses.schemas import (
     AnyItem,
     FunctionCallItem,
@@ -23,14 +24,11 @@ from services.gateway.intake.responses.schemas import (
     Part,
     ReasoningItem,
 )
-from services.gateway.intake.validation import check_breakpoint, decode
+from services.gateway.intake.rules import check_breakpoint
 from services.gateway.streams.response_items import ABBREVIATIONS, Item
 
 T = TypeVar("T")
 
-ROLES = ("user", "system", "developer", "assistant")
-TEXTS = ("input_text", "output_text", "text")
-STATUSES = (None, "in_progress", "completed", "incomplete")
 _ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{32})_(?:in_)?\d{1,6}")
 _OTHER_TEXT = ("refusal", "annotations", "logprobs", "prompt_cache_breakpoint")
 _REFUSED = tuple(
@@ -80,11 +78,8 @@ def _read_item(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item |
 
 def _read_message(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
     item = _decode(raw, MessageItem, path)
-    if item.role not in ROLES:
-        raise _not_one_of(f"{path}.role", item.role, ROLES)
-    _check_status(item.status, path)
     if item.phase is not None:
-        raise _unsupported(f"{path}.phase")
+        raise unsupported(f"{path}.phase")
     texts = _texts(item.content, f"{path}.content")
     shown = _message(item.id or input_id("message", identity, index), item.role, *texts)
     return shown | {"status": item.status or "completed"}
@@ -93,7 +88,6 @@ def _read_message(raw: msgspec.Raw, path: str, identity: str, index: int) -> Ite
 def _read_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
     item = _decode(raw, FunctionCallItem, path)
     _check_given(item, path, ("async_", "caller", "created_by", "namespace"))
-    _check_status(item.status, path)
     return {
         "id": item.id or input_id("function_call", identity, index),
         "type": "function_call",
@@ -107,7 +101,6 @@ def _read_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
 def _read_output(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
     item = _decode(raw, FunctionCallOutputItem, path)
     _check_given(item, path, ("caller", "created_by", "namespace"))
-    _check_status(item.status, path)
     output: Any = item.output
     if not isinstance(output, str):
         output = [{"type": "input_text", "text": text} for text in _texts(output, f"{path}.output")]
@@ -169,25 +162,14 @@ def _texts(content: str | list[Part], path: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not content:
-        raise InvalidParameter(
-            f"Invalid '{path}': empty array. Expected an array with minimum length 1.",
-            param=path,
-            reason="empty_array",
-        )
+        raise empty_array(path)
     return [_text(part, f"{path}[{index}]") for index, part in enumerate(content)]
 
 
 def _text(part: Part, path: str) -> str:
     name = "refusal" if part.type == "refusal" else "text"
-    if part.type not in (*TEXTS, "refusal"):
-        raise InvalidParameter(
-            f"Invalid value: '{part.type[:64]}'. This server reads text alone; supported values are: "
-            "'input_text', 'output_text' and 'refusal'.",
-            param=f"{path}.type",
-            reason="invalid_value",
-        )
     _check_given(part, path, _REFUSED)
-    check_breakpoint(f"{path}.prompt_cache_breakpoint", part.prompt_cache_breakpoint)
+    check_breakpoint(f"{path}.", part.prompt_cache_breakpoint)
     text: str | None = getattr(part, name)
     if text is None:
         raise InvalidParameter(
@@ -201,29 +183,7 @@ def _text(part: Part, path: str) -> str:
 def _check_given(item: msgspec.Struct, path: str, names: Sequence[str]) -> None:
     for name in names:
         if getattr(item, name):
-            raise _unsupported(f"{path}.{name.strip('_')}")
-
-
-def _check_status(status: str | None, path: str) -> None:
-    if status not in STATUSES:
-        raise _not_one_of(f"{path}.status", status or "", STATUSES[1:])
-
-
-def _not_one_of(path: str, given: str, allowed: Sequence[str | None]) -> InvalidParameter:
-    supported = ", ".join(f"'{value}'" for value in allowed)
-    return InvalidParameter(
-        f"Invalid value: '{given[:64]}'. Supported values are: {supported}.",
-        param=path,
-        reason="invalid_value",
-    )
-
-
-def _unsupported(path: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"Unsupported parameter: '{path}' is not supported by this server; leave it out.",
-        param=path,
-        reason="unsupported_parameter",
-    )
+            raise unsupported(f"{path}.{name.strip('_')}")
 
 
 # --- for the chat template -----------------------------------------------------------------------

@@ -1,34 +1,66 @@
-"""Bodies of /v1/responses, as OpenAI defines them (API reference, "Responses").
+"""Bodies of /v1/responses, as OpenAI defines them (API reference, "Responses"), and what is checked of them alone.
 
-As in `services/gateway/intake/schemas.py` fields that this server does not have are declared too, so that they can
-be refused by name.
+Annotations say what a field may be, as in `services/gateway/intake/schemas.py`. The rest is checked as the chat
+completion that a request becomes.
 """
 
-from typing import Any
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from services.gateway.intake.schemas import CacheBreakpoint, StreamOptions
+from services.gateway.core.errors import InvalidParameter, asks_for_nothing, unsupported
+from services.gateway.intake.rules import check_neutral, check_stream_options
+from services.gateway.intake.schemas import (
+    CacheBreakpoint,
+    CacheSalt,
+    LogprobCount,
+    Metadata,
+    ModelName,
+    PositiveCount,
+    Priority,
+    ReasoningEffort,
+    RequestId,
+    ServiceTier,
+    StreamOptions,
+    Temperature,
+    TopP,
+    User,
+    Verbosity,
+    ignored,
+    neutral,
+)
+from shared import limits
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may name; no reasoning is ever encrypted here, so the second adds nothing."""
+
+
+NO = {"enum": [None, False]}
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    effort: str | None = None
-    summary: Any = None
-    generate_summary: Any = None
-    context: Any = None
-    mode: Any = None
+    effort: ReasoningEffort | None = None
+    summary: Annotated[Any, neutral()] = None
+    generate_summary: Annotated[Any, neutral()] = None
+    context: Annotated[Any, neutral("auto")] = None
+    mode: Annotated[Any, neutral("standard")] = None
 
 
 class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a request and the counting of its tokens have in common."""
 
-    model: str
-    input: str | list[msgspec.Raw] | None = None
+    model: ModelName
+    input: (
+        str | Annotated[list[msgspec.Raw], limits.ITEMS.length(extra_json_schema={"minItems": 1})] | None
+    ) = None
     instructions: str | None = None
     previous_response_id: str | None = None
     parallel_tool_calls: bool | None = None
@@ -36,74 +68,71 @@ class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     text: TextOptions | None = None
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's, as a chat's: variables for the chat template."""
 
     # refused unless neutral
-    chat_template: Any = None
-    conversation: Any = None
+    chat_template: Annotated[Any, neutral()] = None
+    conversation: Annotated[Any, neutral()] = None
 
 
 class InputTokensRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/responses/input_tokens."""
 
-    personality: Any = None
+    personality: Annotated[Any, neutral()] = None
 
 
 class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/responses."""
 
     background: bool | None = None
-    include: list[str] | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
-    metadata: dict[str, str] | None = None
+    include: list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]] | None = None
+    max_output_tokens: PositiveCount | None = None
+    max_tool_calls: PositiveCount | None = None
+    metadata: Metadata | None = None
     prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
+    safety_identifier: User | None = None
+    service_tier: ServiceTier | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_logprobs: int | None = None
-    top_p: float | None = None
-    user: str | None = None
+    stream_options: (
+        Annotated[
+            StreamOptions,
+            Meta(
+                description="Not supported: refused, unless it asks for nothing.",
+                extra_json_schema={"properties": {"include_usage": NO, "include_obfuscation": NO}},
+            ),
+        ]
+        | None
+    ) = None
+    temperature: Temperature | None = None
+    top_logprobs: LogprobCount | None = None
+    top_p: TopP | None = None
+    user: User | None = None
 
     # vLLM's, as a chat's
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
 
     # vLLM's, ignored
-    early_stopping: Any = None
-    length_penalty: Any = None
-    mm_processor_kwargs: Any = None
-    spaces_between_special_tokens: Any = None
+    early_stopping: Annotated[Any, ignored(False)] = None
+    length_penalty: Annotated[Any, ignored(1, 1.0)] = None
+    mm_processor_kwargs: Annotated[Any, ignored({})] = None
+    spaces_between_special_tokens: Annotated[Any, ignored(True)] = None
 
     # refused unless neutral
-    access_programs: Any = None
-    context_management: Any = None
-    image: Any = None
-    moderation: Any = None
-    prompt: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
+    access_programs: Annotated[Any, neutral()] = None
+    context_management: Annotated[Any, neutral([])] = None
+    image: Annotated[
+        Any, neutral({}, {"context_compression": "auto"}, {"context_compression": "disabled"})
+    ] = None
+    moderation: Annotated[Any, neutral()] = None
+    prompt: Annotated[Any, neutral()] = None
+    prompt_cache_options: Annotated[Any, neutral({}, {"mode": "implicit"})] = None
+    prompt_cache_retention: Annotated[Any, neutral("in_memory", "in-memory")] = None
 
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "access_programs": (),
-    "chat_template": (),
-    "context_management": ([],),
-    "conversation": (),
-    "image": ({}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
-    "moderation": (),
-    "personality": (),
-    "prompt": (),
-    "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-}
-"""Fields of OpenAI's API and vLLM's that are not supported, with the values that ask for nothing (null always)."""
 
 NEUTRAL_IN_TOOL: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
@@ -111,7 +140,74 @@ NEUTRAL_IN_TOOL: dict[str, tuple[Any, ...]] = {
     "defer_loading": (False,),
     "output_schema": (),
 }
-"""The same for a function among `tools`."""
+"""Fields of a function among `tools` that are not supported, with the values that ask for nothing."""
+
+
+def check_input_fields(request: InputFields) -> None:
+    """Raises `InvalidParameter` for the first thing wrong in `request`."""
+    check_neutral(request)
+    if request.reasoning is not None:
+        check_neutral(request.reasoning, "reasoning.")
+    if request.input is None and request.previous_response_id is None:
+        raise InvalidParameter(
+            "Missing required parameter: 'input'; send a text or an array of items.",
+            param="input",
+            reason="missing_required_parameter",
+        )
+    if request.input == [] and request.previous_response_id is None:
+        raise InvalidParameter(
+            "Invalid 'input': empty array. Expected an array with minimum length 1, but got an empty array "
+            "instead.",
+            param="input",
+            reason="empty_array",
+        )
+    for index, tool in enumerate(request.tools or []):
+        if tool.get("type") != "function":
+            raise InvalidParameter(
+                f"Invalid value: '{str(tool.get('type'))[:64]}'. This server has no tools of its own; "
+                "supported values are: 'function'.",
+                param=f"tools[{index}].type",
+                reason="invalid_value",
+            )
+        for name, values in NEUTRAL_IN_TOOL.items():
+            value = tool.get(name)
+            if value is not None and not asks_for_nothing(value, values):
+                raise unsupported(f"tools[{index}].{name}")
+
+
+def check_request(request: ResponseRequest) -> None:
+    """As `check_input_fields`, for a request that generates."""
+    check_input_fields(request)
+    check_include(request.include)
+    if request.background and request.store is False:
+        raise InvalidParameter(
+            "Invalid value for 'store': a background response is asked for by its id, so it is kept; leave "
+            "out 'store', or 'background'.",
+            param="store",
+            reason="invalid_value",
+        )
+    check_stream_options(request)
+    options = request.stream_options
+    if options is not None and options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation")
+    if options is not None and options.include_usage:
+        raise unsupported("stream_options.include_usage", "the last event of a response always has its usage")
+
+
+def wants_logprobs(request: ResponseRequest) -> bool:
+    return LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
+
+
+def check_include(include: Collection[str] | None) -> None:
+    """Raises `InvalidParameter` for what can never be included here."""
+    for name in include or ():
+        if name not in INCLUDABLE:
+            raise InvalidParameter(
+                f"Unsupported parameter: 'include' may not have '{name[:64]}' on this server; supported are: "
+                f"{', '.join(INCLUDABLE)}.",
+                param="include",
+                reason="unsupported_parameter",
+            )
 
 
 # --- input items ---------------------------------------------------------------------------------
@@ -124,10 +220,13 @@ class AnyItem(msgspec.Struct, frozen=True):
     role: str | None = None
 
 
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a content. What an answer's part brings besides its text is taken without effect."""
 
-    type: str
+    type: Literal["input_text", "output_text", "text", "refusal"]
     text: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -145,11 +244,11 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MessageItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    role: str
+    role: Literal["user", "system", "developer", "assistant"]
     content: str | list[Part]
     type: str | None = None
     id: str | None = None
-    status: str | None = None
+    status: Status | None = None
     phase: str | None = None
 
 
@@ -159,7 +258,7 @@ class FunctionCallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     arguments: str
     id: str | None = None
-    status: str | None = None
+    status: Status | None = None
 
     # refused where they are given
     async_: Any = msgspec.field(default=None, name="async")
@@ -173,7 +272,7 @@ class FunctionCallOutputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=
     call_id: str
     output: str | list[Part]
     id: str | None = None
-    status: str | None = None
+    status: Status | None = None
     name: str | None = None
 
     # refused where they are given

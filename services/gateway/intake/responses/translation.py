@@ -15,11 +15,15 @@ from typing import Any
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.decoding import convert
 from services.gateway.intake.responses.items import chat_messages
-from services.gateway.intake.responses.schemas import NEUTRAL_IN_TOOL, InputFields, ResponseRequest
-from services.gateway.intake.responses.validation import wants_logprobs
-from services.gateway.intake.schemas import IGNORED, ChatCompletionRequest
-from services.gateway.intake.validation import decode
+from services.gateway.intake.responses.schemas import (
+    NEUTRAL_IN_TOOL,
+    InputFields,
+    ResponseRequest,
+    wants_logprobs,
+)
+from services.gateway.intake.schemas import ChatCompletionRequest, marked
 from services.gateway.streams.response_items import Item
 from shared.errors import ContextLengthExceeded
 from shared.messages import SamplingParams
@@ -35,9 +39,8 @@ _NAMES = {
     "verbosity": "text.verbosity",
 }
 """The chat's fields, and what they are called here; a longer name before its beginning."""
-_AS_A_CHATS = ("cache_salt", "priority", "request_id", *IGNORED)
+_AS_A_CHATS = ("cache_salt", "priority", "request_id", *marked(ResponseRequest, "ignored"))
 """Fields of a chat under the same name, with the same meaning."""
-_decoder = msgspec.json.Decoder(ChatCompletionRequest)
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
 _MESSAGE = re.compile(r"^messages\b.*$")
 
@@ -73,10 +76,7 @@ def chat_request(
         }
     given = {name: value for name, value in body.items() if value is not None}
     with renamed():
-        try:
-            return msgspec.convert(given, ChatCompletionRequest)
-        except msgspec.ValidationError:
-            return decode(msgspec.json.encode(given), _decoder)  # says what is wrong, in our words
+        return convert(given, ChatCompletionRequest)
 
 
 def _response_format(request: InputFields) -> dict[str, Any] | None:

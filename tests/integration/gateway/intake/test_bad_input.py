@@ -120,7 +120,7 @@ async def test_messages_say_what_to_do(http: httpx.AsyncClient) -> None:
         return str((await http.post(CHAT, json=GOOD | fields)).json()["error"]["message"])
 
     assert await message(temperature=3) == (
-        "Invalid 'temperature': decimal above maximum value. Expected a value <= 2, but got 3.0 instead."
+        "Invalid 'temperature': decimal above maximum value. Expected a value <= 2, but got 3 instead."
     )
     assert await message(n="x") == "Invalid type for 'n': expected an integer, but got a string instead."
     assert await message(foo=1) == "Unknown parameter: 'foo'."

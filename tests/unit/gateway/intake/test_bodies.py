@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.decoding import decode
 from services.gateway.intake.sampling import sampling_params
 from services.gateway.intake.schemas import CompletionRequest
-from services.gateway.intake.validation import decode
 from shared.messages import ModelCard
 
 DECODER = msgspec.json.Decoder(CompletionRequest)

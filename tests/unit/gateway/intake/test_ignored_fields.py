@@ -7,9 +7,11 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import extra_fields, validation
+from services.gateway.intake import extra_fields
 from services.gateway.intake.chat import plan_of
+from services.gateway.intake.decoding import decode
 from services.gateway.intake.extra_fields import truncated
+from services.gateway.intake.rules import check_chat
 from services.gateway.intake.sampling import cache_salt
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.tokenizer.templates import Traits
@@ -26,12 +28,12 @@ def chat(message: dict[str, Any] | None = None, **fields: Any) -> bytes:
 
 
 def test_a_byte_order_mark_is_no_fault() -> None:
-    assert validation.decode(b"\xef\xbb\xbf" + chat(), _chat).model == "m"
+    assert decode(b"\xef\xbb\xbf" + chat(), _chat).model == "m"
 
 
 def test_a_whole_number_may_have_a_fraction_of_zeros() -> None:
     body = b'{"model": "1.0", "prompt": [[1.0, 2.00], [3]], "max_tokens": 6.0, "n": 2.0, "top_p": 1.0, "seed": -3.0}'
-    got = validation.decode(body, _completion)
+    got = decode(body, _completion)
     assert (got.model, got.prompt, got.max_tokens, got.n, got.seed) == ("1.0", [[1, 2], [3]], 6, 2, -3)
     for written, meant in (
         (b"6e0", 6),
@@ -42,11 +44,11 @@ def test_a_whole_number_may_have_a_fraction_of_zeros() -> None:
         (b"0e9", 0),
     ):
         body = b'{"model": "m", "prompt": "a", "max_tokens": %b}' % written
-        assert validation.decode(body, _completion).max_tokens == meant
+        assert decode(body, _completion).max_tokens == meant
     with pytest.raises(
         InvalidParameter, match="'max_tokens': expected an integer, but got a number with a fraction"
     ):
-        validation.decode(b'{"model": "m", "prompt": "a", "max_tokens": 6.5}', _completion)
+        decode(b'{"model": "m", "prompt": "a", "max_tokens": 6.5}', _completion)
     for wrong in (
         b"6.5",
         b"6.01",
@@ -59,13 +61,13 @@ def test_a_whole_number_may_have_a_fraction_of_zeros() -> None:
         b"1e99999999999999999",
     ):
         with pytest.raises(InvalidParameter):
-            validation.decode(b'{"model": "m", "prompt": "a", "max_tokens": %b}' % wrong, _completion)
+            decode(b'{"model": "m", "prompt": "a", "max_tokens": %b}' % wrong, _completion)
 
 
 def test_unknown_fields_of_messages_are_left_out_and_named() -> None:
     dropped: list[str] = []
     body = chat({"weight": 1, "reasoning": "so", "made\n": 2}, max_tokens=6.0)
-    got = validation.decode(body, _chat, dropped)
+    got = decode(body, _chat, dropped)
     assert got.messages[0].reasoning_content == "so"
     assert dropped == ["messages[].weight", "messages[].made\n"]
     headers: dict[str, str] = {}
@@ -75,23 +77,23 @@ def test_unknown_fields_of_messages_are_left_out_and_named() -> None:
     assert names[:2] == ["messages[].weight", "messages[].made?"]
     assert len(names) == extra_fields.MOST_IGNORED
     with pytest.raises(InvalidParameter, match=r"messages\[0\]\.weight"):
-        validation.decode(body, _chat)
+        decode(body, _chat)
     with pytest.raises(InvalidParameter, match="surprise"):
-        validation.decode(chat(surprise=1), _chat, [])
+        decode(chat(surprise=1), _chat, [])
 
 
 def test_what_changes_nothing_is_named_and_refused_where_that_is_set() -> None:
-    request = validation.decode(chat(length_penalty=2, spaces_between_special_tokens=True), _chat)
+    request = decode(chat(length_penalty=2, spaces_between_special_tokens=True), _chat)
     assert extra_fields.ignored_fields(request) == ["length_penalty"]
     with pytest.raises(InvalidParameter, match="length_penalty"):
         extra_fields.tell_ignored(extra_fields.ignored_fields(request), {}, strict=True)
     for field, value in (("chat_template", "{{ x }}"), ("use_beam_search", True), ("documents", [{}])):
         with pytest.raises(InvalidParameter, match=field):
-            validation.check_chat(validation.decode(chat(**{field: value}), _chat))
+            check_chat(decode(chat(**{field: value}), _chat))
 
 
 def test_what_a_template_does_not_look_at_is_ignored() -> None:
-    request = validation.decode(chat(chat_template_kwargs={"enable_thinking": False, "style": 1}), _chat)
+    request = decode(chat(chat_template_kwargs={"enable_thinking": False, "style": 1}), _chat)
     plan = plan_of(request, CARD, Traits(variables=frozenset({"style"})))
     assert plan.options.variables == {"style": 1}
     assert plan.ignored == ("chat_template_kwargs.enable_thinking",)
@@ -100,7 +102,7 @@ def test_what_a_template_does_not_look_at_is_ignored() -> None:
 def test_a_prompt_is_cut_on_the_side_that_was_named() -> None:
     def cut(**fields: Any) -> list[int]:
         body = json.dumps({"model": "m", "prompt": "a", "truncate_prompt_tokens": 2, **fields}).encode()
-        return truncated(validation.decode(body, _completion), CARD, [1, 2, 3])
+        return truncated(decode(body, _completion), CARD, [1, 2, 3])
 
     assert cut() == cut(truncation_side="left") == [2, 3]
     assert cut(truncation_side="right") == [1, 2]
@@ -112,8 +114,9 @@ def test_salts_part_caches() -> None:
     assert cache_salt(None, "") == cache_salt("", "") == ""
 
 
-@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "é"])
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "é", "a\n"])
 def test_a_request_id_is_one_word(name: str) -> None:
-    with pytest.raises(InvalidParameter, match="request_id"):
-        validation.check_request_id_field(name)
-    assert validation.check_request_id_field("mine-1") == "mine-1"
+    with pytest.raises(InvalidParameter, match="request_id") as caught:
+        decode(chat(request_id=name), _chat)
+    assert (caught.value.param, caught.value.reason) == ("request_id", "invalid_value")
+    assert decode(chat(request_id="mine-1"), _chat).request_id == "mine-1"

@@ -15,22 +15,23 @@ from openai.types.chat import (
 from openai.types.chat import completion_create_params as chat_create_params
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import validation
-from services.gateway.intake import validation as messages
+from services.gateway.intake import rules
+from services.gateway.intake.decoding import convert
 from services.gateway.intake.schemas import (
-    NEUTRAL,
-    NEUTRAL_IN_MESSAGE,
     CacheBreakpoint,
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
     Message,
     StreamOptions,
+    marked,
 )
 
 DOCS = Path(__file__).parents[4] / "docs"
 API_PAGE = (DOCS / "api.md").read_text() + (DOCS / "fields.md").read_text()
 STRANGE = {"asks": "for something"}
+NEUTRAL = marked(ChatCompletionRequest, "neutral") | marked(CompletionRequest, "neutral")
+NEUTRAL_IN_MESSAGE = marked(Message, "neutral")
 
 KINDS: list[tuple[type, type[msgspec.Struct]]] = [
     (chat_create_params.CompletionCreateParamsStreaming, ChatCompletionRequest),
@@ -56,9 +57,9 @@ def test_openais_fields_are_declared(theirs: type, ours: type[msgspec.Struct]) -
 
 def check(request: ChatCompletionRequest | CompletionRequest) -> None:
     if isinstance(request, ChatCompletionRequest):
-        validation.check_chat(request)
+        rules.check_chat(request)
     else:
-        validation.check_completion(request)
+        rules.check_completion(request)
 
 
 def refused(request: ChatCompletionRequest | CompletionRequest) -> tuple[str, str | None]:
@@ -94,7 +95,7 @@ def test_what_a_message_brings_besides_its_text_is_refused(name: str) -> None:
     field = f"messages[0].{name}"
     assert refused(with_message(**{name: "something"})) == ("unsupported_parameter", field)
     for neutral in (None, *NEUTRAL_IN_MESSAGE[name]):
-        validation.check_chat(with_message(**{name: neutral}))
+        rules.check_chat(with_message(**{name: neutral}))
 
 
 @pytest.mark.parametrize("name", ["image_url", "input_audio", "file", "refusal"])
@@ -102,12 +103,12 @@ def test_what_a_text_part_brings_besides_its_text_is_refused(name: str) -> None:
     part = ContentPart("text", "Hi", **{name: "something"})  # type: ignore[arg-type]
     field = f"messages[0].content[0].{name}"
     assert refused(with_message(content=[part])) == ("unsupported_parameter", field)
-    taken = {"type", *messages.PARTS, "prompt_cache_breakpoint"}
-    assert fields_of(ContentPart) - taken == set(messages.OTHER_PARTS)
+    taken = {"type", "text", "refusal", "prompt_cache_breakpoint"}
+    assert fields_of(ContentPart) - taken == marked(ContentPart, "neutral").keys()
 
 
 def test_a_breakpoint_of_the_cache_asks_for_what_is_done_anyway_but_not_for_how_long() -> None:
-    validation.check_chat(
+    rules.check_chat(
         with_message(content=[ContentPart("text", "Hi", prompt_cache_breakpoint=CacheBreakpoint("explicit"))])
     )
     part = ContentPart("text", "Hi", prompt_cache_breakpoint=CacheBreakpoint("explicit", "12h"))
@@ -126,8 +127,8 @@ def test_a_breakpoint_of_the_cache_asks_for_what_is_done_anyway_but_not_for_how_
 )
 def test_what_was_refused_was_said(message: Message, text: str) -> None:
     request = ChatCompletionRequest(model="m", messages=[Message("user", "Hi"), message])
-    validation.check_chat(request)
-    assert messages.text_of(message) == text
+    rules.check_chat(request)
+    assert rules.text_of(message) == text
 
 
 def test_a_part_has_what_its_type_says() -> None:
@@ -149,5 +150,7 @@ def test_a_part_has_what_its_type_says() -> None:
     ],
 )
 def test_ranges_have_openais_codes(name: str, value: float, code: str) -> None:
-    request = msgspec.structs.replace(with_message(), **{name: value})
-    assert refused(request) == (code, name)
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], name: value}
+    with pytest.raises(InvalidParameter) as caught:
+        check(convert(body, ChatCompletionRequest))
+    assert (caught.value.reason, caught.value.param) == (code, name)

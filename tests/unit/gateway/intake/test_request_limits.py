@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from services.gateway.api.openapi.constraints import constrain
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import extra_fields, validation
-from services.gateway.intake.schemas import IGNORED, ChatCompletionRequest, CompletionRequest
+from services.gateway.intake import extra_fields
+from services.gateway.intake.decoding import convert
+from services.gateway.intake.rules import check_chat
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, marked
 from services.gateway.streams.formats import PredictionTally
 from services.gateway.tokenizer.tokenizer import StubTokenizer
 from shared import limits
@@ -24,9 +26,7 @@ CARD = ModelCard("m", 64, 256, [], "", 0)
 
 def check(**fields: Any) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | fields
-    request = msgspec.convert(body, ChatCompletionRequest)
-    validation.check_chat(request)
-    extra_fields.check(request)
+    check_chat(convert(body, ChatCompletionRequest))
 
 
 def message(**fields: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ BOUNDED_ELSEWHERE = {
     **dict.fromkeys(("structured_outputs", "response_format"), "size of a grammar"),
     **dict.fromkeys(("tool_choice", "function_call", "reasoning_effort"), "compared with what there is"),
     "chat_template_kwargs": "the template's limits",
-    **dict.fromkeys(IGNORED, "nothing reads them"),
+    **dict.fromkeys(marked(ChatCompletionRequest, "ignored"), "nothing reads them"),
     "stream_options": "three booleans",
 }
 """Fields whose bound no JSON Schema can say, and what it is."""

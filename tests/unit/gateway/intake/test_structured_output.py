@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import structured_output, validation
+from services.gateway.intake import structured_output
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.rules import check_chat
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.intake.structured_output import (
     Grammars,
@@ -30,8 +32,8 @@ _chat = msgspec.json.Decoder(ChatCompletionRequest)
 
 def chat(**fields: Any) -> ChatCompletionRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields
-    request = validation.decode(json.dumps(body).encode(), _chat)
-    validation.check_chat(request)
+    request = decode(json.dumps(body).encode(), _chat)
+    check_chat(request)
     return request
 
 
@@ -92,7 +94,7 @@ def test_completions_take_them_too() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "and 'json_schema'"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "'json_schema', 'text'"),
     ({"response_format": {}}, "response_format.type", "missing_required_parameter", "Missing"),
     ({"response_format": "json"}, "response_format", "invalid_type", "an object"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter", ""),

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import validation
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.rules import check_chat
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.intake.tools import Asked, asked_of
 from services.gateway.tool_calls.schemas import too_deep, types_of
@@ -22,8 +23,8 @@ def tool(name: str = "f", **fields: object) -> dict[str, Any]:
 
 def asked(messages: list[dict[str, Any]] | None = None, **fields: object) -> Asked:
     body = msgspec.json.encode({"model": "m", "messages": messages or [USER]} | fields)
-    request = validation.decode(body, DECODER)
-    validation.check_chat(request)
+    request = decode(body, DECODER)
+    check_chat(request)
     return asked_of(request)
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.chat import ChatPlan, plan_of
+from services.gateway.intake.decoding import convert
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.chat_template import ChatTemplate
 from services.gateway.tokenizer.templates import traits_of
@@ -57,7 +58,7 @@ def template_of(source: str) -> ChatTemplate:
 def planned(source: str, card: ModelCard = CARD, **fields: object) -> tuple[ChatPlan, str]:
     """The plan for a request and its rendered prompt."""
     body = {"model": "m", "messages": CONVERSATION, "tools": TOOLS} | fields
-    request = msgspec.convert(
+    request = convert(
         {name: value for name, value in body.items() if value is not None}, ChatCompletionRequest
     )
     template = template_of(source)

@@ -18,12 +18,17 @@ from openai.types.shared_params import reasoning
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.responses import schemas
-from services.gateway.intake.responses.schemas import NEUTRAL, InputTokensRequest, ResponseRequest
-from services.gateway.intake.responses.validation import check_input_fields, check_request
-from services.gateway.intake.schemas import StreamOptions
+from services.gateway.intake.responses.schemas import (
+    InputTokensRequest,
+    ResponseRequest,
+    check_input_fields,
+    check_request,
+)
+from services.gateway.intake.schemas import StreamOptions, marked
 
 PAGE = (Path(__file__).parents[5] / "docs" / "responses.md").read_text()
 
+NEUTRAL = marked(ResponseRequest, "neutral") | marked(InputTokensRequest, "neutral")
 KINDS: list[tuple[type, type[msgspec.Struct]]] = [
     (response_create_params.ResponseCreateParamsStreaming, ResponseRequest),
     (response_create_params.ResponseCreateParamsNonStreaming, ResponseRequest),

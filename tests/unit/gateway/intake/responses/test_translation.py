@@ -10,12 +10,12 @@ from openai.types.responses import Response
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.chat import plan_of
+from services.gateway.intake.decoding import decode
 from services.gateway.intake.responses.items import chat_messages, droppable, read_input
-from services.gateway.intake.responses.schemas import ResponseRequest
+from services.gateway.intake.responses.schemas import ResponseRequest, check_request
 from services.gateway.intake.responses.translation import chat_request, renamed, shown_fields
-from services.gateway.intake.responses.validation import check_request
+from services.gateway.intake.rules import check_chat
 from services.gateway.intake.structured_output import wanted_by
-from services.gateway.intake.validation import check_chat, decode
 from services.gateway.streams.response_items import Item
 from services.gateway.tokenizer.templates import Traits
 from shared.errors import ContextLengthExceeded

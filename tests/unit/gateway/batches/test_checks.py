@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from services.gateway.batches import states
 from services.gateway.batches.line_runner import LEAST, UNKNOWN, backoff, room
-from services.gateway.batches.lines import Line, LineSplitter
+from services.gateway.batches.lines import MAX_ERRORS, Checker, Line, LineSplitter
 from services.gateway.batches.results import CompletionBitmap, failed, not_run, succeeded
-from services.gateway.batches.validation import MAX_ERRORS, Checker
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.pagination import page
 from shared.errors import InternalError

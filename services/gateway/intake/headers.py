@@ -1,0 +1,53 @@
+"""Checks of the headers that a request for tokens may have. Every refusal is an `InvalidParameter`."""
+
+import re
+
+from services.gateway.core.errors import InvalidParameter
+
+SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
+IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+EXACT_HEADER = "x-ryzanstein-exact"
+"""Of an answer: whether its text is a function of the model, its settings and the request (`ModelCard.exact`)."""
+
+
+def check_session_id(value: str | None) -> str:
+    """The X-Session-ID header, "" when it is missing. Raises `InvalidParameter`."""
+    return _checked_header(value, SESSION_ID, "X-Session-ID", "1 to 256 printable ASCII characters")
+
+
+def check_request_id(value: str | None) -> str:
+    """The x-request-id header, "" when it is missing. Raises `InvalidParameter`."""
+    wanted = "1 to 128 printable ASCII characters without spaces"
+    return _checked_header(value, REQUEST_ID, "x-request-id", wanted)
+
+
+def _checked_header(value: str | None, pattern: re.Pattern[str], name: str, wanted: str) -> str:
+    if value is None:
+        return ""
+    if not pattern.fullmatch(value):
+        raise InvalidParameter(
+            f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header"
+        )
+    return value
+
+
+def check_idempotency_key(value: str | None) -> str:
+    """The Idempotency-Key header, "" when it is missing. Raises `InvalidParameter`."""
+    wanted = "1 to 255 printable ASCII characters without spaces"
+    return _checked_header(value, IDEMPOTENCY_KEY, "Idempotency-Key", wanted)
+
+
+def check_background(value: str | None, limit: float) -> float:
+    """The seconds in the X-Ryzanstein-Background header, 0 when it is missing. Raises `InvalidParameter`."""
+    if value is None:
+        return 0.0
+    wanted = f"seconds as a number above 0 and at most {limit:g}"
+    name = "X-Ryzanstein-Background"
+    given = float(_checked_header(value, SECONDS, name, wanted))
+    if not 0 < given <= limit:
+        raise InvalidParameter(
+            f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header"
+        )
+    return given

@@ -1,0 +1,304 @@
+"""What fields of a request demand of each other, and what a conversation must be; ranges stand in the types.
+
+Every refusal is an `InvalidParameter`, with OpenAI's words and codes.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from services.gateway.core.errors import (
+    InvalidParameter,
+    asks_for_nothing,
+    check_range,
+    empty_array,
+    unsupported,
+)
+from services.gateway.intake import tools
+from services.gateway.intake.schemas import (
+    MAX_SEED,
+    PART_TYPES,
+    CacheBreakpoint,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ContentPart,
+    GenerationFields,
+    Message,
+    marked,
+)
+from shared import limits
+from shared.messages import GenerationRequest
+
+
+def check_neutral(given: msgspec.Struct, path: str = "") -> None:
+    """Raises `InvalidParameter` for the first field of `given`, which stands at `path`, that is not supported."""
+    for name, values in marked(type(given), "neutral").items():
+        value = getattr(given, name)
+        if value is not None and not asks_for_nothing(value, values):
+            raise unsupported(path + name)
+
+
+def _check_fields(request: GenerationFields) -> None:
+    """What both kinds of request have in common."""
+    check_neutral(request)
+    if request.seed is not None:
+        check_range("seed", request.seed, -(2**63), MAX_SEED)
+    check_truncation(request.truncate_prompt_tokens)
+    check_stream_options(request)
+    options = request.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise _wrong("stream_options.continuous_usage_stats", "it needs 'stream_options.include_usage'.")
+    if request.prompt_logprobs is not None and request.stream:
+        raise _wrong(
+            "prompt_logprobs",
+            "they are not streamed; leave out 'stream' (over gRPC set output.whole), or ask for a completion with "
+            "'echo' and 'logprobs'.",
+        )
+
+
+def _wrong(name: str, why: str) -> InvalidParameter:
+    return InvalidParameter(f"Invalid value for '{name}': {why}", param=name, reason="invalid_value")
+
+
+def check_truncation(count: int | None) -> None:
+    """Raises `InvalidParameter` where `truncate_prompt_tokens` leaves nothing."""
+    if count == 0:
+        raise InvalidParameter(
+            "Invalid 'truncate_prompt_tokens': integer below minimum value. Expected a value of at least 1, or of -1 "
+            "for what the context has room for.",
+            param="truncate_prompt_tokens",
+            reason="integer_below_min_value",
+        )
+
+
+def stop_strings(request: GenerationFields) -> list[str]:
+    """The stop strings of `request` as a list."""
+    if request.stop is None:
+        return []
+    return [request.stop] if isinstance(request.stop, str) else request.stop
+
+
+def check_min_tokens(request: GenerationFields, max_tokens: int) -> None:
+    """Raises `InvalidParameter` when more tokens are demanded than the `max_tokens` that there will be."""
+    if request.min_tokens is not None:
+        check_range("min_tokens", request.min_tokens, 0, max_tokens)
+
+
+def check_prompt_logprobs(prompts: Sequence[GenerationRequest], choices: int) -> None:
+    """Raises `InvalidParameter` when more is asked for of `prompts`, each for so many choices, than is told."""
+    name = "prompt_logprobs" if prompts[0].sampling.logprobs < 0 else "logprobs"
+    counts = [len(one.prompt) * (one.prompt_logprobs + 1) for one in prompts]
+    for whose, count, limit in (
+        ("one prompt", max(counts), limits.PROMPT_LOGPROBS),
+        ("all prompts", sum(counts) * choices, limits.REQUEST_PROMPT_LOGPROBS),
+    ):
+        if count > limit.value:
+            raise InvalidParameter(
+                f"Invalid '{name}': it asks for {count:,} log probabilities of the tokens of {whose}, of each token "
+                "and of the most likely ones in its place; send fewer or shorter prompts, or ask for fewer of the "
+                f"most likely tokens ({limit.cited()}).",
+                param=name,
+                reason="array_above_max_length",
+            )
+
+
+def check_prompt_ids(prompts: Sequence[GenerationRequest], choices: int) -> None:
+    """Raises `InvalidParameter` when the token ids of `prompts`, shown with so many choices each, are too many."""
+    count = choices * sum(len(one.prompt) for one in prompts)
+    if count > limits.PROMPT_TOKEN_IDS.value:
+        raise InvalidParameter(
+            f"Invalid 'return_token_ids': with all choices it asks for {count:,} token ids of prompts; send fewer or "
+            f"shorter prompts, or ask for fewer choices ({limits.PROMPT_TOKEN_IDS.cited()}).",
+            param="return_token_ids",
+            reason="array_above_max_length",
+        )
+
+
+class _Streamable(Protocol):
+    @property
+    def stream(self) -> bool | None: ...
+
+    @property
+    def stream_options(self) -> msgspec.Struct | None: ...
+
+
+def check_streamed(request: _Streamable) -> None:
+    """Raises `InvalidParameter` when `request` does not want to be streamed where everything is."""
+    if request.stream is False:
+        raise _wrong("stream", "every generation on a WebSocket is streamed; leave it out.")
+
+
+def check_stream_options(request: _Streamable) -> None:
+    """Raises `InvalidParameter` where nothing is streamed that they are about."""
+    if request.stream_options is not None and not request.stream:
+        raise _only_with("stream_options", "stream")
+
+
+def _only_with(name: str, other: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"The '{name}' parameter is only allowed when '{other}' is enabled.",
+        param=name,
+        reason="invalid_value",
+    )
+
+
+# --- chat ----------------------------------------------------------------------------------------
+
+
+def check_chat(request: ChatCompletionRequest) -> None:
+    """Raises `InvalidParameter` for the first thing wrong in `request`, as far as that needs no model."""
+    _check_fields(request)
+    _check_sizes(request.messages)
+    for index, message in enumerate(request.messages):
+        _check_message(f"messages[{index}].", message)
+    tools.check_conversation(request.messages)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise _only_with("top_logprobs", "logprobs")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise _wrong(
+            "continue_final_message",
+            "an answer either continues the last message or begins a new one; leave out 'add_generation_prompt'.",
+        )
+
+
+def _check_sizes(messages: Sequence[Message]) -> None:
+    """Raises `InvalidParameter` where there are too many parts or calls in all of them."""
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    calls = sum(len(message.tool_calls or ()) for message in messages)
+    for what, count, limit in (("content parts", parts, limits.PARTS), ("tool calls", calls, limits.CALLS)):
+        if count > limit.value:
+            raise InvalidParameter(
+                f"Invalid 'messages': they have {count} {what}; join some, or send fewer ({limit.cited()}).",
+                param="messages",
+                reason="array_above_max_length",
+            )
+
+
+def _check_message(path: str, message: Message) -> None:
+    check_neutral(message, path)
+    content = message.content
+    if content is None and not (message.tool_calls or message.function_call or message.refusal):
+        raise InvalidParameter(
+            f"Missing required parameter: '{path}content'; send a string or an array of text parts.",
+            param=f"{path}content",
+            reason="missing_required_parameter",
+        )
+    if isinstance(content, list):
+        if not content:
+            raise empty_array(f"{path}content")
+        for index, part in enumerate(content):
+            _check_part(f"{path}content[{index}].", part)
+
+
+def _check_part(path: str, part: ContentPart) -> None:
+    if part.type not in PART_TYPES:
+        raise InvalidParameter(
+            f"Invalid value: '{part.type[:64]}'. This server reads text alone; supported values are: 'text' and "
+            "'refusal'.",
+            param=f"{path}type",
+            reason="invalid_value",
+        )
+    if getattr(part, part.type) is None:
+        raise InvalidParameter(
+            f"Missing required parameter: '{path}{part.type}'.",
+            param=f"{path}{part.type}",
+            reason="missing_required_parameter",
+        )
+    check_neutral(part, path)
+    other = "refusal" if part.type == "text" else "text"
+    if getattr(part, other) is not None:
+        raise unsupported(path + other)
+    check_breakpoint(path, part.prompt_cache_breakpoint)
+
+
+def check_breakpoint(path: str, given: CacheBreakpoint | None) -> None:
+    """Of a part at `path`. Raises `InvalidParameter`."""
+    if given is not None:
+        check_neutral(given, f"{path}prompt_cache_breakpoint.")
+
+
+def text_of(message: Message) -> str:
+    """A message's content as one text; parts are joined by line breaks. What was refused was said, too."""
+    content = message.content or ""
+    if isinstance(content, list):
+        content = "\n".join(part.text or part.refusal or "" for part in content)
+    return (
+        "\n".join((content, message.refusal))
+        if content and message.refusal
+        else content or message.refusal or ""
+    )
+
+
+# --- completions ---------------------------------------------------------------------------------
+
+
+def check_completion(request: CompletionRequest) -> None:
+    """Raises `InvalidParameter` for the first thing wrong in `request`, as far as that needs no model."""
+    _check_fields(request)
+    prompts, choices = len(prompts_of(request)), request.n or 1
+    if prompts * choices > limits.CHOICES.value:
+        raise InvalidParameter(
+            f"Invalid 'prompt': {prompts} prompts with n = {choices} make too many choices; send fewer prompts at a "
+            f"time ({limits.CHOICES.cited()}).",
+            param="prompt",
+            reason="array_above_max_length",
+        )
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        raise InvalidParameter(
+            "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 instead; 0 goes with "
+            "'echo' or 'prompt_logprobs', which have something to say of the prompt.",
+            param="max_tokens",
+            reason="integer_below_min_value",
+        )
+    if request.best_of is not None:
+        _check_candidates(request, request.best_of, prompts)
+
+
+def _check_candidates(request: CompletionRequest, best_of: int, prompts: int) -> None:
+    check_range("best_of", best_of, request.n or 1, limits.CHOICES.value)
+    if prompts * best_of > limits.CHOICES.value:
+        raise InvalidParameter(
+            "Invalid 'best_of': with these prompts it makes too many candidates; send fewer at a time "
+            f"({limits.CHOICES.cited()}).",
+            param="best_of",
+            reason="integer_above_max_value",
+        )
+    if request.stream and best_of > 1:
+        raise _wrong(
+            "best_of",
+            "which candidates are the best is known at their end, so they cannot be streamed; leave out 'stream' or "
+            "'best_of'.",
+        )
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of `request`, each a text or token ids. Raises `InvalidParameter`."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise empty_array("prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [[item for item in prompt if isinstance(item, int)]]
+    for kind in (str, list):
+        if all(isinstance(item, kind) for item in prompt):
+            return [item for item in prompt if not isinstance(item, int)]
+    raise InvalidParameter(
+        "Invalid type for 'prompt': expected a string, an array of strings, an array of token ids or an "
+        "array of arrays of token ids, but got a mixture.",
+        param="prompt",
+        reason="invalid_type",
+    )
+
+
+def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises `InvalidParameter` when one of `ids` is no token of the model."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise InvalidParameter(
+            f"Invalid '{name}': the token id {wrong} is not within 0 and {vocab_size - 1}, "
+            "the vocabulary of the model.",
+            param=name,
+            reason="invalid_token_id",
+        )
