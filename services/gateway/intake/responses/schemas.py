@@ -38,7 +38,14 @@ INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """What `include` may name; no reasoning is ever encrypted here, so the second adds nothing."""
 
 
-NO = {"enum": [None, False]}
+No = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]
+
+
+class ResponseStreamOptions(StreamOptions, frozen=True, forbid_unknown_fields=True):
+    """The last event of a response always has its usage, and none is padded: true is refused."""
+
+    include_usage: No | None = None
+    include_obfuscation: No | None = None
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,16 +103,7 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     service_tier: ServiceTier | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: (
-        Annotated[
-            StreamOptions,
-            Meta(
-                description="Not supported: refused, unless it asks for nothing.",
-                extra_json_schema={"properties": {"include_usage": NO, "include_obfuscation": NO}},
-            ),
-        ]
-        | None
-    ) = None
+    stream_options: ResponseStreamOptions | None = None
     temperature: Temperature | None = None
     top_logprobs: LogprobCount | None = None
     top_p: TopP | None = None

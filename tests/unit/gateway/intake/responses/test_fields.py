@@ -24,7 +24,7 @@ from services.gateway.intake.responses.schemas import (
     check_input_fields,
     check_request,
 )
-from services.gateway.intake.schemas import StreamOptions, marked
+from services.gateway.intake.schemas import marked
 
 PAGE = (Path(__file__).parents[5] / "docs" / "responses.md").read_text()
 
@@ -32,7 +32,7 @@ NEUTRAL = marked(ResponseRequest, "neutral") | marked(InputTokensRequest, "neutr
 KINDS: list[tuple[type, type[msgspec.Struct]]] = [
     (response_create_params.ResponseCreateParamsStreaming, ResponseRequest),
     (response_create_params.ResponseCreateParamsNonStreaming, ResponseRequest),
-    (response_create_params.StreamOptions, StreamOptions),
+    (response_create_params.StreamOptions, schemas.ResponseStreamOptions),
     (input_token_count_params.InputTokenCountParams, InputTokensRequest),
     (response_text_config_param.ResponseTextConfigParam, schemas.TextOptions),
     (reasoning.Reasoning, schemas.ReasoningOptions),
