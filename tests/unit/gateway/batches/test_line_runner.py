@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from services.gateway.batches import line_runner
 from services.gateway.batches.dependencies import BatchMetrics
 from services.gateway.batches.line_runner import LineRunner
+from services.gateway.batches.lines import Request
 from services.gateway.batches.results import CompletionBitmap
-from services.gateway.batches.validation import Request
 from shared.errors import BrokerUnavailable, InvalidRequest
 from shared.messages.batches import BatchJob, LineResult
 from shared.service.endpoints import new_registry
