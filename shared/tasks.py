@@ -65,7 +65,7 @@ async def cancel_all(tasks: Collection["asyncio.Task[Any]"]) -> None:
     give_up = asyncio.get_running_loop().time() + CANCEL_TIMEOUT
     while left := [task for task in tasks if not task.done()]:
         if asyncio.get_running_loop().time() >= give_up:
-            log.error("tasks_do_not_end", tasks=[task.get_name() for task in left])
+            log.error("tasks_did_not_stop", tasks=[task.get_name() for task in left])
             return
         for task in left:
             task.cancel()

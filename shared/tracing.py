@@ -225,7 +225,8 @@ def configure(service: str, instance: str, attributes: Attributes | None = None)
     protocol = next((os.environ[name] for name in _PROTOCOLS if os.environ.get(name)), "http/protobuf")
     if protocol != "http/protobuf":
         log.warning(
-            "other_trace_protocol", reason=f"spans go over http/protobuf, not {protocol}; port 4318 is usual"
+            "otlp_protocol_unsupported",
+            reason=f"spans go over http/protobuf, not {protocol}; port 4318 is usual",
         )
     try:
         otlp = importlib.import_module("shared.otlp")

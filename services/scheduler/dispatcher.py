@@ -226,10 +226,10 @@ class Dispatcher:
             refused = [Refusal(item.generation_id, error.code, str(error), False) for item in batch]
             self._settle(group, batch, DispatchReply(group.name, group.epoch, [], refused, group.load))
         except LinkLost as error:  # nothing is wrong with the group: it is asked again, and drops what it has
-            log.info("answer_lost", group=group.name, requests=len(batch), error=str(error))
+            log.info("dispatch_reply_lost", group=group.name, requests=len(batch), error=str(error))
             self._return(group, batch)
         except (BrokerUnavailable, msgspec.DecodeError) as error:
-            log.warning("group_did_not_answer", group=group.name, requests=len(batch), error=str(error))
+            log.warning("dispatch_timed_out", group=group.name, requests=len(batch), error=str(error))
             self._on_no_answer(group, batch)
         except Exception:
             log.exception("dispatch_failed", group=group.name, requests=len(batch))
@@ -258,7 +258,7 @@ class Dispatcher:
             try:
                 await self._bus.publish(subjects.control(name), Cancel(generation_ids, attempt))
             except RyzansteinError as error:
-                log.warning("not_withdrawn", group=name, error=str(error))
+                log.warning("withdrawal_failed", group=name, error=str(error))
 
     def _settle(self, group: Group, batch: list[WaitingRequest], reply: DispatchReply) -> None:
         taken = set(reply.accepted)

@@ -266,7 +266,7 @@ class Intake:
             )
         except BROKER_ERRORS as error:
             pull.broken = True
-            log.warning("not_pulled", lane=pull.lane, error=reason_of(error))
+            log.warning("pull_failed", lane=pull.lane, error=reason_of(error))
 
     def _receiver(self, pull: _LanePull) -> Callable[[Msg], Awaitable[None]]:
         async def receive(message: Msg) -> None:

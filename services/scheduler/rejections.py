@@ -110,7 +110,7 @@ class Rejections:
         except BrokerUnavailable:
             return False
         except Exception:  # a consumer that cannot be told must not keep its requests for ever
-            log.exception("consumer_not_told", consumer=consumer, requests=len(entries))
+            log.exception("rejection_publish_failed", consumer=consumer, requests=len(entries))
         return True
 
     async def _acknowledge(self, item: WaitingRequest) -> bool:
@@ -118,6 +118,6 @@ class Rejections:
         try:
             await item.delivery.ack()
         except BROKER_ERRORS as error:
-            log.debug("not_acknowledged", **item.log_fields, error=reason_of(error))
+            log.debug("ack_failed", **item.log_fields, error=reason_of(error))
             return False
         return True

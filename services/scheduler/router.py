@@ -251,7 +251,7 @@ class Router:
                 while (item := self._queue.peek(model)) is not None and self._place(item):
                     pass
             except Exception:  # the other models' requests must go on
-                log.exception("placing_failed", model=model)
+                log.exception("placement_failed", model=model)
         self._dispatcher.flush(more_coming=self._more_coming() or self._claiming > 0)
 
     def _place(self, item: WaitingRequest) -> bool:
@@ -308,7 +308,7 @@ class Router:
                 asyncio.get_running_loop().time(),
             )
         except Exception:
-            log.exception("placing_failed", **item.log_fields)
+            log.exception("placement_failed", **item.log_fields)
             self._table.release(decision.group, item.tokens)
             asyncio.get_running_loop().call_later(FAULT_PAUSE, self.returned, item)
             return

@@ -205,7 +205,7 @@ async def test_a_task_that_does_not_end_is_left_behind(
     service = Stubborn(nats_settings)
     with capture_logs() as logs:
         await asyncio.wait_for(service.run(), 10)
-    assert [line["tasks"] for line in logs if line["event"] == "tasks_do_not_end"] == [["stubborn"]]
+    assert [line["tasks"] for line in logs if line["event"] == "tasks_did_not_stop"] == [["stubborn"]]
     service.release.set()
     await service.task
 

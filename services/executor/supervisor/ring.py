@@ -238,5 +238,5 @@ async def _gone(rank: int, process: LocalRank | RemoteRank) -> None:
     await asyncio.wait({ending}, timeout=KILL_PATIENCE)
     if not ending.done():
         reason = "it is stuck in the kernel, usually in a driver: look at dmesg; its GPU may need a reset"
-        log.warning("rank_does_not_end", rank=rank, reason=reason)
+        log.warning("rank_kill_timed_out", rank=rank, reason=reason)
     await ending

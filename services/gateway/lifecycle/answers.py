@@ -189,7 +189,7 @@ class Answers:
         """`deliver` gets the whole log of every choice. Raises `QueueFull`, and `Unavailable` for one that was
         forgotten since it was found: nothing would come of it any more."""
         if not answer.owned and not answer.ended and self._by_identity.get(answer.identity) is not answer:
-            raise Unavailable("The generation was not at hand any more; ask for it again.", retry_after=1)
+            raise Unavailable("The generation is no longer in memory; request it again.", retry_after=1)
         if answer.readers >= self._settings.max_readers:
             raise QueueFull(
                 f"The generation has {answer.readers} readers here already; try again in a moment.",

@@ -137,7 +137,7 @@ class Cancellations:
         for last in (False, True):
             try:
                 if not self._bus.connected:
-                    raise BrokerUnavailable("NATS is away; nothing is sent to it until it is back.")
+                    raise BrokerUnavailable("NATS is unreachable; nothing is sent until it is back.")
                 await send(ids)
                 return
             except RyzansteinError as error:

@@ -194,7 +194,7 @@ async def test_a_host_without_the_secret_or_with_a_taken_place_is_refused(stubs:
     async with stubs.host(0) as head:
         async with stubs.host(1, secret="another") as stranger:
             await until_logged(stranger, "it does not know the ring's secret")
-        assert "host_refused" in head.log.read_text()
+        assert "node_rejected" in head.log.read_text()
         async with stubs.host(1):
             await head.wait_ready()
             async with connected(stubs.port) as line:

@@ -184,7 +184,7 @@ class NodesHead:
             if node is not None:
                 await self._talk(node)
         except LineLost as error:
-            log.warning("host_not_heard", reason=str(error))
+            log.warning("node_timed_out", reason=str(error))
         finally:
             await line.close()
             self._talks.discard(task)
@@ -198,7 +198,7 @@ class NodesHead:
             raise LineLost("it did not say who it is")
         reason = self._objection(hello, nonce)
         if reason:
-            log.warning("host_refused", host=hello.node, reason=reason)
+            log.warning("node_rejected", host=hello.node, reason=reason)
             line.send(Refused(reason))
             return None
         line.send(Welcome(proof(self._secret, "head", hello.nonce)))
@@ -222,13 +222,13 @@ class NodesHead:
         """For as long as the line holds."""
         self._nodes[node.number] = node
         self._changed.set()
-        log.info("host_came", host=node.number, missing=len(self.missing()))
+        log.info("node_joined", host=node.number, missing=len(self.missing()))
         beating = asyncio.create_task(_beat(node.line))
         try:
             while True:
                 node.on_message(await node.line.receive())
         except LineLost as error:
-            log.warning("host_left", host=node.number, reason=str(error))
+            log.warning("node_left", host=node.number, reason=str(error))
         finally:
             beating.cancel()
             del self._nodes[node.number]

@@ -41,7 +41,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 async def test_it_is_waited_for_and_told_of_once(log: Log) -> None:
     process: Any = Process()
     waiting = asyncio.create_task(ring._gone(3, process))
-    assert await log.told.get() == ("rank_does_not_end", 3)
+    assert await log.told.get() == ("rank_kill_timed_out", 3)
     assert not waiting.done()
     process.let_go.set()
     await waiting

@@ -183,7 +183,7 @@ async function follow() {
       lost += 1;
       if (!passing || lost > ATTEMPTS) return finish(running, item, began, told(error));
     }
-    $("note").textContent = "The connection was lost; going on behind the last event …";
+    $("note").textContent = "The connection was lost; resuming after the last event …";
     await pause(Math.min(3000, 100 * 2 ** lost));
   }
 }
@@ -237,7 +237,7 @@ async function stop() {
   try {
     await call(`v1/generations/${running.id}`, { method: "DELETE" });
   } catch (error) {
-    fail(`The answer may go on at the gateway: ${told(error)}`);
+    fail(`The answer may continue at the gateway: ${told(error)}`);
   }
 }
 

@@ -120,5 +120,5 @@ try {
   document.getElementById("about").replaceWith(words("p", `Version ${api.info.version}. ${api.info.description}`));
   place.replaceChildren(...new Page(api).sections());
 } catch (error) {
-  place.textContent = `The description of the API could not be had (${error.message}); load the page again.`;
+  place.textContent = `The description of the API could not be loaded (${error.message}); load the page again.`;
 }
