@@ -236,13 +236,13 @@ def configure(service: str, instance: str, attributes: Attributes | None = None)
             f"{variable} is set, but {error.name or 'OpenTelemetry'} is not installed, so nothing is traced; "
             "install ryzanstein[tracing], or unset the variable."
         )
-        log.warning("not_tracing", reason=reason)
+        log.warning("tracing_disabled", reason=reason)
         return False
     except Exception as error:
         reason = (
             f"OpenTelemetry refuses its settings ({error}), so nothing is traced; see the OTEL_ variables."
         )
-        log.warning("not_tracing", reason=reason)
+        log.warning("tracing_disabled", reason=reason)
         return False
     return True
 
@@ -388,8 +388,3 @@ class _Stage(active):
         super().__exit__(kind, error, trace)
         if self._token is not None:
             self._span.__exit__(kind, error, trace)
-
-
-def ns_at(perf_counter: float) -> int:
-    """The unix nanoseconds of a moment on `time.perf_counter`'s clock."""
-    return time.time_ns() - round((time.perf_counter() - perf_counter) * 1e9)

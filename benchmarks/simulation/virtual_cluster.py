@@ -405,7 +405,7 @@ class Scheduler:
             self._queue.take(item)
             self.table.reserve(decision.group, item.tokens)
             self._batcher.add(decision.group.name, item, now)
-            batch = self._batcher.take(decision.group.name, now, hurry=True)
+            batch = self._batcher.take(decision.group.name, now, at_once=True)
             self._decided.append(time.perf_counter() - began)
             self._pin(session, decision, now)
             for each in batch:

@@ -82,10 +82,10 @@ class Clocks:
         """Once when it begins, and once when it is over."""
         if abs(ahead) > LARGE and instance not in self._told:
             self._told.add(instance)
-            log.warning("clock_differs", instance=instance, seconds_ahead=round(ahead, 3))
+            log.warning("clock_skew_detected", instance=instance, seconds_ahead=round(ahead, 3))
         elif abs(ahead) <= LARGE / 2 and instance in self._told:
             self._told.remove(instance)
-            log.info("clock_agrees", instance=instance, seconds_ahead=round(ahead, 3))
+            log.info("clock_skew_resolved", instance=instance, seconds_ahead=round(ahead, 3))
 
 
 GRACE = 0.25
@@ -149,7 +149,7 @@ class Presence:
             del self._closed[name]
         return due
 
-    def pardon(self, now: float) -> None:
+    def restart_timeouts(self, now: float) -> None:
         """We have not been listening: who was about to be given up may have come back."""
         self._closed = dict.fromkeys(self._closed, now)
 
@@ -268,7 +268,7 @@ class Detector:
         for record in groups:
             self._groups[record.group] = self._entry_of(record, now)
 
-    def pardon(self, now: float) -> None:
+    def restart_timeouts(self, now: float) -> None:
         """The monitor has not been listening: everybody who was alive has `gone_after` once more."""
         for instance in self._instances.values():
             if instance.state != "gone":
@@ -277,7 +277,7 @@ class Detector:
             if group.state != "gone":
                 group.heard = now
                 group.cut_off = False
-        self._presence.pardon(now)
+        self._presence.restart_timeouts(now)
 
     # --- other monitors --------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ class Detector:
         now is old, and stands closer together than it was sent."""
         if self._ticked is not None and now - self._ticked > STALL:
             self._ticked = now
-            self.pardon(now)
+            self.restart_timeouts(now)
             for group in self._groups.values():
                 group.progress = ProgressWatch(self._hung_after)
 

@@ -134,7 +134,7 @@ class StreamWatch:
             *BROKER_ERRORS,
             msgspec.DecodeError,
         ) as error:  # the latter: it answers that it has no such stream
-            log.debug("stream_not_known", stream=stream, reason=reason_of(error))
+            log.debug("stream_info_failed", stream=stream, reason=reason_of(error))
             for gauge in gauges:
                 gauge.remove(stream)
             return

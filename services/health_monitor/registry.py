@@ -210,7 +210,7 @@ class Registry:
             try:
                 await self._bus.publish(subjects.HEALTH_EVENTS, event)
             except RyzansteinError as error:
-                log.warning("event_not_published", group=event.group, error=str(error))
+                log.warning("event_publish_failed", group=event.group, error=str(error))
 
     async def write(self, services: list[ServiceRecord], groups: list[GroupRecord], now: float) -> None:
         """Brings the buckets up to date. What fails is due again at the next call.
@@ -224,4 +224,4 @@ class Registry:
             await self.services.write({one.instance: one for one in services}, now, stamp)
         except RyzansteinError as error:
             self._metrics.write_failures.inc()
-            log.warning("record_not_written", error=str(error))
+            log.warning("record_write_failed", error=str(error))

@@ -70,7 +70,7 @@ class HealthMonitorService(Service):
         now = clock()
         services, groups = await registry.services.load(now), await registry.groups.load(now)
         self._detector.restore(services, groups, now)
-        self.bus.on_reconnect(lambda: self._detector.pardon(clock()))
+        self.bus.on_reconnect(lambda: self._detector.restart_timeouts(clock()))
         await self.bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
         await self.bus.client.subscribe(subjects.CONNECTION_OPENED, cb=self._on_opened)
         await self.bus.client.subscribe(subjects.CONNECTION_CLOSED, cb=self._on_closed)

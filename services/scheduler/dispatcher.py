@@ -9,7 +9,7 @@
     refresh ─▶ an empty batch ─▶ its reply says whether a full group has room again
 
 A leader drops what it already has by (generation, attempt): handing in twice does no harm. Before a request
-goes to another group than the one that has not answered, that one is told to let go of it.
+goes to another group than the one that has not answered, it is cancelled at that one.
 """
 
 import asyncio
@@ -55,10 +55,10 @@ class Batcher:
         """Groups that something is gathered for."""
         return list(self._gathered)
 
-    def take(self, group: str, now: float, *, hurry: bool) -> list[WaitingRequest]:
+    def take(self, group: str, now: float, *, at_once: bool) -> list[WaitingRequest]:
         """The next batch for `group`; empty while it is worth waiting.
 
-        It goes when it is full, when its first request has waited long enough, or on `hurry` (the
+        It goes when it is full, when its first request has waited long enough, or `at_once` (the
         group is idle, or nothing else is coming). A batch exceeds `max_bytes` only with a single request.
         """
         gathering = self._gathered.get(group)
@@ -66,7 +66,7 @@ class Batcher:
             return []
         count = self._fitting(gathering.items)
         full = count == MAX_BATCH or count < len(gathering.items)
-        if not (hurry or full or now >= gathering.since + self._max_wait):
+        if not (at_once or full or now >= gathering.since + self._max_wait):
             return []
         batch, rest = gathering.items[:count], gathering.items[count:]
         if rest:
@@ -184,7 +184,7 @@ class Dispatcher:
     def _send_ready(self, group: Group, now: float) -> None:
         while self._in_flight.get(group.name, 0) < IN_FLIGHT:
             idle = group.idle and not self._in_flight.get(group.name, 0)
-            batch = self._batcher.take(group.name, now, hurry=idle or not self._more_coming)
+            batch = self._batcher.take(group.name, now, at_once=idle or not self._more_coming)
             if not batch:
                 return
             self._metrics.batch_size.observe(len(batch))

@@ -191,7 +191,7 @@ class SessionPins:
         try:
             return await self._claim(key, wanted, alive, now)
         except RyzansteinError as error:
-            log.warning("session_not_pinned", error=str(error))
+            log.warning("session_pin_failed", error=str(error))
             return wanted, "unpinned"
 
     async def _claim(
@@ -236,7 +236,7 @@ class SessionPins:
             else:
                 self._cache.pop(key, None)
         except RyzansteinError as error:
-            log.debug("session_not_refreshed", error=str(error))
+            log.debug("session_pin_refresh_failed", error=str(error))
 
     def _remember(self, key: str, cached: _Cached) -> None:
         self._cache[key] = cached

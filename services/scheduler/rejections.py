@@ -76,7 +76,7 @@ class Rejections:
             for _ in batch:
                 self._due.task_done()
             if left:
-                log.warning("rejections_not_settled", requests=len(left))
+                log.warning("rejections_pending", requests=len(left))
                 await asyncio.sleep(RETRY_PAUSE)
 
     async def drained(self) -> None:

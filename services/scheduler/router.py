@@ -138,7 +138,7 @@ class Router:
         self._claiming = 0
         self._woken = False
         self._stopped = False
-        self._stirred = asyncio.Event()
+        self._work_waiting = asyncio.Event()
 
     # --- from outside ----------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Router:
 
     def wake(self) -> None:
         """Something has changed: requests may find a place now."""
-        self._stirred.set()
+        self._work_waiting.set()
         if not self._woken and not self._stopped:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -214,8 +214,8 @@ class Router:
         """Looks after deadlines and closed groups, for ever; sleeps while there are none."""
         while True:
             if not len(self._queue) and not self._table.closed:
-                self._stirred.clear()
-                await self._stirred.wait()
+                self._work_waiting.clear()
+                await self._work_waiting.wait()
             await asyncio.sleep(TICK)
             self._expire()
             now = asyncio.get_running_loop().time()

@@ -94,11 +94,11 @@ class Service(abc.ABC):
 
     @abc.abstractmethod
     async def start(self) -> None:
-        """Takes up the work. The bus is connected and its streams exist."""
+        """Begins the work. The bus is connected and its streams exist."""
 
     @abc.abstractmethod
     async def stop(self) -> None:
-        """Lays the work down without losing any. The bus is still connected."""
+        """Ends the work without losing any. The bus is still connected."""
 
     def health(self) -> Health:
         """What /health and /ready say; a subclass adds its own conditions."""
@@ -204,13 +204,13 @@ class Service(abc.ABC):
             if not starting.done():
                 await cancel_all({starting})
         if starting.done() and not starting.cancelled() and (error := starting.exception()) is not None:
-            log.warning("start_not_completed", error=str(error))
+            log.warning("start_failed", error=str(error))
         return False
 
     async def _shut_down(self) -> None:
         """Every step is taken, whatever becomes of the others; the first fault is the one that is told."""
         self.state = "draining"
-        await self._farewell()
+        await self._beat_leaving()
         try:
             if self._bus is not None:
                 await self.stop()
@@ -222,7 +222,7 @@ class Service(abc.ABC):
             if self._http is not None:
                 await self._http.stop()
             self.state = "gone"
-            await self._farewell()
+            await self._beat_leaving()
             if self._bus is not None:
                 await self._bus.close()
             log.info("stopped")
@@ -233,7 +233,7 @@ class Service(abc.ABC):
                 await self.beat_now()
             await asyncio.sleep(self.settings.beat_interval)
 
-    async def _farewell(self) -> None:
+    async def _beat_leaving(self) -> None:
         """Says that the service leaves; with NATS gone, its silence says the same."""
         with contextlib.suppress(RyzansteinError):
             await self.beat_now()

@@ -122,7 +122,7 @@ class Listener:
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                log.warning("cannot_accept", error=error.strerror, hint="raise `ulimit -n`")
+                log.warning("accept_failed", error=error.strerror, hint="raise `ulimit -n`")
                 self._loop.remove_reader(self._sock.fileno())
                 self._loop.call_later(PAUSE, self._go_on)
                 return

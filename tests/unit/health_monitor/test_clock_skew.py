@@ -25,9 +25,9 @@ def test_a_clock_that_differs_is_told_once_and_once_that_it_agrees_again() -> No
                 clocks.observe("a", 100.0 + beat + ahead, 100.0 + beat)
                 clocks.observe("b", 100.0 + beat, 100.0 + beat)
     assert [(line["event"], line["instance"]) for line in logs] == [
-        ("clock_differs", "a"),
-        ("clock_agrees", "a"),
-        ("clock_differs", "a"),
+        ("clock_skew_detected", "a"),
+        ("clock_skew_resolved", "a"),
+        ("clock_skew_detected", "a"),
     ]
 
 

@@ -13,7 +13,7 @@ def test_an_idle_group_gets_its_request_at_once() -> None:
     batcher = Batcher(WAIT, 1000)
     item = waiting("a")
     batcher.add("g", item, 10.0)
-    assert batcher.take("g", 10.0, hurry=True) == [item]
+    assert batcher.take("g", 10.0, at_once=True) == [item]
     assert batcher.groups() == []
     assert batcher.due() is None
 
@@ -22,19 +22,19 @@ def test_a_busy_group_gets_a_batch_after_the_wait() -> None:
     batcher = Batcher(WAIT, 1000)
     for index in range(3):
         batcher.add("g", waiting(str(index)), 10.0 + index / 1000)
-    assert batcher.take("g", 10.0049, hurry=False) == []
+    assert batcher.take("g", 10.0049, at_once=False) == []
     assert batcher.due() == 10.0 + WAIT
-    assert [item.generation_id for item in batcher.take("g", 10.0 + WAIT, hurry=False)] == ["0", "1", "2"]
-    assert batcher.take("g", 11.0, hurry=True) == []
+    assert [item.generation_id for item in batcher.take("g", 10.0 + WAIT, at_once=False)] == ["0", "1", "2"]
+    assert batcher.take("g", 11.0, at_once=True) == []
 
 
 def test_a_full_batch_does_not_wait() -> None:
     batcher = Batcher(WAIT, 100_000)
     for index in range(MAX_BATCH + 1):
         batcher.add("g", waiting(str(index)), 10.0)
-    assert len(batcher.take("g", 10.0, hurry=False)) == MAX_BATCH
-    assert batcher.take("g", 10.0, hurry=False) == []
-    assert len(batcher.take("g", 10.0 + WAIT, hurry=False)) == 1
+    assert len(batcher.take("g", 10.0, at_once=False)) == MAX_BATCH
+    assert batcher.take("g", 10.0, at_once=False) == []
+    assert len(batcher.take("g", 10.0 + WAIT, at_once=False)) == 1
 
 
 def test_a_group_that_is_lost_gives_everything_back() -> None:
@@ -61,14 +61,14 @@ def test_batches_are_bounded_in_order_and_complete(
         now += delay
         batcher.add(name, waiting(str(order), order=order, raw=b"x" * size), now)
         for destination in batcher.groups():
-            while batch := batcher.take(destination, now, hurry=False):
+            while batch := batcher.take(destination, now, at_once=False):
                 assert len(batch) <= MAX_BATCH
                 assert len(batch) == 1 or sum(len(item.raw) for item in batch) <= max_bytes
                 sent[destination] += [item.order for item in batch]
         due = batcher.due()
         assert due is None or due > now, "nothing waits longer than it may"
     for destination in batcher.groups():
-        while batch := batcher.take(destination, now, hurry=True):
+        while batch := batcher.take(destination, now, at_once=True):
             sent[destination] += [item.order for item in batch]
     for name in "ab":
         assert sent[name] == [order for order, request in enumerate(requests) if request[0] == name]

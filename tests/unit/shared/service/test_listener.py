@@ -146,6 +146,6 @@ async def test_without_descriptors_it_accepts_later(monkeypatch: pytest.MonkeyPa
         _, writer = await asyncio.open_connection(*sock.getsockname()[:2])
         await asyncio.wait_for(seen.news.wait(), 30)
     assert seen.made
-    assert [line["event"] for line in logs] == ["cannot_accept"]
+    assert [line["event"] for line in logs] == ["accept_failed"]
     listener.close()
     await closed(writer)
