@@ -13,26 +13,23 @@ heartbeat that it knows it from: the later evidence wins, and of equal evidence 
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from services.health_monitor.speed import Speeds
 from shared.messages import (
     GroupBeat,
     GroupEvent,
-    GroupLoad,
     GroupRecord,
     GroupStatus,
     Heartbeat,
-    RankBeat,
     RingDeath,
-    ServiceName,
     ServiceRecord,
-    ServiceStatus,
 )
 from shared.nats import subjects
 from shared.process import ProgressWatch
@@ -161,81 +158,40 @@ SAME = 0.5
 """Seconds by which two monitors may have heard the same heartbeat at different times."""
 
 _SERVING = ("ready", "busy")
+_CUT_OFF = "its leader has lost its connection to NATS"
+
+
+Record = TypeVar("Record", GroupRecord, ServiceRecord)
 
 
 @dataclass(slots=True)
 class _Instance:
-    name: ServiceName
-    instance: str
-    pid: int
-    state: ServiceStatus
-    address: str
+    record: ServiceRecord
     heard: float
-    heard_at: float = 0.0
-    """As a group's."""
-    pid_namespace: str = ""
-
-    def record(self) -> ServiceRecord:
-        return ServiceRecord(
-            self.name,
-            self.instance,
-            self.pid,
-            self.state,
-            self.address,
-            heard_at=self.heard_at,
-            pid_namespace=self.pid_namespace,
-        )
 
 
 @dataclass(slots=True)
 class _Group:
-    group: str
-    model: str
-    epoch: int
-    instance: str
+    record: GroupRecord
     heard: float
+    """When its silence began to count: later, perhaps, than the last heartbeat that any monitor has heard."""
     progress: ProgressWatch
-    state: GroupStatus = "starting"
-    load: GroupLoad = field(default_factory=GroupLoad)
-    ranks: list[RankBeat] = field(default_factory=list)
-    loaded: float = 0.0
-    message: str = ""
     announced: Literal["", "up", "draining"] = ""
     """The last event about this ring, unless it was a loss."""
-    weight: float = 1.0
-    heard_at: float = 0.0
-    """Unix seconds of the last heartbeat, whichever monitor has heard it. `heard` is when its silence began to
-    count, which may be later."""
     cut_off: bool = False
     """Whether its leader's connection to the broker is gone."""
     lost: bool = False
     """Whether it is gone without having left: it was in service, and nobody had it drained."""
-    kv_bytes: int = 0
     death: RingDeath | None = None
     """What its executor has last said of this ring's end."""
 
-    def become(self, state: GroupStatus) -> None:
+    def become(self, state: GroupStatus, **changes: Any) -> None:
+        """`changes`: of other fields of the record."""
         if state != "gone":
             self.lost = False
-        elif self.state != "gone":
-            self.lost = self.state in (*_SERVING, "hung")
-        self.state = state
-
-    def record(self) -> GroupRecord:
-        return GroupRecord(
-            group=self.group,
-            model=self.model,
-            state=self.state,
-            epoch=self.epoch,
-            ranks=self.ranks,
-            load=self.load,
-            instance=self.instance,
-            loaded=self.loaded,
-            message=self.message,
-            weight=self.weight,
-            heard_at=self.heard_at,
-            kv_bytes=self.kv_bytes,
-        )
+        elif self.record.state != "gone":
+            self.lost = self.record.state in (*_SERVING, "hung")
+        self.record = replace(self.record, state=state, **changes)
 
 
 class Detector:
@@ -252,29 +208,29 @@ class Detector:
         self._ticked: float | None = None
 
     def services(self) -> list[ServiceRecord]:
-        return [entry.record() for entry in self._instances.values()]
+        return [entry.record for entry in self._instances.values()]
 
     def groups(self) -> list[GroupRecord]:
-        return [entry.record() for entry in self._groups.values()]
+        return [entry.record for entry in self._groups.values()]
 
     def lost(self) -> set[str]:
         """Groups that are gone without having left, while they are listed."""
-        return {entry.group for entry in self._groups.values() if entry.lost}
+        return {name for name, entry in self._groups.items() if entry.lost}
 
     def restore(self, services: Iterable[ServiceRecord], groups: Iterable[GroupRecord], now: float) -> None:
         """Begins with what an earlier monitor wrote; everybody has `gone_after` to be heard of."""
         for service in services:
-            self._instances[service.instance] = _instance_of(service, now)
+            self._instances[service.instance] = _Instance(_undated(service), now)
         for record in groups:
             self._groups[record.group] = self._entry_of(record, now)
 
     def restart_timeouts(self, now: float) -> None:
         """The monitor has not been listening: everybody who was alive has `gone_after` once more."""
         for instance in self._instances.values():
-            if instance.state != "gone":
+            if instance.record.state != "gone":
                 instance.heard = now
         for group in self._groups.values():
-            if group.state != "gone":
+            if group.record.state != "gone":
                 group.heard = now
                 group.cut_off = False
         self._presence.restart_timeouts(now)
@@ -284,63 +240,47 @@ class Detector:
     def merge(self, record: GroupRecord, now: float, at: float) -> None:
         """Takes in what another monitor has written. `at`: unix seconds, as `now`."""
         entry = self._groups.get(record.group)
-        if entry is None or record.epoch > entry.epoch:
+        if entry is None or record.epoch > entry.record.epoch:
             entry = self._groups[record.group] = self._entry_of(record, now)
             entry.heard = min(now, now - at + record.heard_at) if record.heard_at else now
             return
-        ahead = record.heard_at - entry.heard_at
-        if record.epoch < entry.epoch or ahead < -SAME:
+        ahead = record.heard_at - entry.record.heard_at
+        if record.epoch < entry.record.epoch or ahead < -SAME:
             return
         if ahead > SAME:
             entry.heard = max(entry.heard, min(now, now - at + record.heard_at))
-            entry.heard_at = record.heard_at
-            self._take_over(entry, record)
-        elif _badness(record.state) > _badness(entry.state):
+            self._take_over(entry, record, heard_at=record.heard_at)
+        elif _badness(record.state) > _badness(entry.record.state):
             self._take_over(entry, record)
 
     def merge_service(self, record: ServiceRecord, now: float, at: float) -> None:
         """As `merge`, for a service instance."""
         entry = self._instances.get(record.instance)
-        ahead = record.heard_at - (entry.heard_at if entry is not None else 0.0)
+        ahead = record.heard_at - (entry.record.heard_at if entry is not None else 0.0)
         if entry is None or ahead > SAME:
             heard = min(now, now - at + record.heard_at) if record.heard_at else now
-            self._instances[record.instance] = _instance_of(record, heard)
+            self._instances[record.instance] = _Instance(_undated(record), heard)
         elif ahead >= -SAME and record.state == "gone":
-            entry.state = "gone"
+            entry.record = replace(entry.record, state="gone")
 
     def drop(self, group: str = "", instance: str = "") -> None:
         """Another monitor has taken it off the list; what we hear ourselves stays on it."""
         entry = self._groups.get(group)
-        if entry is not None and entry.state == "gone":
+        if entry is not None and entry.record.state == "gone":
             del self._groups[group]
         service = self._instances.get(instance)
-        if service is not None and service.state == "gone":
+        if service is not None and service.record.state == "gone":
             del self._instances[instance]
 
     @staticmethod
-    def _take_over(entry: _Group, record: GroupRecord) -> None:
+    def _take_over(entry: _Group, record: GroupRecord, **changes: Any) -> None:
         """Its writer has told the world already."""
-        entry.become(record.state)
-        entry.message = record.message
+        entry.become(record.state, message=record.message, **changes)
         entry.announced = _announced(record.state)
 
     def _entry_of(self, record: GroupRecord, now: float) -> _Group:
-        return _Group(
-            group=record.group,
-            model=record.model,
-            epoch=record.epoch,
-            instance=record.instance,
-            heard=now,
-            progress=ProgressWatch(self._hung_after),
-            state=record.state,
-            load=record.load,
-            ranks=record.ranks,
-            loaded=record.loaded,
-            message=record.message,
-            announced=_announced(record.state),
-            weight=record.weight,
-            heard_at=record.heard_at,
-        )
+        progress = ProgressWatch(self._hung_after)
+        return _Group(_undated(record), now, progress, announced=_announced(record.state))
 
     # --- connections -----------------------------------------------------------------------------
 
@@ -359,14 +299,14 @@ class Detector:
         """The process that had the connection `name` is gone, or cannot reach the broker."""
         events: list[GroupEvent] = []
         for instance in self._instances.values():
-            if name == subjects.connection(instance.name, instance.instance) and instance.state != "gone":
-                instance.state = "gone"
-                events += self._lose_groups(instance.instance, "its executor has lost its connection to NATS")
+            record = instance.record
+            if name == subjects.connection(record.name, record.instance) and record.state != "gone":
+                instance.record = replace(record, state="gone")
+                events += self._lose_groups(record.instance, "its executor has lost its connection to NATS")
         for group in self._groups.values():
-            if name == _leader_of(group) and group.state != "gone":
+            if name == _leader_of(group) and group.record.state != "gone":
                 group.cut_off = True
-                group.message = "its leader has lost its connection to NATS"
-                events += self._set_state(group, "gone")
+                events += self._set_state(group, "gone", message=_CUT_OFF)
         return events
 
     # --- heartbeats ------------------------------------------------------------------------------
@@ -375,9 +315,9 @@ class Detector:
         """Takes in one heartbeat, at `now` (`at` in unix seconds); returns what has happened to groups."""
         self._notice_stall(now)
         self._presence.heard(subjects.connection(beat.service, beat.instance))
-        self._instances[beat.instance] = _Instance(
-            beat.service, beat.instance, beat.pid, beat.state, beat.address, now, at, beat.pid_namespace
-        )
+        record = ServiceRecord(beat.service, beat.instance, beat.pid, beat.state, beat.address)
+        record = replace(record, heard_at=at, pid_namespace=beat.pid_namespace)
+        self._instances[beat.instance] = _Instance(record, now)
         if beat.state == "gone":
             return self._lose_groups(beat.instance, "its executor has stopped")
         if beat.group is None:
@@ -386,40 +326,51 @@ class Detector:
 
     def _observe_group(self, beat: Heartbeat, said: GroupBeat, now: float, at: float) -> list[GroupEvent]:
         entry = self._groups.get(said.group)
-        if entry is not None and said.epoch < entry.epoch and not _has_lost_its_ring(beat, said, entry):
+        if (
+            entry is not None
+            and said.epoch < entry.record.epoch
+            and not _has_lost_its_ring(beat, said, entry)
+        ):
             return []  # from a life that is over
         events: list[GroupEvent] = []
-        if entry is None or said.epoch > entry.epoch:
+        if entry is None or said.epoch > entry.record.epoch:
             if entry is not None:
                 _note_death(entry, said)
                 events += _down(entry, f"epoch {said.epoch} took its place")
-            progress = ProgressWatch(self._hung_after)
-            entry = _Group(said.group, said.model, said.epoch, beat.instance, now, progress)
-            self._groups[said.group] = entry
-        entry.heard, entry.heard_at = now, at
-        entry.instance = beat.instance
-        entry.weight = self._speeds.observe(said.group, said.model, said.epoch, said.work, now)
-        entry.load, entry.ranks = said.load, said.ranks
-        entry.loaded, entry.message, entry.kv_bytes = said.loaded, said.message, said.kv_bytes
+            record = GroupRecord(said.group, said.model, "starting", said.epoch, said.ranks, said.load)
+            entry = self._groups[said.group] = _Group(record, now, ProgressWatch(self._hung_after))
+        entry.heard = now
         _note_death(entry, said)
         hung = _hung_ranks(entry.progress, said, now)
-        return events + self._set_state(entry, self._judge(beat, said, entry, hung))
+        state, message = self._judge(beat, said, entry, hung)
+        return events + self._set_state(
+            entry,
+            state,
+            ranks=said.ranks,
+            load=said.load,
+            instance=beat.instance,
+            loaded=said.loaded,
+            message=message or said.message,
+            weight=self._speeds.observe(said.group, said.model, said.epoch, said.work, now),
+            heard_at=at,
+            kv_bytes=said.kv_bytes,
+        )
 
-    def _judge(self, beat: Heartbeat, said: GroupBeat, entry: _Group, hung: list[int]) -> GroupStatus:
-        """The state that a beat shows."""
+    def _judge(
+        self, beat: Heartbeat, said: GroupBeat, entry: _Group, hung: list[int]
+    ) -> tuple[GroupStatus, str]:
+        """The state that a beat shows, and what there is to say of it."""
         if said.state == "starting":
-            return "starting"
+            return "starting", ""
         if entry.cut_off:
-            entry.message = "its leader has lost its connection to NATS"
-            return "hung"
+            return "hung", _CUT_OFF
         if hung:
             ranks = ", ".join(map(str, hung))
-            entry.message = f"no progress for {self._hung_after:g} s on rank {ranks}"
-            return "hung"
+            return "hung", f"no progress for {self._hung_after:g} s on rank {ranks}"
         if "draining" in (said.state, beat.state):
-            return "draining"
+            return "draining", ""
         full = said.load.running > 0 and said.load.total_blocks > 0 and said.load.free_blocks == 0
-        return "busy" if said.load.waiting > 0 or full else "ready"
+        return ("busy" if said.load.waiting > 0 or full else "ready"), ""
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -431,12 +382,12 @@ class Detector:
         for name in self._presence.cut(now):
             events += self._cut(name)
         for instance in self._instances.values():
-            if instance.state != "gone" and now - instance.heard >= self._gone_after:
-                instance.state = "gone"
+            if instance.record.state != "gone" and now - instance.heard >= self._gone_after:
+                instance.record = replace(instance.record, state="gone")
         for group in self._groups.values():
-            if group.state != "gone" and now - group.heard >= self._gone_after:
-                group.message = f"no heartbeat for {self._gone_after:g} s"
-                events += self._set_state(group, "gone")
+            if group.record.state != "gone" and now - group.heard >= self._gone_after:
+                silent = f"no heartbeat for {self._gone_after:g} s"
+                events += self._set_state(group, "gone", message=silent)
         self._forget(now)
         return events
 
@@ -453,9 +404,8 @@ class Detector:
         """An instance is gone: so are its groups."""
         events: list[GroupEvent] = []
         for group in self._groups.values():
-            if group.instance == instance and group.state != "gone":
-                group.message = reason
-                events += self._set_state(group, "gone")
+            if group.record.instance == instance and group.record.state != "gone":
+                events += self._set_state(group, "gone", message=reason)
         return events
 
     def _forget(self, now: float) -> None:
@@ -469,24 +419,24 @@ class Detector:
         self._speeds.keep(self._groups)
 
     def _forgotten(self, entry: _Instance | _Group, now: float) -> bool:
-        return entry.state == "gone" and now - entry.heard >= self._gone_after + self._forget_after
+        return entry.record.state == "gone" and now - entry.heard >= self._gone_after + self._forget_after
 
     # --- states and events -----------------------------------------------------------------------
 
-    def _set_state(self, entry: _Group, state: GroupStatus) -> list[GroupEvent]:
-        entry.become(state)
+    def _set_state(self, entry: _Group, state: GroupStatus, **changes: Any) -> list[GroupEvent]:
+        entry.become(state, **changes)
         if state in _SERVING:
             return _announce(entry, "up")
         if state == "draining":
             return _announce(entry, "draining") if entry.announced else []
-        return _down(entry, entry.message or state)
+        return _down(entry, entry.record.message or state)
 
 
 def _has_lost_its_ring(beat: Heartbeat, said: GroupBeat, entry: _Group) -> bool:
     """Whether a beat of an older epoch means that there is no ring at the moment, and not that an executor
     is still about which another one has replaced."""
     ringless = said.state == "starting" and not said.ranks
-    return ringless and (beat.instance == entry.instance or entry.state == "gone")
+    return ringless and (beat.instance == entry.record.instance or entry.record.state == "gone")
 
 
 def _hung_ranks(progress: ProgressWatch, said: GroupBeat, now: float) -> list[int]:
@@ -501,17 +451,8 @@ def _hung_ranks(progress: ProgressWatch, said: GroupBeat, now: float) -> list[in
     ]
 
 
-def _instance_of(record: ServiceRecord, heard: float) -> _Instance:
-    return _Instance(
-        record.name,
-        record.instance,
-        record.pid,
-        record.state,
-        record.address,
-        heard,
-        record.heard_at,
-        record.pid_namespace,
-    )
+def _undated(record: Record) -> Record:
+    return replace(record, updated_at=0.0)
 
 
 def _badness(state: GroupStatus) -> int:
@@ -519,12 +460,12 @@ def _badness(state: GroupStatus) -> int:
 
 
 def _note_death(entry: _Group, said: GroupBeat) -> None:
-    entry.death = said.death if said.death is not None and said.death.epoch == entry.epoch else None
+    entry.death = said.death if said.death is not None and said.death.epoch == entry.record.epoch else None
 
 
 def _leader_of(group: _Group) -> str:
     """Name of the connection of the group's leader."""
-    return subjects.connection("executor", group.instance, subjects.LEADER)
+    return subjects.connection("executor", group.record.instance, subjects.LEADER)
 
 
 def _announced(state: GroupStatus) -> Literal["", "up", "draining"]:
@@ -538,7 +479,7 @@ def _announce(entry: _Group, kind: Literal["up", "draining"]) -> list[GroupEvent
     if entry.announced == kind:
         return []
     entry.announced = kind
-    return [GroupEvent(entry.group, entry.model, entry.epoch, kind)]
+    return [GroupEvent(entry.record.group, entry.record.model, entry.record.epoch, kind)]
 
 
 def _down(entry: _Group, reason: str) -> list[GroupEvent]:
@@ -546,4 +487,5 @@ def _down(entry: _Group, reason: str) -> list[GroupEvent]:
     if not entry.announced:
         return []
     entry.announced = ""
-    return [GroupEvent(entry.group, entry.model, entry.epoch, "down", reason, death=entry.death)]
+    record = entry.record
+    return [GroupEvent(record.group, record.model, record.epoch, "down", reason, death=entry.death)]
