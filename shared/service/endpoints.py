@@ -7,7 +7,7 @@ Aliases           the same figures once more, under names that others' dashboard
 
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client import Counter, ProcessCollector, disable_created_metrics
@@ -53,9 +53,12 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
 class StateCollector(Collector):
     """What /ready says, and whether the broker is there, read when they are scraped: Prometheus sees no /ready."""
 
-    def __init__(self, health: Callable[[], Health], connected: Callable[[], bool]) -> None:
+    def __init__(
+        self, health: Callable[[], Health], connected: Callable[[], bool], reconnects: Callable[[], int]
+    ) -> None:
         self._health = health
         self._connected = connected
+        self._reconnects = reconnects
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
@@ -66,6 +69,7 @@ class StateCollector(Collector):
         yield GaugeMetricFamily(
             "ryzanstein_nats_connected", "1 while the service is connected to NATS.", self._connected()
         )
+        yield CounterMetricFamily("ryzanstein_nats_reconnects", "Reconnections to NATS.", self._reconnects())
 
 
 _NOT_ALLOWED = msgspec.json.encode(
@@ -241,22 +245,3 @@ def _renamed(metric: Metric, alias: Alias) -> Metric:
         name = alias.name + sample.name.removeprefix(metric.name)
         renamed.samples.append(Sample(name, labels, sample.value))
     return renamed
-
-
-class Connection(Protocol):
-    """Of a service to NATS."""
-
-    @property
-    def reconnects(self) -> int: ...
-
-
-class Reconnections(Collector):
-    """How often a service had to connect again."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily(
-            "ryzanstein_nats_reconnects", "Reconnections to NATS.", self._connection.reconnects
-        )

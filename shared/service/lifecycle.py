@@ -34,7 +34,6 @@ from shared.process import freeze_gc_after_startup, pid_namespace
 from shared.service.endpoints import (
     Health,
     OpsApp,
-    Reconnections,
     SpanCollector,
     StateCollector,
     new_registry,
@@ -74,7 +73,11 @@ class Service(abc.ABC):
         self._http: HttpServer | None = None
         self._ended = asyncio.Event()
         self._failure: BaseException | None = None
-        self.registry.register(StateCollector(self.health, lambda: self._connected))
+        self.registry.register(
+            StateCollector(
+                self.health, lambda: self._connected, lambda: self._bus.reconnects if self._bus else 0
+            )
+        )
 
     # --- for subclasses --------------------------------------------------------------------------
 
@@ -171,7 +174,6 @@ class Service(abc.ABC):
     async def _start_up(self) -> None:
         self._bus = await Bus.connect(self.settings, subjects.connection(self.name, self.instance))
         await ensure_streams(self._bus, change=self.changes_streams)
-        self.registry.register(Reconnections(self._bus))
         self.spawn(self._beat(), "heartbeat")
         control = subjects.service_control(self.name, self.instance)
         await self._bus.subscribe(control, SetLogLevel, self._on_log_level)

@@ -22,7 +22,7 @@ from services.gateway.service import GatewayService
 from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
-from shared.service.endpoints import Aliases, Reconnections, SpanCollector
+from shared.service.endpoints import Aliases, SpanCollector
 from shared.service.lifecycle import Service
 
 SUFFIXES = {
@@ -90,7 +90,6 @@ def _services(directory: Path) -> Iterator[Service]:
     )
     scheduler = SchedulerService(SchedulerSettings(instance="x"))
     for service in (gateway, scheduler, HealthMonitorService(HealthMonitorSettings(instance="x")), executor):
-        service.registry.register(Reconnections(SimpleNamespace(reconnects=0)))
         service.registry.register(SpanCollector())
         yield service
 

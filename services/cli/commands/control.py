@@ -9,11 +9,9 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from services.cli.target import DataDir, NatsUrl, nats_of_stack
-from services.cli.ui import console, say
+from services.cli.ui import console, print_columns, say
 from shared.config import CommonSettings, seconds_of
 from shared.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded, RyzansteinError
 from shared.messages import (
@@ -169,14 +167,12 @@ def left_of(record: GroupRecord) -> str:
 
 def print_groups(groups: Mapping[str, GroupRecord], console: Console) -> None:
     """What is left, and where it can go."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("group", "state", "running", "waiting", "KV used"):
-        table.add_column(column, justify="left" if column in ("group", "state") else "right")
+    rows = [("group", "state", "running", "waiting", "KV used")]
     for name, record in sorted(groups.items()):
         load = record.load
         used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
-        table.add_row(escape(name), record.state, str(load.running), str(load.waiting), f"{used:.1%}")
-    console.print(table)
+        rows.append((name, record.state, str(load.running), str(load.waiting), f"{used:.1%}"))
+    print_columns(console, rows, right=(2, 3))
 
 
 LEVEL_TIMEOUT = 3.0
@@ -257,13 +253,11 @@ async def _ask(bus: Bus, record: ServiceRecord, wanted: SetLogLevel) -> LogLevel
 
 def print_levels(found: list[tuple[ServiceRecord, LogLevel | None]], screen: Console) -> None:
     """Who logs what, and until when."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("service", "instance", "level", "then"):
-        table.add_column(column)
+    rows = [("service", "instance", "level", "then")]
     for record, answer in found:
         level, then = ("no answer", "") if answer is None else (answer.error or answer.level, "")
         if answer is not None and answer.until:
             left = max(0, round(answer.until - time.time()))
             then = f"{answer.usual} in {left // 60}m {left % 60:02d}s"
-        table.add_row(record.name, escape(record.instance), level, then)
-    screen.print(table)
+        rows.append((record.name, record.instance, level, then))
+    print_columns(screen, rows)

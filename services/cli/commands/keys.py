@@ -23,6 +23,7 @@ from shared.nats.kv import Bucket
 T = TypeVar("T")
 
 DEFAULT_TENANT = "default"
+HEADINGS = ["id", "tenant", "name", "state", "created", "expires", "requests/min", "tokens/min", "concurrent"]
 
 keys_app = typer.Typer(
     help="API keys. Once one exists, the gateways ask for it.", no_args_is_help=True, rich_markup_mode=None
@@ -90,18 +91,7 @@ def list_keys(json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl 
     if json:
         print(msgspec.json.encode(keys).decode())  # noqa: T201
         return
-    headings = [
-        "id",
-        "tenant",
-        "name",
-        "state",
-        "created",
-        "expires",
-        "requests/min",
-        "tokens/min",
-        "concurrent",
-    ]
-    print_columns(console(), [headings, *map(_row, keys)], right=(6, 7, 8))
+    print_columns(console(), [HEADINGS, *map(_row, keys)], right=(6, 7, 8))
 
 
 @keys_app.command()
@@ -115,18 +105,9 @@ def show(identity: Identity, json: AsJson = False, data_dir: DataDir = None, nat
         print(msgspec.json.encode(found[0]).decode())  # noqa: T201
         return
     key = found[0]
-    rows = [
-        ("tenant", key.tenant),
-        ("name", key.name or "-"),
-        ("state", key.state),
-        ("created", _date(key.created)),
-        ("expires", _date(key.expires)),
-        ("revoked", _date(key.revoked)),
-        ("requests/min", _limit(key.limits.requests_per_minute)),
-        ("tokens/min", _limit(key.limits.tokens_per_minute)),
-        ("concurrent", _limit(key.limits.concurrent)),
-    ]
-    print_columns(console(), [("key", "rz-" + key.id + "-***"), *rows])
+    rows = list(zip(HEADINGS[1:], _row(key)[1:], strict=True))
+    rows.insert(5, ("revoked", _date(key.revoked)))
+    print_columns(console(), [("key", f"rz-{key.id}-***"), *rows])
 
 
 @keys_app.command()

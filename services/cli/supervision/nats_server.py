@@ -3,6 +3,7 @@ a free loopback port, started again when a full disk has space again.
 """
 
 import asyncio
+import contextlib
 import json
 import secrets
 import shutil
@@ -132,6 +133,7 @@ def nats_config(
 
 
 START_TIMEOUT = 20.0
+STOP_TIMEOUT = 10.0
 
 
 def find_binary() -> Path:
@@ -261,14 +263,19 @@ class LocalNats:
 
     async def stop(self) -> None:
         """Ends the server in good order; kills it when it does not go."""
-        if self._process is None or self._process.returncode is not None:
-            return
-        self._process.terminate()
-        try:
-            await asyncio.wait_for(self._process.wait(), 10)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        if self._process is not None:
+            await stop_process(self._process, STOP_TIMEOUT)
+
+
+async def stop_process(process: asyncio.subprocess.Process, grace: float) -> None:
+    """SIGTERM, then SIGKILL after `grace` seconds; returns once it has ended."""
+    for stop in (process.terminate, process.kill):
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                stop()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), grace)
+    await process.wait()
 
 
 LOOK = 1.0

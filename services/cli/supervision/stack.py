@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from services.cli.serve import MODULES
-from services.cli.supervision.nats_server import LocalNats, StoreWatch
+from services.cli.supervision.nats_server import LocalNats, StoreWatch, stop_process
 from services.cli.target import StackSettings
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
@@ -85,19 +85,8 @@ class Child:
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, then SIGKILL after `grace` seconds."""
-        if self._process is None or self._process.returncode is not None:
-            return
-        self._signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self._process.wait(), grace)
-        except TimeoutError:
-            self._signal(signal.SIGKILL)
-            await self._process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        if self._process is not None:
+            await stop_process(self._process, grace)
 
     def last_error(self) -> str:
         """The sentence with which the process ended, from what it has written to its log."""

@@ -5,7 +5,15 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 
-from shared.service.endpoints import LATENCY, Alias, Aliases, QuickHistograms, Reconnections, new_registry
+from shared.service.endpoints import (
+    LATENCY,
+    Alias,
+    Aliases,
+    Health,
+    QuickHistograms,
+    StateCollector,
+    new_registry,
+)
 
 
 def samples(metrics: list[Metric]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -55,10 +63,11 @@ def test_an_alias_has_the_same_samples_under_the_other_name() -> None:
     assert [metric.type for metric in aliases.collect()] == ["counter", "histogram"]
 
 
-class Lost:
-    reconnects = 4
-
-
-def test_connections_that_were_lost_are_counted() -> None:
-    found = samples(list(Reconnections(Lost()).collect()))
-    assert found == {("ryzanstein_nats_reconnects_total", ()): 4}
+def test_readiness_and_connections_that_were_lost_are_told() -> None:
+    health = Health("scheduler", "s-1", "ready", True)
+    found = samples(list(StateCollector(lambda: health, lambda: False, lambda: 4).collect()))
+    assert found == {
+        ("ryzanstein_service_ready", ()): 1,
+        ("ryzanstein_nats_connected", ()): 0,
+        ("ryzanstein_nats_reconnects_total", ()): 4,
+    }
