@@ -99,7 +99,7 @@ def test_the_verdict_is_the_first_line_as_it_stands() -> None:
     assert "threads without work: pool_0" in text
     assert "[red]11" in text
     assert "... 8 more" in text
-    assert "the leader could not tell" in text
+    assert "the leader did not answer" in text
     assert "not over: 2 tokens of 2 sequences (2 decode), 2 sampled, 9 blocks, 1 restores" in text
 
 
