@@ -18,7 +18,6 @@ sent, never an error (section 3.2.2.3: the vendor starts a new trace).
 import importlib
 import os
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from types import TracebackType
