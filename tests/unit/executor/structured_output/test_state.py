@@ -8,7 +8,7 @@ import pytest
 
 from services.executor.core.sampling_state import SamplingState
 from services.executor.structured_output.compiler import GrammarCompiler, GrammarWork
-from services.executor.structured_output.state import GrammarState, Vocabulary
+from services.executor.structured_output.state import GrammarState, Vocabulary, compute_masks
 from services.executor.worker.stub import STUB_EOS_TOKEN
 from shared.errors import InvalidGrammar
 from shared.messages import Grammar, ModelCard, TokenizerBundle
@@ -124,3 +124,42 @@ async def test_a_tokenizer_that_is_not_understood_refuses_grammars_alone() -> No
     files = tiny_files() | {"tokenizer.json": b'{"model": {"type": "Strange"}}'}
     with pytest.raises(InvalidGrammar, match="This model's tokenizer cannot be used"):
         Vocabulary.of(ModelCard("m", 100, 258, [1], "t", 0), encode(TokenizerBundle(files)))
+
+
+class Faulty:
+    """A matcher in which something has gone wrong."""
+
+    def __init__(self, problem: str = "") -> None:
+        self._problem = problem
+
+    def is_error(self) -> bool:
+        return bool(self._problem)
+
+    def get_error(self) -> str:
+        return self._problem
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        if not self._problem:
+            raise RuntimeError("a fault of the library")
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"), [("too complex", "too complex"), ("", "a fault of the library")]
+)
+def test_a_fault_of_the_library_ends_the_generations_of_the_step_alone(problem: str, said: str) -> None:
+    vocabulary = Vocabulary.of(CARD, b"")
+    state = GrammarState(Faulty(problem), vocabulary, [])  # type: ignore[arg-type]
+    compute_masks([state])
+    with pytest.raises(InvalidGrammar, match=said):
+        state.allowed()
+
+
+def test_tokens_that_the_tokenizer_does_not_have_never_follow() -> None:
+    """The model has logits for more."""
+    vocabulary = Vocabulary.of(CARD, b"")
+    vocabulary.size = 32 * vocabulary.words + 40
+    state = GrammarState(Faulty(), vocabulary, [])  # type: ignore[arg-type]
+    state.take(np.full(vocabulary.words, -1, np.int32))
+    allowed = state.allowed()
+    assert len(allowed) == vocabulary.size
+    assert not allowed[32 * vocabulary.words :].any()

@@ -1,8 +1,10 @@
 """Ranks that are forked: they are the executor's children, and a fork server that is of no use is done without."""
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -14,8 +16,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.supervisor import early_fork_server, rank_process
+from services.executor.supervisor import early_fork_server, fork_server, rank_process
 from services.executor.supervisor.fork_client import ForkClient
+from services.executor.supervisor.fork_server import ForkServer, Refused
 from services.executor.supervisor.rank_process import LocalRank
 from shared.config import load_settings
 
@@ -247,3 +250,18 @@ def test_the_real_imports_leave_one_thread_and_little_memory() -> None:
     reason, megabytes = said.stdout.splitlines()
     assert reason == "none"
     assert int(megabytes) < 350
+
+
+def test_a_system_without_room_is_told_and_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        before = len([*Path("/proc/self/fd").iterdir()])
+        monkeypatch.setattr(fork_server, "why_not_to_fork", str)
+        monkeypatch.setattr(os, "fork", fork)
+        refused = ForkServer(theirs)._fork({}, 0, 1)
+        assert isinstance(refused, Refused)
+        assert "no room for another process (Resource temporarily unavailable)" in refused.reason
+        assert len([*Path("/proc/self/fd").iterdir()]) == before

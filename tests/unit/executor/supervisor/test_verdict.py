@@ -133,3 +133,12 @@ def test_whoever_is_named_as_behind_is(found: list[CollectiveDump]) -> None:
     named = sentence.partition(" behind")[0]
     for number in range(len(found)):
         assert (f"(process {100 + number}" in named) == (number in late) or not late
+
+
+def test_a_rank_without_stacks_is_told_of_with_the_reason() -> None:
+    for fields, why in (
+        ({"stacks": []}, "there is no stack of it"),
+        ({"stacks": [], "stacks_missing": "a stopped process writes no stacks"}, "a stopped process writes"),
+    ):
+        slow = ring(rank(0, **fields, in_flight=True, still_seconds=9.0), rank(1, in_flight=False))
+        assert f"running, and {why}" in verdict(slow)

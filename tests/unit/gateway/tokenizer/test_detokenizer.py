@@ -135,3 +135,9 @@ def test_decoding_takes_linear_time(token: int, monkeypatch: pytest.MonkeyPatch)
     for _ in range(2000):
         detokenizer.feed([token])
     assert decoded <= 2000 * 2 * (MOST_PENDING + CONTEXT_TOKENS)
+
+
+def test_bytes_of_a_token_are_what_it_stands_for() -> None:
+    """SentencePiece's sign is a space, its byte tokens are bytes; there is nothing behind the vocabulary."""
+    found = [METASPACE.token_bytes(token) for token in (2, 257, 258, 259, 1, 10_000)]
+    assert found == [b"\x00", b"\xff", b" the", b" cat", b"</s>", b""]
