@@ -26,7 +26,7 @@ from benchmarks.peers.catalog import pip
 from benchmarks.peers.servers import free_port
 from services.cli.supervision.stack import LocalStack, StackPlan
 from services.cli.target import StackSettings
-from services.executor.worker.factory import FIRST_WORD
+from services.executor.rank import FIRST_WORD
 from services.executor.worker.stub import stub_token
 from shared.errors import RyzansteinError
 from shared.process import die_with_parent

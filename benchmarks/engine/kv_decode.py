@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.engine.one_rank import BLOCK, load_one_rank
 from benchmarks.engine.steps import decode_plan
-from services.executor.core.setting_values import BlockDType
+from services.executor.core.settings import BlockDType
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 
 KINDS: tuple[BlockDType, ...] = ("bf16", "int8", "fp8")

@@ -31,11 +31,11 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from services.executor.collectives.base import SingleRank
-from services.executor.core.setting_values import BlockDType, layer_dtypes, parse_layers
+from services.executor.core.settings import BlockDType, layer_dtypes, parse_layers
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import codecs_of
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.worker.backend import make_runner

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from services.executor.supervisor.rank_process import SPIN_COUNT
 
 if TYPE_CHECKING:
-    from services.executor.core.setting_values import BlockDType
+    from services.executor.core.settings import BlockDType
     from services.executor.kv_cache.store import KvStore
     from services.executor.worker.runner import ModelRunner
 
@@ -28,8 +28,8 @@ def load_one_rank(
 
     from services.executor.collectives.base import SingleRank
     from services.executor.core.sharding import ShardLayout
+    from services.executor.kv_cache.capacity import StoreShape
     from services.executor.kv_cache.codecs import codecs_of
-    from services.executor.kv_cache.sizes import StoreShape
     from services.executor.kv_cache.store import KvStore
     from services.executor.model.loading.loader import load_config, load_model
     from services.executor.worker.backend import make_runner

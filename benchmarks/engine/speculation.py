@@ -26,7 +26,7 @@ from benchmarks.engine.one_rank import BLOCK, load_one_rank
 from benchmarks.serve.workloads import PromptSource, calibrate
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.sampling_state import SamplingState
-from services.executor.core.setting_values import MOST_DRAFTS
+from services.executor.core.settings import MOST_DRAFTS
 from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher

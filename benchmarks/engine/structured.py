@@ -25,8 +25,7 @@ from benchmarks.engine.speculation import Execute, make_execute
 from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
-from services.executor.structured_output.compiler import GrammarCompiler, GrammarWork
-from services.executor.structured_output.state import Vocabulary
+from services.executor.structured_output import GrammarCompiler, GrammarWork, Vocabulary
 from shared.messages import GenerationRequest, Grammar, ModelCard, SamplingParams
 
 PROMPT = 64

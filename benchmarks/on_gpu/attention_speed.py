@@ -19,7 +19,7 @@ from benchmarks.on_gpu.device import choose
 
 choose()
 
-from services.executor.core.setting_values import BlockDType  # noqa: E402
+from services.executor.core.settings import BlockDType  # noqa: E402
 from services.executor.gpu.kernels import attention_launch  # noqa: E402
 from services.executor.gpu.kernels.tiles import rows_for, splits_of, tiles_of  # noqa: E402
 from services.executor.kv_cache.codecs import FP8, INT8, Codec  # noqa: E402

@@ -19,7 +19,7 @@ from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import CudaCapture, Rerun
 from services.executor.gpu.sampling import DeviceSampler
 from services.executor.gpu.steps import GpuSteps, StepLimits
-from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model import lowering
 from services.executor.sampling.sampler import Sampler

@@ -16,11 +16,11 @@ from benchmarks.on_gpu.device import choose
 
 choose()
 
-from services.executor.core.setting_values import BlockDType  # noqa: E402
+from services.executor.core.settings import BlockDType  # noqa: E402
 from services.executor.gpu.kernels import attention_launch  # noqa: E402
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, splits_of, tiles_of  # noqa: E402
+from services.executor.kv_cache.capacity import StoreShape  # noqa: E402
 from services.executor.kv_cache.codecs import FP8, INT8, Codec  # noqa: E402
-from services.executor.kv_cache.sizes import StoreShape  # noqa: E402
 from services.executor.kv_cache.store import KvStore  # noqa: E402
 
 CODECS: dict[BlockDType, Codec | None] = {"bf16": None, "int8": INT8, "fp8": FP8}

@@ -20,8 +20,8 @@ from benchmarks.on_gpu.machine import release
 from benchmarks.random_model import SHAPES, LlamaShape, write_checkpoint
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.weight_formats import Quantized, quantize
@@ -72,7 +72,7 @@ def products(bench: Bench) -> None:
 
 def _products(x: Tensor, weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Tensor, Tensor, float]]:
     """(name, product, the same in float64, what its error may be); both with `bias`."""
-    from services.executor.gpu.kernels.matmul_launch import encode_rows, multiply_one
+    from services.executor.gpu.kernels.matmul import encode_rows, multiply_one
     from services.executor.gpu.quantized_matmul import FEW, coded_product
 
     if len(x) == 1:

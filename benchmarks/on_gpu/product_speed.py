@@ -62,7 +62,7 @@ def _ways(
 ) -> dict[str, tuple[int, list[Callable[[Tensor], Tensor]]]]:
     """name -> (bytes of a weight, the product with each of several weights)"""
     from services.executor.gpu import quantized_matmul
-    from services.executor.gpu.kernels.matmul_launch import MOST_ROWS, multiply_one
+    from services.executor.gpu.kernels.matmul import MOST_ROWS, multiply_one
 
     copies = max(1, min(COLD // (2 * outputs * inputs), 8)) if device.type == "cuda" else 1
     plain = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device) for _ in range(copies)]
@@ -85,7 +85,7 @@ def _ways(
             ]
             ways[f"{codec.name}, widened in memory"] = (1, wide)
     if device.type == "cuda":
-        from services.executor.gpu.kernels.matmul_launch import encode_rows
+        from services.executor.gpu.kernels.matmul import encode_rows
 
         scaled = [quantize(weight, FP8) for weight in plain]
         ways["fp8, activations too"] = (

@@ -221,8 +221,7 @@ def _blocks(model: Path, threads: int, effort: int) -> Iterator[Pair]:
 def _grammar(model: Path, threads: int, rounds: int, effort: int) -> Rounds:
     from benchmarks.engine.speculation import make_execute
     from benchmarks.engine.structured import CASES, Bench, vocabulary_of
-    from services.executor.structured_output.compiler import GrammarWork
-    from services.executor.structured_output.state import Vocabulary
+    from services.executor.structured_output import GrammarWork, Vocabulary
 
     execute, spec = make_execute(model, "bf16", threads)
     card, bundle = vocabulary_of(model, spec)

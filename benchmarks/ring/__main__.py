@@ -24,7 +24,7 @@ from benchmarks.errors import told_in_a_sentence, write_json
 from benchmarks.random_model import LlamaShape, write_llama
 from benchmarks.report import machine, versions
 from benchmarks.ring.ranks import BenchRing, Share, Timing
-from services.executor.core.setting_values import KvDType
+from services.executor.core.settings import KvDType
 from services.executor.core.step_plan import StepPlan
 
 HIDDEN = 576

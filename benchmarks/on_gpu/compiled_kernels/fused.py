@@ -6,24 +6,24 @@ from functools import partial
 import torch
 
 from benchmarks.on_gpu.compiled_kernels.launched import Compiled, compile_work, meta
-from services.executor.gpu.kernels import elementwise_launch
+from services.executor.gpu.kernels import elementwise
 
 TOKENS = 64
-PLAIN, GEMMA = elementwise_launch.Norms(1e-6, offset=False), elementwise_launch.Norms(1e-6, offset=True)
+PLAIN, GEMMA = elementwise.Norms(1e-6, offset=False), elementwise.Norms(1e-6, offset=True)
 FP32 = torch.float32
 
 
-def norm(width: int, how: elementwise_launch.Norms) -> None:
-    elementwise_launch.norm(meta(TOKENS, width), meta(width, dtype=FP32), how)
+def norm(width: int, how: elementwise.Norms) -> None:
+    elementwise.norm(meta(TOKENS, width), meta(width, dtype=FP32), how)
 
 
 def add_norm(
-    width: int, how: elementwise_launch.Norms, after: bool = False, dtype: torch.dtype = torch.bfloat16
+    width: int, how: elementwise.Norms, after: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Launches one; `after`: with the norm behind attention, and a scale."""
     x, residual = meta(TOKENS, width, dtype=dtype), meta(TOKENS, width, dtype=dtype)
     weight = meta(width, dtype=FP32)
-    elementwise_launch.add_norm(x, residual, weight, how, weight if after else None, 0.5 if after else 1.0)
+    elementwise.add_norm(x, residual, weight, how, weight if after else None, 0.5 if after else 1.0)
 
 
 def place(
@@ -37,10 +37,10 @@ def place(
 ) -> None:
     angles = meta(TOKENS, half, dtype=FP32)
     norms = (meta(width, dtype=FP32), meta(width, dtype=FP32))
-    elementwise_launch.place(
+    elementwise.place(
         meta(TOKENS, (q_heads + 2 * kv_heads) * width, dtype=dtype),
         q_heads,
-        elementwise_launch.Rotation(angles, angles) if half else None,
+        elementwise.Rotation(angles, angles) if half else None,
         meta(TOKENS, dtype=slots),
         meta(1000, 2, kv_heads, 16, width, dtype=dtype),
         norms if normed else None,
@@ -49,7 +49,7 @@ def place(
 
 
 def gated(width: int, gelu: bool, dtype: torch.dtype = torch.bfloat16) -> None:
-    elementwise_launch.gated(meta(TOKENS, 2 * width, dtype=dtype), gelu=gelu)
+    elementwise.gated(meta(TOKENS, 2 * width, dtype=dtype), gelu=gelu)
 
 
 def kernels() -> Iterator[Compiled]:

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from benchmarks.on_gpu.compiled_kernels.launched import Compiled, compile_work, meta
-from services.executor.gpu.kernels.matmul_launch import (
+from services.executor.gpu.kernels.matmul import (
     arrivals_for,
     decode_rows,
     encode_rows,

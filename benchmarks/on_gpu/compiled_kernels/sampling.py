@@ -6,7 +6,7 @@ from itertools import product
 import torch
 
 from benchmarks.on_gpu.compiled_kernels.launched import Compiled, Launched, compile_launched, launches, meta
-from services.executor.gpu.kernels import sampling_launch
+from services.executor.gpu.kernels import sampling
 
 MOST_BY_LOGIT = 1024
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -14,14 +14,14 @@ TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 def draw(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     """Launches the draws of `rows`, of which some have top-k and some top-p."""
-    space = sampling_launch.space_for(256, vocabulary, torch.device("meta"))
+    space = sampling.space_for(256, vocabulary, torch.device("meta"))
     largest, params = (
         meta(rows, dtype=torch.float32),
-        meta(sampling_launch.NUM_PARAMS * rows, dtype=torch.float64),
+        meta(sampling.NUM_PARAMS * rows, dtype=torch.float64),
     )
     tokens = meta(rows, dtype=torch.int64)
     logits = meta(rows, vocabulary, dtype=dtype)
-    sampling_launch.draw(logits, largest, params, tokens, space, MOST_BY_LOGIT, top_k=True, top_p=True)
+    sampling.draw(logits, largest, params, tokens, space, MOST_BY_LOGIT, top_k=True, top_p=True)
 
 
 def named(launched: Launched) -> str:

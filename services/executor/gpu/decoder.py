@@ -19,7 +19,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.attention import GpuKernels
 from services.executor.gpu.inputs import StepInputs, inputs_of
-from services.executor.gpu.kernels import attention_launch, elementwise_launch
+from services.executor.gpu.kernels import attention_launch, elementwise
 from services.executor.gpu.linear import MakeProduct, Product, invariant_product, make_product
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import (
@@ -77,7 +77,7 @@ class GpuDecoder:
         if batch_invariant:
             make, collectives = invariant_product, InRankOrder(collectives)
         self._scalars = lowered.scalars
-        self._norms = elementwise_launch.Norms(lowered.scalars.eps, offset=lowered.family.norm_offset != 0.0)
+        self._norms = elementwise.Norms(lowered.scalars.eps, offset=lowered.family.norm_offset != 0.0)
         self._gelu = lowered.activation == "gelu_tanh"
         self._store = store
         self._collectives = collectives
@@ -109,7 +109,7 @@ class GpuDecoder:
         """
         residual = self._embed(inputs.token_ids)
         rotations = self._rotations(inputs.positions)
-        states = elementwise_launch.norm(residual, self._layers[0].norms["attention_norm"], self._norms)
+        states = elementwise.norm(residual, self._layers[0].norms["attention_norm"], self._norms)
         following = [layer.norms["attention_norm"] for layer in self._layers[1:]]
         for layer, next_norm in zip(self._layers, [*following, self._final_norm], strict=True):
             attended = self._attend(layer, states, inputs, rotations)
@@ -117,7 +117,7 @@ class GpuDecoder:
             states = self._add_norm(
                 summed, residual, layer, "after_attention_norm", layer.norms["feed_forward_norm"]
             )
-            gated = elementwise_launch.gated(layer.gate_up(states), gelu=self._gelu)
+            gated = elementwise.gated(layer.gate_up(states), gelu=self._gelu)
             summed = self._collectives.all_reduce(layer.down(gated))
             states = self._add_norm(summed, residual, layer, "after_feed_forward_norm", next_norm)
             on_layer()
@@ -184,7 +184,7 @@ class GpuDecoder:
         scale = self._scalars.embedding_scale
         return rows if scale == 1.0 else rows.mul_(scale)
 
-    def _rotations(self, positions: Tensor) -> list[elementwise_launch.Rotation]:
+    def _rotations(self, positions: Tensor) -> list[elementwise.Rotation]:
         """One for each set of frequencies, shared by all layers."""
         places = positions.float().unsqueeze(1)
         rotations = []
@@ -193,14 +193,14 @@ class GpuDecoder:
             cosines, sines = angles.cos(), angles.sin()
             if scale != 1.0:
                 cosines, sines = cosines.mul_(scale), sines.mul_(scale)
-            rotations.append(elementwise_launch.Rotation(cosines, sines))
+            rotations.append(elementwise.Rotation(cosines, sines))
         return rotations
 
     def _attend(
-        self, layer: _Layer, states: Tensor, inputs: StepInputs, rotations: list[elementwise_launch.Rotation]
+        self, layer: _Layer, states: Tensor, inputs: StepInputs, rotations: list[elementwise.Rotation]
     ) -> Tensor:
         """[T, q heads of the output * head dim] of the normed `states` [T, hidden]."""
-        query = elementwise_launch.place(
+        query = elementwise.place(
             layer.qkv(states),
             self._q_heads,
             None if layer.rotary < 0 else rotations[layer.rotary],
@@ -219,7 +219,7 @@ class GpuDecoder:
         return out.view(tokens, -1)[:, self._output_columns]
 
     def _add_norm(self, x: Tensor, residual: Tensor, layer: _Layer, after: str, weight: Tensor) -> Tensor:
-        return elementwise_launch.add_norm(
+        return elementwise.add_norm(
             x, residual, weight, self._norms, layer.norms.get(after), self._scalars.residual_scale
         )
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from services.executor.gpu.attention import processors_of
-from services.executor.gpu.kernels.matmul_launch import (
+from services.executor.gpu.kernels.matmul import (
     MOST_ROWS,
     arrivals_for,
     decode_rows,

@@ -23,8 +23,8 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import BadLogits, SampledToken
 from services.executor.core.sampling_state import SamplingState
-from services.executor.gpu.kernels import sampling_launch
-from services.executor.gpu.staging import Event, new_event
+from services.executor.gpu.inputs import Event, new_event
+from services.executor.gpu.kernels import sampling
 from services.executor.sampling.candidates import MOST_CANDIDATES
 
 Params = NDArray[np.float64]
@@ -33,7 +33,7 @@ Params = NDArray[np.float64]
 
 def params_of(states: Sequence[SamplingState], vocab_size: int) -> Params:
     """Of rows that do not need the host."""
-    found = np.zeros((sampling_launch.NUM_PARAMS, len(states)))
+    found = np.zeros((sampling.NUM_PARAMS, len(states)))
     for row, state in enumerate(states):
         if not state.greedy:
             params = state.params
@@ -74,8 +74,8 @@ class DeviceSampler:
     def __init__(self, most_rows: int, vocab_size: int, device: torch.device) -> None:
         """`vocab_size`: columns of the logits that it gets."""
         self._vocab_size = vocab_size
-        self._space = sampling_launch.space_for(most_rows, vocab_size, device)
-        self._params = torch.zeros(sampling_launch.NUM_PARAMS * most_rows, dtype=torch.float64, device=device)
+        self._space = sampling.space_for(most_rows, vocab_size, device)
+        self._params = torch.zeros(sampling.NUM_PARAMS * most_rows, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(most_rows, dtype=torch.int64, device=device)
         """[most rows]: of the last step, by row; what `resolve` puts into the next."""
         pinned: dict[str, Any] = {"pin_memory": device.type == "cuda"}
@@ -115,7 +115,7 @@ class DeviceSampler:
         on_device = self._params[: params.size]
         on_device.copy_(turn.params[: params.size], non_blocking=True)
         drawn = params[0] > 0
-        sampling_launch.draw(
+        sampling.draw(
             logits,
             largest,
             on_device,

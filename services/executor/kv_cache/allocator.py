@@ -37,12 +37,12 @@ from services.executor.kv_cache.block_pool import (
     Census,
     Copies,
     PendingCopies,
+    SessionPins,
     check_regions,
     check_tables,
 )
 from services.executor.kv_cache.offload_tiers import SpillTiers
 from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex, is_root
-from services.executor.kv_cache.session_pins import SessionPins
 
 MOST_PINNED = 0.5
 """Share of a format's blocks that sessions may pin."""

@@ -1,27 +1,299 @@
-"""How much KV cache the ranks of a ring hold, and of what kind: from the settings and the memory, agreed by all."""
+"""How much KV cache the ranks of a ring hold, and of what kind: from the settings and the memory, agreed on by all.
+
+Bytes per block, and blocks per budget:
+
+    hot     every sequence's last block, and what one step fills: as many as the batch may need, no more
+    cold    full blocks, compressed: all the rest of the budget
+
+Where no layer is compressed all blocks are hot.
+
+Of a GPU's memory the KV cache may take what is free once the weights are there, less what steps need.
+
+    |<────────────────────────────── total ──────────────────────────────>|
+    | weights, NCCL, others' | KV cache            | steps' needs, or     |
+    | |<─── not free ───────>|<─────────── free ────| 1 - utilization ────>|
+                                                   the larger of the two
+
+Needs are estimated, and generously: a step that finds no memory loses the ring, a tenth more of cache gains little.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.setting_values import BlockDType, layer_dtypes, parse_layers
-from services.executor.core.settings import ExecutorSettings
+from services.executor.core.settings import BlockDType, ExecutorSettings, layer_dtypes, parse_layers
 from services.executor.core.sharding import ShardLayout
-from services.executor.kv_cache import sizes
-from services.executor.kv_cache.codecs import codecs_of
-from services.executor.kv_cache.sizes import (
-    DEFAULT_SEQUENCES,
-    BlockCounts,
-    SpillCounts,
-    StepWidths,
-    StoreShape,
-    default_budget,
-    hot_reserve,
-    most_useful,
-    plan_blocks,
-    plan_spill,
-    step_bytes,
-)
+from services.executor.kv_cache.codecs import Codec, codecs_of
 from shared.errors import ConfigurationError
+
+DEFAULT_UTILIZATION = 0.9
+"""Share of a GPU's memory that may be in use once the cache stands."""
+MIB = 1 << 20
+WORKSPACES = 512 * MIB
+"""cuBLAS (32 MiB per stream and handle on Hopper), split attention, what NCCL takes later, Triton's kernels."""
+GRAPHS = 512 * MIB
+"""CUDA graphs of a ladder of batch sizes: some 400 nodes each, over one pool of activations."""
+FRAGMENTS = 1.5
+"""What PyTorch's allocator reserves for what is allocated, at most."""
+
+
+class StepWidths(NamedTuple):
+    """What decides how large a step's tensors are on one rank; in values."""
+
+    hidden: int
+    attention: int
+    """Of q, k, v and the attention's output together, this rank's."""
+    intermediate: int
+    """Of the MLP, this rank's; of a mixture's, all experts' that a token meets."""
+    vocab: int
+    """The whole vocabulary."""
+    ranks: int
+
+
+def widths_of(config: object, ranks: int) -> StepWidths:
+    """From a transformers configuration; what it does not name is taken as in Llama."""
+    hidden = _number(config, "hidden_size", 4096)
+    heads = _number(config, "num_attention_heads", 32)
+    head_dim = _number(config, "head_dim", max(1, hidden // heads))
+    kv_heads = _number(config, "num_key_value_heads", heads)
+    experts = max(1, _number(config, "num_experts_per_tok", 1))
+    intermediate = max(
+        _number(config, "intermediate_size", 4 * hidden),
+        _number(config, "moe_intermediate_size", 0) * experts,
+    )
+    return StepWidths(
+        hidden,
+        -(-2 * (heads + kv_heads) * head_dim // ranks),
+        -(-intermediate // ranks),
+        _number(config, "vocab_size", 0),
+        ranks,
+    )
+
+
+def step_bytes(widths: StepWidths, tokens: int, rows: int, dtype: torch.dtype, graphs: int = GRAPHS) -> int:
+    """Bytes that a rank may need beside weights and cache, for steps of at most `tokens` that sample at most `rows`;
+    `graphs`: what CUDA graphs may take.
+
+    Activations of one layer at a time: the residual, its norm and the products around attention and MLP; of the rows
+    that are sampled the rank's logits, and on rank 0 everybody's, twice in float32.
+    """
+    values = 4 * widths.hidden + widths.attention + 3 * widths.intermediate
+    activations = tokens * values * dtype.itemsize
+    logits = rows * (-(-widths.vocab // widths.ranks) * dtype.itemsize + widths.vocab * (dtype.itemsize + 8))
+    return int(FRAGMENTS * (activations + logits)) + WORKSPACES + graphs
+
+
+def gpu_budget(free: int, total: int, needs: int, utilization: float = DEFAULT_UTILIZATION) -> int:
+    """Bytes for the cache; `free` of `total` bytes with the weights loaded. Pure."""
+    return max(0, int(free - max(needs, (1 - utilization) * total)))
+
+
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """(bytes free, bytes in all) on a GPU. What PyTorch holds from loading and does not use counts as free."""
+    give_back(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free), int(total)
+
+
+def give_back(device: torch.device) -> None:
+    """Gives the memory that PyTorch keeps for later back to a GPU's driver: for libraries that ask it themselves, and
+    get nothing of that (NCCL, Triton's kernels as they are loaded)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # else copies under way keep their buffers
+        torch.cuda.empty_cache()
+
+
+def _number(config: object, name: str, default: int) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else default
+
+
+DEFAULT_CPU_SHARE = 0.25
+"""Share of the host's free memory that one rank's cache takes unless a budget is set."""
+DEFAULT_SEQUENCES = 64
+"""Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
+FORMAT_VERSION = 1
+"""Of the bytes of a block: a release that lays them out in another way raises it."""
+SPARE_HOT_BLOCKS = 8
+MOST_BLOCKS = 1 << 21
+"""Beyond which a cache does not grow unless a budget is set: the leader keeps some 100 bytes for each. A large GPU has
+room for more with models below 100 million weights."""
+MOST_LINES = (1 << 31) - 1
+"""Of one token's keys or values of one head, in one layer: as many as the GPU's kernels can count."""
+COPY_BYTES_PER_STEP = 64 << 20
+"""Bytes that one step restores at most: about ten milliseconds of copying."""
+MOST_COPIES_PER_STEP = 256
+
+
+@dataclass(frozen=True)
+class StoreShape:
+    """What decides the size of one rank's store."""
+
+    num_layers: int
+    block_size: int
+    kv_heads: int
+    """KV heads of this rank."""
+    head_dim: int
+    dtype: torch.dtype
+    codecs: tuple[Codec | None, ...] = ()
+    """How each layer compresses its cold blocks, None: not; empty: no layer does."""
+
+    def __post_init__(self) -> None:
+        if len(self.codecs) not in (0, self.num_layers):
+            raise ValueError(f"{len(self.codecs)} codecs were given for {self.num_layers} layers")
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any layer does."""
+        return any(codec is not None for codec in self.codecs)
+
+    def codec(self, layer: int) -> Codec | None:
+        return self.codecs[layer] if self.codecs else None
+
+    @property
+    def values_per_block(self) -> int:
+        """Values of one block in one layer, keys and values together."""
+        return 2 * self.kv_heads * self.block_size * self.head_dim
+
+    @property
+    def format(self) -> str:
+        """What a full block's bytes mean: stores of one format can read each other's."""
+        codecs = ",".join("-" if codec is None else codec.name for codec in self.codecs)
+        sizes = (self.num_layers, self.block_size, self.kv_heads, self.head_dim)
+        return f"{FORMAT_VERSION}:{sizes}:{self.dtype}:{codecs if self.compresses else ''}"
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one hot block over all layers."""
+        return self.num_layers * self.values_per_block * self.dtype.itemsize
+
+    @property
+    def bytes_per_cold_block(self) -> int:
+        """Bytes of one cold block over all layers, scales included."""
+        return sum(self._cold_bytes(self.codec(layer)) for layer in range(self.num_layers))
+
+    @property
+    def bytes_per_spilled_block(self) -> int:
+        """Bytes of a full block over all layers in its last format, in which it is spilled."""
+        return self.bytes_per_cold_block if self.compresses else self.bytes_per_block
+
+    def _cold_bytes(self, codec: Codec | None) -> int:
+        if codec is None:
+            return self.values_per_block * self.dtype.itemsize
+        return self.values_per_block * codec.dtype.itemsize + 2 * self.kv_heads * torch.float32.itemsize
+
+
+class BlockCounts(NamedTuple):
+    """Blocks of a store: ids [0, hot) and [hot, hot + cold)."""
+
+    hot: int
+    cold: int
+
+
+def hot_reserve(max_sequences: int, max_batch_tokens: int, block_size: int) -> int:
+    """Hot blocks that a step may need at most where full ones are compressed.
+
+    Each sequence writes to a last block and may begin another; the chunks of prompts fill the others.
+    """
+    return 2 * max_sequences + -(-max_batch_tokens // block_size) + SPARE_HOT_BLOCKS
+
+
+def plan_blocks(
+    shape: StoreShape, context_length: int, budget_bytes: int, reserve: int, cap: int | None = None
+) -> BlockCounts:
+    """What fits in `budget_bytes`; `reserve` as in `hot_reserve`, the rest as in `plan_num_blocks`."""
+    if not shape.compresses:
+        size = shape.bytes_per_block
+        return BlockCounts(plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap), 0)
+    size, reserved = shape.bytes_per_cold_block, reserve * shape.bytes_per_block
+    cold = plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap, reserved)
+    return BlockCounts(reserve, cold)
+
+
+def plan_num_blocks(
+    bytes_per_block: int,
+    block_size: int,
+    context_length: int,
+    budget_bytes: int,
+    cap: int | None = None,
+    reserved: int = 0,
+) -> int:
+    """Blocks that fit in `budget_bytes` less `reserved`, at most enough for `cap` sequences of `context_length` tokens.
+
+    Pure. The ring uses the smallest answer of its ranks. Raises `ConfigurationError` when not even one
+    sequence of full length fits.
+    """
+    per_sequence = -(-context_length // block_size)
+    blocks = max(0, budget_bytes - reserved) // bytes_per_block
+    if blocks < per_sequence:
+        raise ConfigurationError(
+            f"The KV cache budget of {budget_bytes} bytes holds {blocks * block_size} tokens, fewer than the "
+            f"context length of {context_length}; raise the budget to {reserved + per_sequence * bytes_per_block} "
+            "bytes or lower the context length."
+        )
+    return blocks if cap is None else min(blocks, cap * per_sequence)
+
+
+def most_useful(shape: StoreShape, reserve: int) -> int:
+    """Bytes of a cache of as many blocks as can be counted; `reserve` as in `hot_reserve`. Pure."""
+    blocks = min(MOST_BLOCKS, MOST_LINES // (2 * shape.kv_heads * shape.block_size))
+    if not shape.compresses:
+        return blocks * shape.bytes_per_block
+    return blocks * shape.bytes_per_cold_block + reserve * shape.bytes_per_block
+
+
+def default_budget(
+    device: torch.device, step_needs: int = 0, utilization: float = DEFAULT_UTILIZATION
+) -> int:
+    """Bytes that one rank's cache may take on `device` when no budget is set. Call it once weights are loaded.
+    On a GPU: less `step_needs` bytes, and within `utilization` of its memory."""
+    if device.type == "cuda":
+        free, total = free_memory(device)
+        return gpu_budget(free, total, step_needs, utilization)
+    return int(free_host_memory() * DEFAULT_CPU_SHARE)
+
+
+def free_host_memory() -> int:
+    """Bytes of memory that this process may still take, within its control group's limit."""
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    available = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable"))
+    return min([available * 1024, *control_group_room(Path("/sys/fs/cgroup"))])
+
+
+def control_group_room(group: Path) -> list[int]:
+    """[bytes below the control group's limit], or [] where there is none. Version 2 of control groups, then 1,
+    whose limit is a number beyond any memory where there is none."""
+    for limit_file, used_file in (
+        (group / "memory.max", group / "memory.current"),
+        (group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit = limit_file.read_text(encoding="ascii").strip()
+            used = int(used_file.read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+        return [] if limit == "max" else [max(0, int(limit) - used)]
+    return []
+
+
+class SpillCounts(NamedTuple):
+    """Spill slots: [0, host) in host memory and [host, host + disk) on disk; and how many blocks a step
+    may restore from them."""
+
+    host: int
+    disk: int
+    copies_per_step: int
+
+
+def plan_spill(shape: StoreShape, host_bytes: int, disk_bytes: int) -> SpillCounts:
+    """What fits. Pure. The ring uses the smallest answer of its ranks."""
+    size = shape.bytes_per_spilled_block
+    copies = min(max(COPY_BYTES_PER_STEP // size, 1), MOST_COPIES_PER_STEP)
+    return SpillCounts(host_bytes // size, disk_bytes // size, copies)
+
 
 GIB = 1 << 30
 
@@ -119,7 +391,7 @@ def _my_blocks(
     try:
         return plan_blocks(shape, context, min(budget, most_useful(shape, reserve)), reserve, cap)
     except ConfigurationError as error:
-        free, total = sizes.free_memory(device)
+        free, total = free_memory(device)
         raise ConfigurationError(
             f"Of the {total / GIB:.1f} GiB of the GPU {free / GIB:.1f} are free with the weights loaded, and "
             f"{budget / GIB:.1f} are left for the KV cache, too few for one sequence of {context} tokens; lower "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.executor.core.setting_values import BlockDType
+from services.executor.core.settings import BlockDType
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """So that a row of zeros is no division by zero, and no scale is a denormal number, which some kernels take for 0."""

@@ -23,8 +23,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import Codec
-from services.executor.kv_cache.sizes import StoreShape
 
 _CACHE_LINE = 64
 """Where tensors begin in host memory, so that kernels load whole lines."""

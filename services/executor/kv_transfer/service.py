@@ -10,9 +10,8 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.kv_transfer.exchange import Exchange
-from services.executor.kv_transfer.peers import PinMover
 from services.executor.kv_transfer.receiver import Taker
-from services.executor.kv_transfer.sender import Giver
+from services.executor.kv_transfer.sender import Giver, PinMover
 from shared.errors import RyzansteinError
 from shared.messages.groups import HandoverMessage, HandoverReply
 from shared.nats import subjects

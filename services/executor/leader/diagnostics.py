@@ -12,7 +12,7 @@ import structlog
 
 from services.executor.core import spans
 from services.executor.core.engine import EngineSpec
-from services.executor.core.setting_values import SlowSteps
+from services.executor.core.settings import SlowSteps
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.flight_recorder import FlightRecorder, StepTimes
 from services.executor.ipc.rank_pipe import RankSpec

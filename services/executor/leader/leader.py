@@ -5,10 +5,13 @@
     tokens  ◀── batcher.update    ◀──┘          published while the next step is computed
 
 All decisions are the batcher's; this shell only moves messages and time.
+
+Before it serves, it says what it computes with (the fingerprint), and checks that the model's name is its own.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,13 +25,11 @@ from services.executor.ipc.rank_pipe import Drained, RankSpec, Ready, Supervisor
 from services.executor.kv_transfer.service import Handover
 from services.executor.leader.diagnostics import LeaderDebug
 from services.executor.leader.frames import Gathering, RecentFrames, acknowledgements, in_frames
-from services.executor.leader.registration import check_name, fingerprint_of, with_parsers
 from services.executor.leader.step_loop import Stepping, looks_ahead
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
-from services.executor.structured_output.compiler import GrammarWork
-from services.executor.structured_output.state import GrammarState
+from services.executor.structured_output import GrammarState, GrammarWork
 from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
 from shared.messages import (
     Cancel,
@@ -40,6 +41,7 @@ from shared.messages import (
     Drain,
     GenerationRequest,
     GroupLoad,
+    GroupRecord,
     ModelCard,
     Refusal,
     TokenFrame,
@@ -51,6 +53,63 @@ from shared.nats.objects import ObjectStore
 from shared.process import freeze_gc_after_startup
 
 log = structlog.get_logger(__name__)
+
+_SETTINGS = (
+    "engine",
+    "dtype",
+    "weight_dtype",
+    "device",
+    "tp",
+    "kv_dtype",
+    "kv_dtype_layers",
+    "block_size",
+    "collectives",
+)
+
+
+def fingerprint_of(settings: ExecutorSettings, card: ModelCard, numerics: str) -> str:
+    """`fp_` and ten hexadecimal digits; the same for rings that draw the same tokens of the same seed, which
+    compute with the same `numerics` (`EngineSpec`)."""
+    parts = [card.tokenizer, card.fingerprint, str(card.vocab_size), numerics]
+    parts += [f"{name}={getattr(settings, name)}" for name in _SETTINGS]
+    return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:10]}"
+
+
+def with_parsers(card: ModelCard, settings: ExecutorSettings) -> ModelCard:
+    """`card` with the parsers that its operator has chosen."""
+    return msgspec.structs.replace(
+        card, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
+    )
+
+
+async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
+    """Two models under one name would be decoded with one tokenizer: the second is refused. Rings that compute
+    one model differently may go on with each other's answers: that is told.
+
+    Raises `ConfigurationError` where another group than `group` serves something else as `card.model`.
+    """
+    known = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get(card.model)
+    if known is not None and known.value.fingerprint not in ("", card.fingerprint):
+        log.warning(
+            "fingerprint_changed",
+            model=card.model,
+            before=known.value.fingerprint,
+            now=card.fingerprint,
+            reason="answers that a ring of the one fingerprint began and one of the other ends may have other texts",
+        )
+    if known is None or (known.value.tokenizer, known.value.vocab_size) == (card.tokenizer, card.vocab_size):
+        return
+    records = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
+    others = [
+        record.group
+        for record in records.values()
+        if record.model == card.model and record.group != group and record.state in ("ready", "busy")
+    ]
+    if others:
+        raise ConfigurationError(
+            f"The group {others[0]} serves another model under the name {card.model}; give this one a name "
+            "of its own with --served-model-name."
+        )
 
 
 LOOP_BEAT_INTERVAL = 0.5
@@ -231,8 +290,8 @@ class Leader:
             self._batcher.load(),
             version=self._load_version,
             slots=self._settings.max_sequences,
-            step_seconds=self._steps.pace.step_seconds,
-            prompt_tokens_per_second=self._steps.pace.prompt_tokens_per_second,
+            step_seconds=self._steps.throughput.step_seconds,
+            prompt_tokens_per_second=self._steps.throughput.prompt_tokens_per_second,
         )
         self._board.set_load(load)
         self._board.set_cache_totals(self._batcher.cached_tokens, self._batcher.preemptions)
@@ -303,7 +362,7 @@ class Leader:
         self._gathering.add(self._batcher.take_entries())
         await self._tell()
         if not self._batcher.has_work:
-            self._steps.pace.rest()
+            self._steps.throughput.rest()
         self._report_load()
         if self._batcher.has_work:
             await asyncio.sleep(0.001)  # a hand-over holds the blocks that are waited for

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from services.executor.model.scores import KeyBias, ScoreRule, attend_decodes, attend_prefill
-from services.executor.model.step_context import DecodeBatch, PrefillChunk, StepContext
+from services.executor.model.step_context import (
+    DecodeBatch,
+    KeyBias,
+    PrefillChunk,
+    ScoreRule,
+    StepContext,
+    attend_decodes,
+    attend_prefill,
+)
 from shared.errors import ModelLoadError
 
 ATTENTION_NAME = "ryzanstein_paged"

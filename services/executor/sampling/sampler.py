@@ -27,7 +27,7 @@ from services.executor.collectives.base import SingleRank
 from services.executor.core.engine import BadLogits, SampledToken
 from services.executor.core.sampling_state import Mask, SamplingState
 from services.executor.sampling.candidates import MOST_CANDIDATES, WANT, RowLogits, RowTable, Wants, collect
-from services.executor.structured_output.state import masks_of
+from services.executor.structured_output import masks_of
 from shared.errors import InternalError
 from shared.messages import TokenLogprobs
 

@@ -3,8 +3,7 @@
 import msgspec
 
 from services.executor.core.engine import EngineSpec
-from services.executor.core.sampling_state import problem_with
-from services.executor.core.token_bans import problem_with_bans, token_bans_of
+from services.executor.core.sampling_state import problem_with, problem_with_bans, token_bans_of
 from services.executor.scheduler.sequence import finish_reason
 from shared import limits
 from shared.errors import (

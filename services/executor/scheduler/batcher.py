@@ -30,7 +30,7 @@ from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.step_plan import StepPlan
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.kv_transfer.exchange import Exchange
-from services.executor.scheduler import admission, prompt_outputs
+from services.executor.scheduler import admission, steps
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafting import Drafter
@@ -45,7 +45,7 @@ from services.executor.scheduler.sequence import Ending, Sequence, SequenceState
 from services.executor.scheduler.stats import BatcherView, Figures, Stages, load_of, view_of
 from services.executor.scheduler.step_planner import StepPlanner
 from services.executor.scheduler.steps import NO_STEP, Chunk, Row, Step, build_plan, in_order, rows_of
-from services.executor.structured_output.state import GrammarState
+from services.executor.structured_output import GrammarState
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
 
@@ -201,13 +201,13 @@ class ContinuousBatcher:
         self.drafter.extend(batch, self._tables, self._planner.running)
         self.step += 1
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
-        pools = prompt_outputs.pools_of(batch)
+        pools = steps.pools_of(batch)
         plan = self._tables.exchange.extend(plan)
         if pools:
-            plan = msgspec.structs.replace(plan, pools=prompt_outputs.rows_of_pools(pools))
-        scored = prompt_outputs.scored_in(batch)
+            plan = msgspec.structs.replace(plan, pools=steps.rows_of_pools(pools))
+        scored = steps.scored_in(batch)
         if scored:
-            plan = prompt_outputs.with_scored(plan, scored)
+            plan = steps.with_scored(plan, scored)
         rows = rows_of(sampled)
         self._steps.begin(Step(batch, sampled, rows, pools, scored=scored))
         return plan, list(rows)
@@ -246,11 +246,11 @@ class ContinuousBatcher:
         for chunk in step.batch:
             self._tables.seal(chunk.sequence)
         if pooled is not None:
-            for sequence in prompt_outputs.take_sums(step.pools, pooled):
+            for sequence in steps.take_sums(step.pools, pooled):
                 self._stages.drawn(sequence, self._now, finished=True)
                 self._end(sequence, sequence.vector_entry())
         if scores is not None:
-            for sequence in prompt_outputs.take_scores(step.scored, scores):
+            for sequence in steps.take_scores(step.scored, scores):
                 self._stages.drawn(sequence, self._now, finished=True)
                 self._end(sequence, sequence.scores_entry())
         for sequence, new in drawn:

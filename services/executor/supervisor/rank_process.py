@@ -1,19 +1,204 @@
-"""The process of one rank, seen from whoever started it."""
+"""The process of one rank, seen from whoever started it.
+
+`ForkClient` starts the fork server, has it fork ranks, and does without it where it must.
+"""
 
 import asyncio
+import contextlib
+import ctypes
 import ipaddress
 import os
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+import msgspec
+import structlog
 
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.supervisor import early_fork_server
-from services.executor.supervisor.early_fork_server import RUNTIME
-from services.executor.supervisor.fork_client import ForkClient, ForkedRank
-from services.executor.supervisor.fork_server import RANK_MODULE
-from shared.process import die_with_parent
+from services.executor.supervisor.early_fork_server import RUNTIME, Started
+from services.executor.supervisor.fork_server import (
+    LONGEST_MESSAGE,
+    RANK_MODULE,
+    Fork,
+    Forked,
+    Hello,
+    Import,
+    Refused,
+)
+from shared.process import VERSION, die_with_parent
+
+log = structlog.get_logger(__name__)
+
+IMPORTED_WITHIN = 300.0
+"""Seconds for the imports, from a disk that has other work."""
+FORKED_WITHIN = 30.0
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+_ORPHANS_GONE_WITHIN = 0.2
+
+_answers = msgspec.json.Decoder(Hello | Forked | Refused)
+
+
+class ForkedRank:
+    """A rank's process, our child although another process has forked it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._pidfd = os.pidfd_open(pid)
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def _on_end(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._pidfd)
+        ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+        os.close(self._pidfd)
+        assert ended is not None
+        self.returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        # What it has started itself (a compiler) is an orphan, and would become a zombie of ours.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+            loop.call_later(_ORPHANS_GONE_WITHIN, _reap, self.pid)
+        self._ended.set()
+
+
+def _reap(group: int) -> None:
+    """Takes note of the ends of our children in the process group `group`."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is not None:
+            pass
+
+
+class ForkClient:
+    """One fork server at a time. `fork` gives None where there is none that may be used."""
+
+    def __init__(self, variables: Mapping[str, str], started: Started | None = None) -> None:
+        """`variables`: of the ranks' environment, where ours does not have them. `started`: a server that we have
+        already."""
+        self._variables = dict(variables)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._greeted = False
+        self._given_up = False
+        """Whether another server would be of no use either."""
+        self._busy = asyncio.Lock()
+        self._needed: list[str] = []
+        if started is not None:
+            self._process, self._line = started
+
+    @property
+    def pid(self) -> int | None:
+        """None while there is no server."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Starts a server where there is none. It imports while others go on."""
+        if self._given_up:
+            return
+        if not _is_subreaper():
+            self._give_up("this system has no forked processes that become another's children")
+        elif not self._alive:
+            self.close()
+            self._process, self._line = early_fork_server.start()
+            self._greeted = False
+            self._import(self._needed)
+
+    def need(self, modules: Sequence[str]) -> None:
+        """Ranks to come will need `modules` too."""
+        new = [name for name in modules if name not in self._needed]
+        self._needed += new
+        if self._alive:
+            self._import(new)
+
+    async def fork(self, stdin: int, events: int) -> ForkedRank | None:
+        """A rank with `stdin` and `events`, or None: it is to be started in another way."""
+        async with self._busy:
+            if not self._alive:
+                return None
+            try:
+                if not self._greeted and not await self._greet():
+                    return None
+                return await self._fork(stdin, events)
+            except (OSError, TimeoutError, EOFError, msgspec.MsgspecError) as error:
+                log.warning("fork_server_lost", reason=str(error) or type(error).__name__)
+                self.close()
+                return None
+
+    def close(self) -> None:
+        """Ends the server; ranks live on."""
+        process, self._process = self._process, None
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    @property
+    def _alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def _greet(self) -> bool:
+        """Waits for the imports; whether the server may be used."""
+        hello = await self._answer(IMPORTED_WITHIN)
+        if not isinstance(hello, Hello) or hello.version != VERSION:
+            self._give_up(f"it answers {hello} to the version {VERSION}")
+            return False
+        self._greeted = True
+        log.info("fork_server_ready", pid=self.pid)
+        return True
+
+    async def _fork(self, stdin: int, events: int) -> ForkedRank | None:
+        assert self._line is not None, "there is a server"
+        socket.send_fds(self._line, [msgspec.json.encode(Fork(self._variables))], [stdin, events])
+        match await self._answer(FORKED_WITHIN):
+            case Forked(pid):
+                return ForkedRank(pid)
+            case answer:
+                self._give_up(answer.reason if isinstance(answer, Refused) else f"it answers {answer}")
+                return None
+
+    async def _answer(self, timeout: float) -> Hello | Forked | Refused:
+        assert self._line is not None, "there is a server"
+        async with asyncio.timeout(timeout):
+            answer = await asyncio.get_running_loop().sock_recv(self._line, LONGEST_MESSAGE)
+        if not answer:
+            raise EOFError("it has ended")
+        decoded: Hello | Forked | Refused = _answers.decode(answer)
+        return decoded
+
+    def _import(self, modules: list[str]) -> None:
+        if modules and self._line is not None:
+            with contextlib.suppress(OSError):  # it is seen by the next fork
+                self._line.send(msgspec.json.encode(Import(modules)))
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        log.warning("fork_server_not_used", reason=reason)
+        self.close()
+
+
+def _is_subreaper() -> bool:
+    """Has orphaned descendants of this process become its children; whether the system can."""
+    if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
+        return False
+    return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+
 
 SPIN_COUNT = RUNTIME["GOMP_SPINCOUNT"]
 

@@ -24,9 +24,8 @@ from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import Drained, Failed, RankEvent, RankSpec, Ready, Rendezvous
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
-from services.executor.supervisor.fork_client import ForkClient
 from services.executor.supervisor.multinode.head import NodesHead, RemoteRank
-from services.executor.supervisor.rank_process import LocalRank
+from services.executor.supervisor.rank_process import ForkClient, LocalRank
 from shared.messages import RingDeath
 
 log = structlog.get_logger(__name__)

@@ -13,9 +13,9 @@ import structlog
 from services.executor.core.gpu_errors import EXTERNAL, HUNG
 from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.ipc.board import RingState
-from services.executor.supervisor.diagnostics.desk import DebugDesk
 from services.executor.supervisor.diagnostics.dump import Group
 from services.executor.supervisor.diagnostics.processes import is_stopped
+from services.executor.supervisor.diagnostics.service import DebugDesk
 from services.executor.supervisor.failure_detection import LoadWatch, RingWatch
 from services.executor.supervisor.metrics import HandoverCollector, Labels, RingCollector, vllm_aliases
 from services.executor.supervisor.multinode.head import NodesHead

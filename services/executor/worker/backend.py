@@ -18,8 +18,8 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.cpu.decoder import NativeDecoder, NativeRing
 from services.executor.cpu.packed_model import PackedModel, lower, pack
 from services.executor.gpu.linear import use_products
+from services.executor.kv_cache.capacity import give_back
 from services.executor.kv_cache.offload import Spill
-from services.executor.kv_cache.sizes import give_back
 from services.executor.kv_cache.store import KvStore
 from services.executor.model import lowering
 from services.executor.model.lowering import CannotLower, Lowered

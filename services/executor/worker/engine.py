@@ -354,10 +354,10 @@ def rehearsal(
     """Steps that compile what requests will need on a GPU; none where nothing is compiled."""
     if limits is None or settings.warm_up == "off":
         return []
-    from services.executor.gpu.warmup_plans import chunks, plans
+    from services.executor.gpu.steps import warmup_chunks, warmup_plans
 
-    found = chunks(limits.max_batch_tokens, limits.context_length, layout.q_per_kv)
-    return plans(found, store.block_size, (0, store.num_hot) if store.num_cold else None)
+    found = warmup_chunks(limits.max_batch_tokens, limits.context_length, layout.q_per_kv)
+    return warmup_plans(found, store.block_size, (0, store.num_hot) if store.num_cold else None)
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

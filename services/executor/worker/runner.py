@@ -31,8 +31,8 @@ from services.executor.sampling.candidates import (
     collect_largest,
     largest_of,
     only_largest,
+    score,
 )
-from services.executor.sampling.prompt_logprobs import score
 from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # they import Triton, which not every host has

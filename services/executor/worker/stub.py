@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 
 from services.executor.core.engine import EngineSpec, Launched, ProgressCallback, SampledToken
 from services.executor.core.prompt_results import Floats, Scores, no_scores
-from services.executor.core.sampling_state import Mask, SamplingState, random_bits
+from services.executor.core.sampling_state import Mask, SamplingState, TokenBans, random_bits
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.core.token_bans import TokenBans
 from services.executor.ipc.board import RankBoard, RingBoard
 from services.executor.ipc.plan_channel import PlanListener, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
-from services.executor.structured_output.state import masks_of
+from services.executor.structured_output import masks_of
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import ModelCard, TokenLogprobs
 

@@ -15,9 +15,8 @@ from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.cpu.packed_file import ModelFacts
 from services.executor.cpu.weight_cache import Found, WeightCache
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.kv_cache.capacity import smallest
+from services.executor.kv_cache.capacity import StepWidths, smallest, widths_of
 from services.executor.kv_cache.offload import Spill
-from services.executor.kv_cache.sizes import StepWidths, widths_of
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import CannotLower
 from services.executor.native.library import choose_level

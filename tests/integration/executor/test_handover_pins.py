@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from services.cli.supervision.nats_server import LocalNats
-from services.executor.kv_transfer.peers import PinMover
+from services.executor.kv_transfer.sender import PinMover
 from shared.messages import SessionPin
 from shared.nats import subjects
 from shared.nats.bus import Bus

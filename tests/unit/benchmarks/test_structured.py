@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.engine.structured import CASES, GRAMMARS, Bench, endless
-from services.executor.structured_output.compiler import GrammarWork
-from services.executor.structured_output.state import Vocabulary
+from services.executor.structured_output import GrammarWork, Vocabulary
 from services.executor.worker.stub import StubEngine, StubSettings
 from tests.unit.executor.structured_output.guided_ring import CARD
 

@@ -16,8 +16,12 @@ bf16 logits have 16 bits that matter, and take half the turns. Weights are exp((
 sampler on the host has them; what differs between the two is the last bit of `exp`.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # No argument is called `params`: Triton's binder has a variable of that name, and would pass that instead.
 LOWEST = tl.constexpr(-2147483648)
@@ -81,7 +85,7 @@ def _in_top_k(
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "most", "shift"])
-def tally(
+def tally_kernel(
     logits, largest, row_params, prefixes, tallies, width, stride, rows, chunks, most, shift,
     WEIGHTS: tl.constexpr, FILL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +118,7 @@ def tally(
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "shift", "first"])
-def choose(
+def choose_kernel(
     row_params, prefixes, tallies, needs, rows, chunks, shift, first,
     WEIGHTS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +160,7 @@ def _kept_weights(
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "most"])
-def weigh(
+def weigh_kernel(
     logits, largest, row_params, prefixes, sums, width, stride, rows, chunks, most,
     FILL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +175,7 @@ def weigh(
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "most"])
-def draw(
+def draw_kernel(
     logits, largest, row_params, prefixes, sums, tokens, width, stride, rows, chunks, most,
     FILL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -193,3 +197,87 @@ def draw(
     found = tl.min(tl.where(beyond, columns, width), 0)
     last = tl.max(tl.where(weights > 0.0, columns, 0), 0)
     tl.store(tokens + row, tl.where(found < width, found, last).to(tl.int64))
+
+
+BLOCK = 4096
+"""Logits of a chunk: one turn of a program, so that memory is read by all of them at once. Each thread of `WARPS` has 16
+of them; with 128 registers, as `tally` has for sm_90, two programs share a multiprocessor."""
+WARPS = 8
+NUM_PARAMS = 5
+_WAYS = 16
+_BITS = 4
+_FLOAT_BITS = 32
+_NARROW = {torch.bfloat16: 16}
+"""Low bits of a float32 that are the same in all numbers of a type: 0, and 1 in the keys of negative ones."""
+
+
+class Space(NamedTuple):
+    """Working memory for up to R rows of up to C chunks."""
+
+    prefixes: Tensor
+    """int32 [2 * R]"""
+    needs: Tensor
+    """float64 [R]"""
+    tallies: Tensor
+    """float64 [R, C, 16]"""
+    sums: Tensor
+    """float64 [R, C]"""
+
+
+def space_for(rows: int, width: int, device: torch.device) -> Space:
+    chunks = _chunks(width)
+    return Space(
+        torch.empty(2 * rows, dtype=torch.int32, device=device),
+        torch.empty(rows, dtype=torch.float64, device=device),
+        torch.empty((rows, chunks, _WAYS), dtype=torch.float64, device=device),
+        torch.empty((rows, chunks), dtype=torch.float64, device=device),
+    )
+
+
+def draw(
+    logits: Tensor,
+    largest: Tensor,
+    params: Tensor,
+    tokens: Tensor,
+    space: Space,
+    most_by_logit: int,
+    *,
+    top_k: bool,
+    top_p: bool,
+) -> None:
+    """Puts a token into each row of `tokens` int64 [R] whose temperature is above 0; the others keep theirs.
+
+    `logits` [R, V], bf16 or float32, rows contiguous; `largest` float32 [R]; `params` float64 [5, R]: temperature,
+    top-k (0: off), top-p, min-p, uniform in [0, 1). `top_k`, `top_p`: whether some row has it. Up to `most_by_logit`
+    top-k compares logits, beyond it weights.
+    """
+    rows, width = logits.shape
+    chunks = _chunks(width)
+    block = min(BLOCK, triton.next_power_of_2(width))
+    narrow = _NARROW.get(logits.dtype, 0)
+    fill = (1 << narrow) - 1
+    prefixes = space.prefixes[: 2 * rows].zero_()
+    wide = triton.next_power_of_2(chunks)
+    stride = logits.stride(0)
+    for weights, wanted in ((False, top_k), (True, top_p)):
+        for shift in range(_FLOAT_BITS - _BITS, narrow - 1, -_BITS) if wanted else ():
+            tally_kernel[(rows, chunks)](
+                logits, largest, params, prefixes, space.tallies, width, stride, rows, chunks, most_by_logit, shift,
+                WEIGHTS=weights, FILL=fill, BLOCK=block, num_warps=WARPS,
+            )  # fmt: skip
+            choose_kernel[(rows,)](
+                params, prefixes, space.tallies, space.needs, rows, chunks, shift, int(shift == _FLOAT_BITS - _BITS),
+                WEIGHTS=weights, CHUNKS=wide,
+            )  # fmt: skip
+    weigh_kernel[(rows, chunks)](
+        logits, largest, params, prefixes, space.sums, width, stride, rows, chunks, most_by_logit,
+        FILL=fill, BLOCK=block, num_warps=WARPS,
+    )  # fmt: skip
+    draw_kernel[(rows,)](
+        logits, largest, params, prefixes, space.sums, tokens, width, stride, rows, chunks, most_by_logit,
+        FILL=fill, BLOCK=block, CHUNKS=wide, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _chunks(width: int) -> int:
+    return -(-width // BLOCK)

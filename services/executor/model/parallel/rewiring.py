@@ -22,8 +22,7 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as rotat
 
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.attention import ATTENTION_NAME, paged_attention
-from services.executor.model.scores import KeyBias
-from services.executor.model.step_context import StepContext
+from services.executor.model.step_context import KeyBias, StepContext
 
 _STEP_DROPPED = frozenset({"nemotron", "stablelm"})
 """Architectures whose layers hand their attention no further arguments."""

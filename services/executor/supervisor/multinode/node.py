@@ -17,7 +17,6 @@ from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.proofs import MessageMac, is_proof, proof
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_transfer.board import HandoverBoard
-from services.executor.supervisor.fork_client import ForkClient
 from services.executor.supervisor.multinode.wire import (
     GREETING,
     ROWS,
@@ -36,7 +35,7 @@ from services.executor.supervisor.multinode.wire import (
     Welcome,
     to_node,
 )
-from services.executor.supervisor.rank_process import LocalRank, fork_client
+from services.executor.supervisor.rank_process import ForkClient, LocalRank, fork_client
 from shared.messages import ServiceName
 from shared.process import VERSION
 from shared.service.endpoints import Health

@@ -1,7 +1,6 @@
 import pytest
 
-from services.executor.core.setting_values import layer_dtypes, parse_layers
-from services.executor.core.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings, layer_dtypes, parse_layers
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 

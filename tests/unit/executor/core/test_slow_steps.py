@@ -5,15 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.executor.core.setting_values import BURST, FACTOR, INTERVAL, LEAST, SlowSteps
-from services.executor.core.settings import ExecutorSettings
-from services.executor.leader.throughput import ENOUGH, Pace
+from services.executor.core.settings import (
+    SLOW_STEP_BURST,
+    SLOW_STEP_FACTOR,
+    SLOW_STEP_INTERVAL,
+    SLOW_STEP_LEAST,
+    ExecutorSettings,
+    SlowSteps,
+)
+from services.executor.leader.step_loop import ENOUGH, Pace
 
 
 def test_settings_are_understood() -> None:
     auto, off, factor = SlowSteps.of("auto"), SlowSteps.of("off"), SlowSteps.of("2.5x")
-    assert auto.is_slow(FACTOR * 0.1, 0.1)
-    assert not auto.is_slow(LEAST / 2, 0.001), "nobody misses so little"
+    assert auto.is_slow(SLOW_STEP_FACTOR * 0.1, 0.1)
+    assert not auto.is_slow(SLOW_STEP_LEAST / 2, 0.001), "nobody misses so little"
     assert not auto.is_slow(100.0, 0.0), "what is usual is not known"
     assert not off.is_slow(1e9, 0.001)
     assert factor.is_slow(0.5, 0.2)
@@ -31,7 +37,7 @@ def test_what_is_no_setting_is_refused(text: str) -> None:
         ExecutorSettings(slow_step=text)
 
 
-@given(st.lists(st.floats(0, 2 * INTERVAL), max_size=60))
+@given(st.lists(st.floats(0, 2 * SLOW_STEP_INTERVAL), max_size=60))
 def test_the_log_has_no_more_lines_than_agreed_and_counts_the_others(pauses: list[float]) -> None:
     slow, now, logged, told = SlowSteps.of("auto"), 0.0, 0, 0
     for pause in pauses:
@@ -40,7 +46,7 @@ def test_the_log_has_no_more_lines_than_agreed_and_counts_the_others(pauses: lis
             logged += 1
             told += slow.suppressed
             slow.suppressed = 0
-    assert logged <= BURST + now / INTERVAL
+    assert logged <= SLOW_STEP_BURST + now / SLOW_STEP_INTERVAL
     assert logged + told + slow.suppressed == len(pauses)
 
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.core.sampling_state import SamplingState
-from services.executor.core.token_bans import TokenBans, problem_with_bans, token_bans_of
+from services.executor.core.sampling_state import SamplingState, TokenBans, problem_with_bans, token_bans_of
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.speculation import Estimates, Guesser
 from services.executor.worker.stub import StubEngine, StubSettings

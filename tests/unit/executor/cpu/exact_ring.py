@@ -18,9 +18,9 @@ from services.executor.core.engine import EngineSpec, RestoreFailed, SampledToke
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.offload import SpillStore
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.sampling.sampler import Sampler

@@ -18,8 +18,8 @@ from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.progress import Progress
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import as_int32, to_bytes
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.lowering import FAMILIES

@@ -17,7 +17,7 @@ from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.cpu import packed_file, weight_cache
 from services.executor.cpu.packed_file import ModelFacts
 from services.executor.cpu.weight_cache import Found, WeightCache
-from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.native.library import why_not
 from services.executor.worker.backend import packed_runner

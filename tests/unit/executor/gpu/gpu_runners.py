@@ -12,8 +12,8 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.gpu.graphs import Rerun
 from services.executor.gpu.steps import StepLimits
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import Codec
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.worker.backend import gpu_runner

@@ -13,7 +13,7 @@ from benchmarks.on_gpu.served import served
 from benchmarks.on_gpu.shapes import TINY
 from services.executor.collectives.base import InRankOrder, SingleRank
 from services.executor.core.progress import Progress
-from services.executor.gpu.kernels import matmul_launch
+from services.executor.gpu.kernels import matmul
 from services.executor.gpu.linear import invariant_product
 from services.executor.gpu.steps import StepLimits
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
@@ -31,7 +31,7 @@ LIMITS = StepLimits(3, 16, 32, 1 << 30, batch_invariant=True)
 def test_a_row_of_a_product_has_the_bits_that_it_has_alone(
     codec: Codec | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul_launch, "MOST_ROWS", 64)  # so that rows are multiplied in several turns
+    monkeypatch.setattr(matmul, "MOST_ROWS", 64)  # so that rows are multiplied in several turns
     random = torch.Generator().manual_seed(2)
     dtype = torch.float32 if codec is None else torch.bfloat16
     values = torch.randn((70, 1100), generator=random)

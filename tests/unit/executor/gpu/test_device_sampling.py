@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.engine import BadLogits
 from services.executor.core.sampling_state import SamplingState
-from services.executor.gpu.kernels import sampling_launch
+from services.executor.gpu.kernels import sampling
 from services.executor.gpu.sampling import DeviceSampler, largest_of_ranks, resolve, tell
 from services.executor.sampling.sampler import Sampler
 from shared.messages import SamplingParams
@@ -24,7 +24,7 @@ ROWS = 3
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several chunks, without large vocabularies."""
-    monkeypatch.setattr(sampling_launch, "BLOCK", 32)
+    monkeypatch.setattr(sampling, "BLOCK", 32)
 
 
 def state(position: int = 0, **params: object) -> SamplingState:
@@ -97,7 +97,7 @@ def test_a_wide_top_k_compares_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond `MOST_CANDIDATES` the host has whole rows, and compares weights: logits may differ that weigh the same."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.rand((2, 1200), generator=generator) * 1e-5
-    monkeypatch.setattr(sampling_launch, "BLOCK", 1024)
+    monkeypatch.setattr(sampling, "BLOCK", 1024)
     states = [state(temperature=100.0, top_k=1100, seed=seed) for seed in (3, 4)]
     assert drawn(logits, states) == expected(logits, states)
 

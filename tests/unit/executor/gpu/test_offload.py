@@ -23,9 +23,9 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.gpu import offload
 from services.executor.gpu.offload import DeviceSpill, PinnedSlots
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.offload import BlockCopier, SpillStore
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError
 from tests.pretend_gpu.device import pretend_gpu

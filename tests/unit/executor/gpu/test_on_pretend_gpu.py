@@ -24,10 +24,9 @@ from services.executor.core.step_plan import StepPlan
 from services.executor.gpu import quantized_matmul
 from services.executor.gpu.device import CudaMarks
 from services.executor.gpu.graphs import GraphedDecoder
-from services.executor.gpu.steps import StepLimits
-from services.executor.gpu.warmup_plans import chunks, plans
+from services.executor.gpu.steps import StepLimits, warmup_chunks, warmup_plans
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.parallel.layers import LinearShard
@@ -156,7 +155,7 @@ def test_models_that_transformers_modules_compute(tmp_path: Path, name: str) -> 
     with pretend_gpu():
         runner = runner_of(tmp_path, SingleRank(), device=GPU)
         assert runner._decoder is None
-        runner.warm_up(plans(chunks(8, 9, 2), BLOCK_SIZE, None))
+        runner.warm_up(warmup_plans(warmup_chunks(8, 9, 2), BLOCK_SIZE, None))
         for tokens in ({0: 7}, {0: 1, 1: 5}, {0: 1, 1: 1}):
             plan, sampled = script.step(dict(tokens))
             logits = runner.forward(plan)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.gpu import quantized_matmul
-from services.executor.gpu.kernels.matmul_launch import (
+from services.executor.gpu.kernels.matmul import (
     MOST_ROWS,
     arrivals_for,
     encode_rows,

@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 from benchmarks.on_gpu.served import Served, served
 from benchmarks.on_gpu.shapes import TINY
 from services.executor.core.step_plan import as_int32
-from services.executor.gpu.kernels import attention_launch, matmul_launch
+from services.executor.gpu.kernels import attention_launch, matmul
 from services.executor.gpu.kernels.tiles import rows_for, splits_of
-from services.executor.gpu.warmup_plans import Chunk, chunks, plans
+from services.executor.gpu.steps import Chunk, warmup_chunks, warmup_plans
 from tests.pretend_gpu.device import pretend_gpu
 from tests.unit.executor.gpu.texts import DRAWN, GREEDY, requests, texts
 
@@ -41,7 +41,7 @@ def parts(chunk: Chunk, kv_heads: int, tiles: int = 1) -> int:
 def test_every_chunk_of_a_step_is_computed_as_one_of_them(
     budget: int, context_length: int, group: int, kv_heads: int, data: st.DataObject
 ) -> None:
-    rehearsed = chunks(budget, context_length, group)
+    rehearsed = warmup_chunks(budget, context_length, group)
     context = data.draw(st.integers(1, context_length))
     chunk = Chunk(data.draw(st.integers(1, min(budget, context))), context)
     others = data.draw(st.integers(0, 200))  # tiles of other sequences
@@ -53,25 +53,25 @@ def test_every_chunk_of_a_step_is_computed_as_one_of_them(
 @given(budget=st.integers(1, 2048), context_length=st.integers(1, 32768), data=st.data())
 def test_every_product_is_cut_as_one_of_them(budget: int, context_length: int, data: st.DataObject) -> None:
     def cut(rows: int) -> object:
-        if rows == 1 or rows > matmul_launch.MOST_ROWS:
-            return min(rows, matmul_launch.MOST_ROWS + 1)
-        cut = matmul_launch.tiles_of(rows, 4096, 4096, PROCESSORS)
+        if rows == 1 or rows > matmul.MOST_ROWS:
+            return min(rows, matmul.MOST_ROWS + 1)
+        cut = matmul.tiles_of(rows, 4096, 4096, PROCESSORS)
         return cut.block_t, cut.splits > 1
 
     rows = data.draw(st.integers(1, min(budget, context_length)))
-    assert cut(rows) in {cut(chunk.tokens) for chunk in chunks(budget, context_length, 4)}
+    assert cut(rows) in {cut(chunk.tokens) for chunk in warmup_chunks(budget, context_length, 4)}
 
 
 @given(budget=st.integers(1, 2048), context_length=st.integers(1, 32768), group=st.integers(1, 128))
 def test_the_longest_comes_first_and_none_is_too_long(budget: int, context_length: int, group: int) -> None:
-    found = chunks(budget, context_length, group)
+    found = warmup_chunks(budget, context_length, group)
     assert found[0].tokens == min(budget, context_length)
     assert len(set(found)) == len(found) <= 30
     assert all(1 <= tokens <= context <= context_length for tokens, context in found)
 
 
 def test_they_write_nothing_but_the_first_cold_block() -> None:
-    found = plans([Chunk(20, 40), Chunk(1, 300)], 16, (0, 7))
+    found = warmup_plans([Chunk(20, 40), Chunk(1, 300)], 16, (0, 7))
     assert [list(as_int32(plan.compressions)) for plan in found] == [[0, 7], []]
     for plan, (tokens, context, decodes) in zip(found, [(20, 40, 0), (1, 300, 1)], strict=True):
         assert plan.num_decodes == decodes

@@ -6,7 +6,7 @@ import torch
 from services.executor.core.settings import ExecutorSettings, WeightDType
 from services.executor.gpu.linear import weight_codec
 from services.executor.kv_cache.codecs import FP8, INT8
-from services.executor.leader.registration import fingerprint_of
+from services.executor.leader.leader import fingerprint_of
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard

@@ -23,7 +23,7 @@ from services.executor.ipc.flight_recorder import (
     PlanRecord,
     RankRecord,
 )
-from services.executor.worker.diagnostics.desk import RecordedStream
+from services.executor.worker.diagnostics import RecordedStream
 from services.executor.worker.rendezvous import RecordedCollectives
 from shared.errors import RingLost
 

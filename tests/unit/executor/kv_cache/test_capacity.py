@@ -6,9 +6,8 @@ import torch
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.kv_cache.capacity import plan_store
+from services.executor.kv_cache.capacity import BlockCounts, StoreShape, hot_reserve, plan_store
 from services.executor.kv_cache.codecs import FP8, INT8
-from services.executor.kv_cache.sizes import BlockCounts, StoreShape, hot_reserve
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from tests.unit.executor.model.ring import CPU, on_ring

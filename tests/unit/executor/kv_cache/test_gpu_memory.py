@@ -9,8 +9,9 @@ import torch
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
-from services.executor.kv_cache import capacity, sizes
-from services.executor.kv_cache.sizes import (
+from services.executor.kv_cache import capacity
+from services.executor.kv_cache import capacity as sizes
+from services.executor.kv_cache.capacity import (
     BlockCounts,
     StepWidths,
     StoreShape,

@@ -11,8 +11,8 @@ import torch
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.kv_cache.capacity import StoreShape, plan_spill
 from services.executor.kv_cache.offload import BlockCopier, DiskSlots, SpillStore
-from services.executor.kv_cache.sizes import StoreShape, plan_spill
 from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError
 from tests.unit.executor.model.ring import on_ring

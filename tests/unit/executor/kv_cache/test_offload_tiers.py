@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.executor.kv_cache.block_pool import SessionPins
 from services.executor.kv_cache.offload_tiers import SpillTier, SpillTiers
 from services.executor.kv_cache.prefix_index import BlockKey
-from services.executor.kv_cache.session_pins import SessionPins
 
 
 def key(name: int) -> BlockKey:

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.executor.kv_cache.codecs import FP8, INT8
-from services.executor.kv_cache.sizes import (
+from services.executor.kv_cache.capacity import (
     StoreShape,
     control_group_room,
     default_budget,
@@ -13,6 +12,7 @@ from services.executor.kv_cache.sizes import (
     plan_blocks,
     plan_num_blocks,
 )
+from services.executor.kv_cache.codecs import FP8, INT8
 from shared.errors import ConfigurationError
 
 PLAIN = StoreShape(2, 4, 3, 8, torch.bfloat16)

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import _COMPRESS_BYTES, KvStore
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.executor.kv_transfer.exchange import Gift, Offered
-from services.executor.kv_transfer.peers import Homes, Peer, is_coming, peers_of
+from services.executor.kv_transfer.sender import Homes, Peer, is_coming, peers_of
 from shared.messages import GroupLoad, GroupRecord, SamplingParams
 from tests.unit.executor.scheduler.fake_engine import VOCAB, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, Ring, ask

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.executor.kv_transfer import wire
+from services.executor.kv_transfer import endpoint as wire
 from services.executor.kv_transfer.board import (
     Field,
     HandoverBoard,
@@ -21,8 +21,14 @@ from services.executor.kv_transfer.board import (
     StopSending,
     encode_command,
 )
-from services.executor.kv_transfer.endpoint import ENDED, FAILED, RankEndpoint
-from services.executor.kv_transfer.wire import BatchReceiver, BatchSender, HandoverBroken
+from services.executor.kv_transfer.endpoint import (
+    ENDED,
+    FAILED,
+    BatchReceiver,
+    BatchSender,
+    HandoverBroken,
+    RankEndpoint,
+)
 
 KEY = b"k" * 32
 BYTES = 5000

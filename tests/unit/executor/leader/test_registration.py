@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.leader.registration import with_parsers
+from services.executor.leader.leader import with_parsers
 from shared.messages import ModelCard
 
 CARD = ModelCard("m", 100, 256, [0], "", 0)

@@ -18,7 +18,7 @@ from services.executor.leader.step_loop import Stepping, looks_ahead
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
-from services.executor.structured_output.compiler import GrammarWork
+from services.executor.structured_output import GrammarWork
 from services.executor.worker.launches import HostLaunches
 from shared.errors import RingLost
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed

@@ -13,7 +13,7 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
-from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.worker.runner import ModelRunner, widths_of

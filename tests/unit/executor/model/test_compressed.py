@@ -11,8 +11,8 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.attention import paged_attention
 from services.executor.model.loading.loader import load_config, load_model

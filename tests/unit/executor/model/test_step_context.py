@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.attention import paged_attention
 from services.executor.model.step_context import StepContext, bucket_bounds

@@ -15,7 +15,7 @@ from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.prompt_results import Scores
 from services.executor.native.library import why_not
-from services.executor.sampling.prompt_logprobs import score
+from services.executor.sampling.candidates import score
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.worker.runner import ModelRunner

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from services.executor.core.engine import GrammarFailed
 from services.executor.core.sampling_state import SamplingState
 from services.executor.sampling.sampler import Sampler, wants_of
-from services.executor.structured_output.state import GrammarState
+from services.executor.structured_output import GrammarState
 from shared.errors import InvalidGrammar
 from shared.messages import SamplingParams
 from tests.unit.executor.sampling.test_sampling import DEVICES, VOCAB, logits_of, state

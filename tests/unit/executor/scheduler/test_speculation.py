@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.core.setting_values import MOST_DRAFTS, MOST_EVER, most_drafts
-from services.executor.core.settings import ExecutorSettings
+from services.executor.core.settings import MOST_DRAFTS, MOST_EVER, ExecutorSettings, most_drafts
 from services.executor.scheduler.speculation import Estimates, Guesser, Speculation, StepCost
 from shared.config import load_settings
 from shared.errors import ConfigurationError

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.executor.structured_output.compiler import GrammarCompiler
+from services.executor.structured_output import GrammarCompiler
 from tests.unit.executor.structured_output.guided_ring import byte_compiler
 
 

@@ -3,8 +3,7 @@
 from services.executor.core.engine import GrammarFailed
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
-from services.executor.structured_output.compiler import GrammarCompiler
-from services.executor.structured_output.state import GrammarState, Vocabulary
+from services.executor.structured_output import GrammarCompiler, GrammarState, Vocabulary
 from services.executor.worker.stub import STUB_EOS_TOKEN, StubEngine, StubSettings
 from shared.messages import GenerationRequest, Grammar, ModelCard, SamplingParams, TokenEntry
 

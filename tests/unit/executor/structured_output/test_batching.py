@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from services.executor.structured_output.compiler import GrammarCompiler
+from services.executor.structured_output import GrammarCompiler
 from services.executor.worker.stub import STUB_EOS_TOKEN, StubSettings
 from shared.errors import InvalidGrammar, NoGroupAvailable
 from shared.messages import Grammar

@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.executor.structured_output import compiler as compiler_module
-from services.executor.structured_output.compiler import GrammarCompiler, GrammarWork
-from services.executor.structured_output.state import GrammarState
+from services.executor import structured_output as compiler_module
+from services.executor.structured_output import GrammarCompiler, GrammarState, GrammarWork
 from shared.errors import InternalError, InvalidGrammar, RyzansteinError
 from shared.limits import GRAMMAR_BYTES
 from shared.messages import GenerationRequest, Grammar, ModelCard, TokenizerBundle

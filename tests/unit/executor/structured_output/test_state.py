@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from services.executor.core.sampling_state import SamplingState
-from services.executor.structured_output.compiler import GrammarCompiler, GrammarWork
-from services.executor.structured_output.state import GrammarState, Vocabulary, compute_masks
+from services.executor.structured_output import (GrammarCompiler, GrammarState, GrammarWork, Vocabulary, compute_masks)
 from services.executor.worker.stub import STUB_EOS_TOKEN
 from shared.errors import InvalidGrammar
 from shared.messages import Grammar, ModelCard, TokenizerBundle

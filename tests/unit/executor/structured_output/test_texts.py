@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from services.executor.structured_output.compiler import GrammarCompiler
+from services.executor.structured_output import GrammarCompiler
 from shared.errors import InvalidGrammar
 from shared.messages import Grammar
 from tests.unit.executor.structured_output.guided_ring import GuidedRing, ask

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.supervisor.diagnostics import jobs as jobs_module
+from services.executor.supervisor.diagnostics import service as jobs_module
 from services.executor.supervisor.diagnostics.dump import settings_of, write_dump
-from services.executor.supervisor.diagnostics.jobs import Job, Jobs
+from services.executor.supervisor.diagnostics.service import Job, Jobs
 from services.executor.supervisor.diagnostics.verdict import Stillness
 from shared.errors import ConfigurationError
 from shared.messages.debugging import DUMP_VERSION, Dump, JobReply, Piece

@@ -17,9 +17,8 @@ from structlog.testing import capture_logs
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor import early_fork_server, fork_server, rank_process
-from services.executor.supervisor.fork_client import ForkClient
 from services.executor.supervisor.fork_server import ForkServer, Refused
-from services.executor.supervisor.rank_process import LocalRank
+from services.executor.supervisor.rank_process import ForkClient, LocalRank
 from shared.config import load_settings
 
 DOUBLE = "tests.unit.executor.supervisor.echo_forks"
@@ -227,8 +226,8 @@ async def test_imports_are_asked_for_once_and_again_of_a_new_server(
     make: Callable[..., ForkClient], ranks: list[LocalRank], executed: list[int]
 ) -> None:
     forks = make()
-    forks.need(["services.executor.gone", "services.executor.leader.throughput"])
-    forks.need(["services.executor.leader.throughput"])
+    forks.need(["services.executor.gone", "services.executor.leader.step_loop"])
+    forks.need(["services.executor.leader.step_loop"])
     await start(forks, ranks)  # one that is not there is no fault
     forks.close()
     forks.start()

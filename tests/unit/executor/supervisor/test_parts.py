@@ -18,7 +18,7 @@ from services.executor.ipc.plan_channel import PlanListener, PlanReceiver
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.leader.frames import KEPT_SECONDS, RecentFrames
 from services.executor.model.card import read_card
-from services.executor.worker.factory import FIRST_WORD, vocabulary_of
+from services.executor.rank import FIRST_WORD, vocabulary_of
 from services.executor.worker.stub import StubEngine, StubRing, StubSettings
 from shared.config import load_settings
 from shared.errors import ModelLoadError, RingLost

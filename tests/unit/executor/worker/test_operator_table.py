@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.worker.diagnostics.profiler import Range, operator_table
+from services.executor.worker.profiler import Range, operator_table
 
 
 def test_time_within_another_operator_is_not_its_own() -> None:

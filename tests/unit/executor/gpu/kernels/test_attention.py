@@ -21,10 +21,10 @@ from services.executor.gpu.kernels.tiles import (
     tile_shape,
     tiles_of,
 )
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.scores import ScoreRule
+from services.executor.model.step_context import ScoreRule
 
 DEVICE = torch.device("cpu" if interprets() else "cuda")
 

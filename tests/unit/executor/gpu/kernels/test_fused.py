@@ -6,8 +6,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is (Linux on x86-64)")
 
-from services.executor.gpu.kernels import elementwise_launch
-from services.executor.gpu.kernels.elementwise_launch import Norms, Rotation
+from services.executor.gpu.kernels import elementwise
+from services.executor.gpu.kernels.elementwise import Norms, Rotation
 from tests.unit.executor.gpu.kernels.rounding import round_as_gpus_do
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,7 +50,7 @@ def near(ours: Tensor, truth: Tensor, units: float) -> None:
 @pytest.mark.parametrize("offset", [False, True], ids=["llama", "gemma"])
 def test_norm(dtype: torch.dtype, width: int, offset: bool) -> None:
     x, weight = random(5, width).to(dtype), 1 + 0.1 * random(width, seed=2)
-    ours = elementwise_launch.norm(x.to(DEVICE), weight.to(DEVICE), Norms(EPS, offset))
+    ours = elementwise.norm(x.to(DEVICE), weight.to(DEVICE), Norms(EPS, offset))
     near(ours, true_norm(x, weight), 4)
 
 
@@ -67,7 +67,7 @@ def test_the_residual_has_the_bits_of_transformers(
     added = rounded_norm(x, behind, offset) if after else x
     expected = residual + (added * scale if scale != 1.0 else added)
     kept = residual.to(DEVICE, copy=True)
-    ours = elementwise_launch.add_norm(
+    ours = elementwise.add_norm(
         x.to(DEVICE), kept, weight.to(DEVICE), Norms(EPS, offset), behind.to(DEVICE) if after else None, scale
     )
     if dtype is torch.bfloat16:
@@ -111,7 +111,7 @@ def test_queries_keys_and_values_go_where_attention_reads_them(
         for part, weight in zip((query, key), weights, strict=True)
     ]
     hot = torch.full((6, 2, kv_heads, 16, width), 7.0, dtype=dtype, device=DEVICE)
-    ours = elementwise_launch.place(
+    ours = elementwise.place(
         qkv.to(DEVICE),
         q_heads,
         Rotation(cosines.to(DEVICE), sines.to(DEVICE)) if half else None,
@@ -138,5 +138,5 @@ def test_activation(dtype: torch.dtype, gelu: bool) -> None:
     gate, up = x.double().chunk(2, dim=-1)
     functional = torch.nn.functional
     acted = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
-    ours = elementwise_launch.gated(x.to(DEVICE), gelu=gelu)
+    ours = elementwise.gated(x.to(DEVICE), gelu=gelu)
     near(ours, acted * up, 4)

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the GPU kernels are compiled where Triton is (Linux on x86-64)")
 
 from services.executor.core.sampling_state import SamplingState
-from services.executor.gpu.kernels import sampling_launch
+from services.executor.gpu.kernels import sampling
 from services.executor.gpu.sampling import params_of
 from services.executor.kv_cache.codecs import FP8, SMALLEST_SCALE, Codec
 from services.executor.sampling.sampler import Sampler
@@ -178,7 +178,7 @@ def test_one_row_is_multiplied(kernels: Kernels, codec: Codec) -> None:
 
 def drawing_launches(kernels: Kernels, logits: Tensor, params: np.ndarray[Any, Any]) -> list[int]:
     """The tokens that the launches of `draw` leave, in their order."""
-    rows, chunks, memory = ROWS, -(-VOCABULARY // sampling_launch.BLOCK), Memory()
+    rows, chunks, memory = ROWS, -(-VOCABULARY // sampling.BLOCK), Memory()
     tokens = np.full(rows, -1, np.int64)
     given = {
         "logits": bits(logits), "largest": logits.float().amax(1).numpy(), "row_params": params, "tokens": tokens,

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.core.sharding import HeadCounts, ShardLayout, Span
-from services.executor.model.parallel.fused import blocks, by_group, halves, merged
+from services.executor.model.parallel.splitting import blocks, by_group, halves, merged
 
 HEAD_DIM = 2
 

@@ -8,13 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.on_gpu.compiled_kernels.launched import meta
-from services.executor.gpu.kernels import (
-    attention_launch,
-    codes,
-    elementwise_launch,
-    matmul_launch,
-    sampling_launch,
-)
+from services.executor.gpu.kernels import attention_launch, codes, elementwise, matmul, sampling
 from services.executor.gpu.kernels.codes import word_to_floats
 from services.executor.gpu.kernels.tiles import rows_for
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
@@ -55,49 +49,47 @@ def compress(codec: Codec) -> None:
 
 
 def encode(codec: Codec) -> None:
-    matmul_launch.encode_rows(meta(4, 300), codec)
+    matmul.encode_rows(meta(4, 300), codec)
 
 
 def decode(codec: Codec) -> None:
-    matmul_launch.decode_rows(meta(2, 300, dtype=codec.dtype), meta(2, dtype=torch.float32), meta(2, 300))
+    matmul.decode_rows(meta(2, 300, dtype=codec.dtype), meta(2, dtype=torch.float32), meta(2, 300))
 
 
 def one_row(codec: Codec) -> None:
     codes_of, scales = meta(20, 1040, dtype=codec.dtype), meta(20, dtype=torch.float32)
-    matmul_launch.multiply_few(meta(1, 1040), codes_of, scales, meta(20), meta(8, dtype=torch.int32), 132)
+    matmul.multiply_few(meta(1, 1040), codes_of, scales, meta(20), meta(8, dtype=torch.int32), 132)
 
 
 def few_rows(codec: Codec) -> None:
     """Of few tiles, so that their inputs are split."""
     codes_of, scales = meta(80, 1040, dtype=codec.dtype), meta(80, dtype=torch.float32)
-    matmul_launch.multiply_few(meta(3, 1040), codes_of, scales, meta(80), meta(16, dtype=torch.int32), 132)
+    matmul.multiply_few(meta(3, 1040), codes_of, scales, meta(80), meta(16, dtype=torch.int32), 132)
 
 
 def draw() -> None:
-    space = sampling_launch.space_for(ROWS, VOCABULARY, torch.device("meta"))
-    params = meta(sampling_launch.NUM_PARAMS * ROWS, dtype=torch.float64)
+    space = sampling.space_for(ROWS, VOCABULARY, torch.device("meta"))
+    params = meta(sampling.NUM_PARAMS * ROWS, dtype=torch.float64)
     largest, tokens = meta(ROWS, dtype=torch.float32), meta(ROWS, dtype=torch.int64)
     logits = meta(ROWS, VOCABULARY)
-    sampling_launch.draw(logits, largest, params, tokens, space, 1024, top_k=True, top_p=True)
+    sampling.draw(logits, largest, params, tokens, space, 1024, top_k=True, top_p=True)
 
 
 def norm() -> None:
     weight = meta(320, dtype=torch.float32)
-    elementwise_launch.add_norm(
-        meta(2, 320), meta(2, 320), weight, elementwise_launch.Norms(1e-6, offset=False)
-    )
+    elementwise.add_norm(meta(2, 320), meta(2, 320), weight, elementwise.Norms(1e-6, offset=False))
 
 
 def place() -> None:
     angles, weight = meta(2, 32, dtype=torch.float32), meta(WIDTH, dtype=torch.float32)
-    elementwise_launch.place(
-        meta(2, (4 + 2 * KV_HEADS) * WIDTH), 4, elementwise_launch.Rotation(angles, angles), meta(2, dtype=torch.int32),
-        meta(HOT_BLOCKS, 2, KV_HEADS, SIZE, WIDTH), (weight, weight), elementwise_launch.Norms(1e-6, offset=False),
+    elementwise.place(
+        meta(2, (4 + 2 * KV_HEADS) * WIDTH), 4, elementwise.Rotation(angles, angles), meta(2, dtype=torch.int32),
+        meta(HOT_BLOCKS, 2, KV_HEADS, SIZE, WIDTH), (weight, weight), elementwise.Norms(1e-6, offset=False),
     )  # fmt: skip
 
 
 def gated() -> None:
-    elementwise_launch.gated(meta(2, 600), gelu=True)
+    elementwise.gated(meta(2, 600), gelu=True)
 
 
 def attend(codec: Codec | None, splits: int, tokens: int = 1) -> None:

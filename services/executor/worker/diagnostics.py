@@ -62,9 +62,7 @@ class RankDesk:
             log.exception("debug_failed")
 
     def _profile(self, question: ProfileQuestion) -> None:
-        from services.executor.worker.diagnostics.profiler import (
-            Profiler,  # with torch, which the stub does without
-        )
+        from services.executor.worker.profiler import Profiler
 
         Profiler(self.rank, self.recorder, question).begin()
 

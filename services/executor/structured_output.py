@@ -1,0 +1,345 @@
+"""Structured output: grammars are compiled, and kept for the next requests, and masks computed beside the steps (ADR 0013).
+
+event loop   accepted ─────▶ ... ─────▶ released to the batcher    step: plan ─┬─▶ engine ─▶ sampler
+compiling        └─▶ compiled, earlier tokens replayed ──┘                     │              ▲
+masks                                                                          └─▶ masks ─────┘
+
+`GrammarState`: where one generation stands in its grammar, and which tokens may follow.
+
+    advance(token) ──▶ position p ──▶ the mask of position p: computed while the ring computes the logits
+                                      allowed() waits for it, beside the sampler
+
+The state is a function of grammar and tokens alone: an attempt that continues another's tokens replays them.
+"""
+
+import asyncio
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import structlog
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+from numpy.typing import NDArray
+
+from services.executor.core.engine import GrammarFailed
+from services.executor.core.sampling_state import Mask, SamplingState
+from shared.errors import InternalError, InvalidGrammar, RyzansteinError
+from shared.grammars import GrammarCheck, limits, shortened, source_of
+from shared.limits import GRAMMAR_BYTES
+from shared.messages import GenerationRequest, Grammar, ModelCard, TokenizerBundle
+from shared.tasks import RoundRobin
+
+
+class Vocabulary:
+    """Made once per ring: it takes a fifth of a second for 50,000 tokens, and the interpreter with it."""
+
+    def __init__(self, tokenizer: LLTokenizer, size: int) -> None:
+        self.tokenizer = tokenizer
+        self.size = size
+        """Tokens that the model has logits for."""
+        self.words = (tokenizer.vocab_size + 31) // 32
+        """32-bit words of a mask."""
+        self.eos = frozenset(token for token in tokenizer.eos_tokens if token < size)
+
+    @classmethod
+    def of(cls, card: ModelCard, bundle: bytes) -> "Vocabulary":
+        """From what gateways are told of the model. Raises `InvalidGrammar` when its tokenizer is not understood."""
+        if not bundle:
+            tokens = TokenizerWrapper(_Bytes(card))
+            return cls(LLTokenizer(tokens, n_vocab=card.vocab_size, slices=[]), card.vocab_size)
+        text = msgspec.msgpack.decode(bundle, type=TokenizerBundle).files["tokenizer.json"].decode()
+        eos = card.eos_token_ids or None  # None: as the tokenizer itself says
+        try:
+            try:
+                tokenizer = LLTokenizer(text, n_vocab=card.vocab_size, eos_token=eos)
+            except ValueError:  # it has more tokens than the model
+                tokenizer = LLTokenizer(text, eos_token=eos)
+        except Exception as error:  # the library raises what its parts raise
+            raise InvalidGrammar(
+                f"This model's tokenizer cannot be used for structured output ({error}); leave the format of the "
+                "answer open."
+            ) from None
+        return cls(tokenizer, card.vocab_size)
+
+
+class _Bytes:
+    """The stub's tokens: a token is a byte."""
+
+    bos_token_id = None
+
+    def __init__(self, card: ModelCard) -> None:
+        self.eos_token_id = card.eos_token_ids[0] if card.eos_token_ids else 0
+        self.special_token_ids = [self.eos_token_id]
+        self.tokens = [bytes([byte]) for byte in range(card.vocab_size)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+class GrammarState:
+    """One owner at a time: the batcher advances it between steps, and a step's masks are computed in between."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, stop_token_ids: Collection[int]) -> None:
+        """`matcher` becomes the state's own."""
+        self.matcher = matcher
+        self.vocabulary = vocabulary
+        self._ends = vocabulary.eos.intersection(stop_token_ids)
+        """Tokens that end a text. What ends it for the tokenizer and not for the request is not put out."""
+        self._mute = np.array(sorted(vocabulary.eos - self._ends), np.int64)
+        self._computing: Future[None] | None = None
+        self._allowed: Mask | None = None
+        self._problem = ""
+        self.complete = False
+        """Whether the text matches the grammar and nothing can follow."""
+
+    def advance(self, *tokens: int) -> None:
+        """`tokens` have been put out."""
+        self._settle()
+        self._allowed = None
+        if not self.matcher.consume_tokens(list(tokens)):
+            self.fail(self.matcher.get_error())
+        else:
+            self.complete = self.matcher.is_stopped()
+
+    def allowed(self) -> Mask:
+        """bool [vocabulary]: which tokens may follow. Waits for the mask if it is under way, computes it if it
+        is not. Raises `InvalidGrammar` when the grammar leads nowhere."""
+        self._settle()
+        if self._allowed is None and not self._problem:
+            compute_masks([self])
+        if self._problem:
+            raise InvalidGrammar(f"The answer's form can be followed no further: {self._problem}.")
+        assert self._allowed is not None, "it has been computed"
+        return self._allowed
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether nobody has begun to compute what may follow."""
+        return self._computing is None and self._allowed is None and not self._problem
+
+    def expect(self, computing: "Future[None]") -> None:
+        """`computing` ends with `compute_masks` of this state."""
+        self._computing = computing
+
+    def _settle(self) -> None:
+        if self._computing is not None:
+            self._computing.result()
+            self._computing = None
+
+    def fail(self, problem: str) -> None:
+        """Nothing can follow any more, because of `problem`."""
+        self._problem = shortened(problem) or "no reason is known"
+
+    def take(self, words: NDArray[np.int32]) -> None:
+        """The mask as the library wrote it: bit t of little-endian words is token t."""
+        if self.matcher.is_error():
+            self.fail(self.matcher.get_error())
+            return
+        size = self.vocabulary.size
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=min(size, 32 * len(words)))
+        allowed = bits.view(np.bool_)
+        if len(allowed) < size:
+            allowed = np.concatenate((allowed, np.zeros(size - len(allowed), np.bool_)))
+        if len(self._mute):
+            of_text = allowed.copy()
+            of_text[self._mute] = False
+            allowed = of_text if of_text.any() else allowed  # nothing else can follow: it ends all the same
+        if allowed.any():
+            self._allowed = allowed
+        else:
+            self.fail("no token of this model fits")
+
+
+def compute_masks(states: Sequence[GrammarState], parallel: LLExecutor | None = None) -> None:
+    """Computes what may follow in each of `states`, which share a vocabulary. Raises nothing."""
+    words = states[0].vocabulary.words
+    masks = np.zeros((len(states), words), np.int32)
+    try:
+        if parallel is not None and len(states) > 1:
+            rows = [(state.matcher, row) for row, state in enumerate(states)]
+            parallel.unsafe_compute_mask_ptr(rows, masks.ctypes.data, words * 4, len(states))
+        else:
+            for row, state in enumerate(states):
+                state.matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, words * 4)
+        for row, state in enumerate(states):
+            state.take(masks[row])
+    except Exception as error:  # a fault in here must not end the ring: it ends these generations
+        for state in states:
+            state.fail(str(error))
+
+
+def masks_of(states: Sequence[SamplingState]) -> dict[int, Mask]:
+    """By row; those without a grammar are left out. Waits for masks that are being computed. Raises
+    `GrammarFailed`."""
+    masks: dict[int, Mask] = {}
+    failed: list[int] = []
+    reason = ""
+    for row, state in enumerate(states):
+        if state.grammar is None:
+            continue
+        try:
+            masks[row] = state.grammar.allowed()
+        except InvalidGrammar as error:
+            failed.append(row)
+            reason = reason or error.message
+    if failed:
+        raise GrammarFailed(reason, failed)
+    return masks
+
+
+MOST_KEPT = 128
+MOST_KEPT_BYTES = 16 * GRAMMAR_BYTES.value
+
+
+class GrammarCompiler:
+    """For one thread at a time. Compiling takes from half a millisecond to seconds."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._check = GrammarCheck()
+        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._kept_bytes = 0
+        self.compiled = 0
+        """Grammars that were not kept from before."""
+
+    def start(self, request: GenerationRequest) -> GrammarState:
+        """The state of a request's grammar after the tokens that it brings. Raises `InvalidGrammar`."""
+        assert request.grammar is not None, "it asks for a form"
+        matcher = self._kept.get(request.grammar)
+        if matcher is None:
+            matcher = self._compile(request.grammar)
+        self._kept.move_to_end(request.grammar)
+        state = GrammarState(matcher.deep_copy(), self._vocabulary, request.stop_token_ids)
+        if request.generated:
+            state.advance(*request.generated)
+        return state
+
+    def close(self) -> None:
+        self._check.close()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        """Where the grammar is one that takes minutes, gigabytes or the whole stack, another process is told so
+        by its end (`shared.grammars`); then here."""
+        if len(grammar.text) > GRAMMAR_BYTES.value:
+            raise InvalidGrammar(f"The answer's form is too long; make it smaller ({GRAMMAR_BYTES.cited()}).")
+        problem = self._check.check(grammar).problem
+        if not problem:
+            matcher = LLMatcher(self._vocabulary.tokenizer, source_of(grammar), limits=limits(), log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # what is learnt of the tokens at the beginning goes to all copies
+            problem = shortened(matcher.get_error())
+        if problem:
+            raise InvalidGrammar(f"The answer's form cannot be held: {problem}.")
+        self.compiled += 1
+        self._keep(grammar, matcher)
+        return matcher
+
+    def _keep(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        self._kept[grammar] = matcher
+        self._kept_bytes += len(grammar.text)
+        while len(self._kept) > MOST_KEPT or (self._kept_bytes > MOST_KEPT_BYTES and len(self._kept) > 1):
+            self._kept_bytes -= len(self._kept.popitem(last=False)[0].text)
+
+
+log = structlog.get_logger(__name__)
+
+Released = Callable[[GenerationRequest, GrammarState | RyzansteinError], None]
+
+STACK = 128 << 20
+"""Bytes of address space: what fits the usual 8 MiB in the process that checks must fit here."""
+
+
+class GrammarWork:
+    """Two threads of the leader's. Called from its event loop."""
+
+    def __init__(self) -> None:
+        self._compiler: GrammarCompiler | None = None
+        self._unusable: InvalidGrammar | None = None
+        """Why the model's tokenizer is of no use for grammars."""
+        self._compiling = _deep_thread()
+        self._turns: RoundRobin[Callable[[], None]] = RoundRobin()
+        """What waits to be compiled: of one tenant's many, each goes behind other tenants' next."""
+        self._turn = threading.Lock()
+        self._masking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+        # On CPUs the ring has all cores, and its threads wait for each other.
+        self._parallel = LLExecutor(num_threads=max(1, min(8, (os.cpu_count() or 1) // 4)))
+
+    def load(self, card: ModelCard, bundle: bytes) -> None:
+        """Before anything else. Holds the interpreter for a while: to be called before the ring serves."""
+        try:
+            self._compiler = GrammarCompiler(Vocabulary.of(card, bundle))
+        except InvalidGrammar as error:
+            log.warning("no_structured_output", reason=str(error))
+            self._unusable = error
+
+    def compile(self, request: GenerationRequest, released: Released) -> None:
+        """Calls `released` in the event loop with the state of the request's grammar, or what is wrong with it."""
+        loop = asyncio.get_running_loop()
+
+        def compile_one() -> None:
+            outcome = self._start(request)
+            _call(loop, lambda: released(request, outcome))
+
+        with self._turn:
+            self._turns.add(request.tenant, compile_one)
+        self._compiling.submit(self._compile_next)
+
+    def begin_masks(self, samples: Sequence[SamplingState]) -> None:
+        """Computes the masks of a step that is about to begin."""
+        grammars = (sample.grammar for sample in samples)
+        states = [one for one in grammars if isinstance(one, GrammarState) and one.needs_mask]
+        if states:
+            computing = self._masking.submit(compute_masks, states, self._parallel)
+            for state in states:
+                state.expect(computing)
+
+    def close(self) -> None:
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._masking.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _compile_next(self) -> None:
+        with self._turn:
+            job = self._turns.next()
+        if job is not None:
+            job()
+
+    def _start(self, request: GenerationRequest) -> GrammarState | RyzansteinError:
+        if self._unusable is not None:
+            return self._unusable
+        assert self._compiler is not None, "it has not been loaded"
+        try:
+            return self._compiler.start(request)
+        except InvalidGrammar as error:
+            return error
+        except Exception:  # one request ends, and not the ring
+            log.exception(
+                "grammar_not_compiled",
+                request_id=request.request_id,
+                generation_id=request.generation_id,
+                attempt=request.attempt,
+            )
+            return InternalError(
+                "The answer's form could not be compiled by a fault of the executor; report it."
+            )
+
+
+def _call(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(work)
+
+
+def _deep_thread() -> ThreadPoolExecutor:
+    """A thread with a stack of `STACK` bytes."""
+    before = threading.stack_size(STACK)
+    try:
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        pool.submit(int)  # threads are started when there is work
+        return pool
+    finally:
+        threading.stack_size(before)

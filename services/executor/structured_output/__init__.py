@@ -1,1 +1,0 @@
-"""Grammar-constrained decoding: which tokens may follow (ADR 0013)."""

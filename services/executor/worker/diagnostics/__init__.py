@@ -1,1 +1,0 @@
-"""What a rank tells whoever looks into it: stacks, state, profiles."""
