@@ -66,7 +66,7 @@ class BenchRing:
         context = multiprocessing.get_context("spawn")
         self._directory = TemporaryDirectory(prefix="ryzanstein-bench-")
         board = Path(self._directory.name, "board")
-        RingBoard(board, world, create=True).close()
+        RingBoard(board, world, create=True)
         self._times: SynchronizedArray[Any] = context.Array("d", _FIGURES * world)
         self._world = world
         self._pipes, theirs = zip(*(context.Pipe() for _ in range(world)), strict=True)

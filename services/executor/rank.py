@@ -87,7 +87,7 @@ def follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, rendezv
     receiver = PlanReceiver(rendezvous.host, rendezvous.plan_port, rendezvous.secret, settings.start_timeout)
     while (plan := receiver.receive()) is not None:
         mine.begin(plan.step)
-        mine.clock.run(plan, lambda: None)
+        mine.run(plan, lambda: None)
         mine.launched(plan.step)
 
 

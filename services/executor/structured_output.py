@@ -1,4 +1,5 @@
-"""Structured output: grammars are compiled, and kept for the next requests, and masks computed beside the steps (ADR 0013).
+"""Structured output: grammars are compiled, and kept for the next requests, and masks computed beside the steps (ADR
+0013).
 
 event loop   accepted ─────▶ ... ─────▶ released to the batcher    step: plan ─┬─▶ engine ─▶ sampler
 compiling        └─▶ compiled, earlier tokens replayed ──┘                     │              ▲

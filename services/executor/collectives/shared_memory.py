@@ -119,7 +119,7 @@ class SharedMemory:
         self.world_size = world_size
         self.lanes = lanes
         self._area = area
-        self._shown: ctypes.Array[ctypes.c_int64] | None = None
+        self._shown: ctypes.Structure | None = None
         self._library = _library()
         self._timeout = timeout
         self._pidfds: list[int] = []
@@ -144,11 +144,10 @@ class SharedMemory:
         self._watch([int(pid) for rank, pid in enumerate(pids) if rank != self.rank])
         self._timeout = later
 
-    def show(self, words: memoryview) -> None:
-        """Has each operation write what it does to `words`, format `q` (see `rz_ring_show`), until the ring is left."""
-        # The C code has the address alone: this is what keeps the memory behind it.
-        self._shown = (ctypes.c_int64 * len(words)).from_buffer(words)
-        self._library.rz_ring_show(self.handle, ctypes.addressof(self._shown))
+    def show(self, record: ctypes.Structure) -> None:
+        """Has each operation write what it does to `record` (see `rz_ring_show`), until the ring is left."""
+        self._shown = record  # the C code has the address alone: this is what keeps the memory behind it
+        self._library.rz_ring_show(self.handle, ctypes.addressof(record))
 
     @property
     def handle(self) -> int:

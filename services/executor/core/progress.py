@@ -27,32 +27,31 @@ from typing import Protocol
 
 
 class Progress:
-    """One aligned 64-bit integer of `words` (format `q`), with one writer at a time."""
+    """One aligned 64-bit integer, with one writer at a time."""
 
-    def __init__(self, words: memoryview, index: int = 0) -> None:
-        """`words` must stay where they are as long as `address` is in use."""
-        self._words = words
-        self._index = index
+    def __init__(self, cell: "ctypes.Array[ctypes.c_int64]") -> None:
+        """`cell` [1]: of the board, say."""
+        self._cell = cell
 
     @classmethod
     def unread(cls) -> "Progress":
         """For steps that nobody watches."""
-        return cls(memoryview(bytearray(8)).cast("q"))
+        return cls((ctypes.c_int64 * 1)())
 
     @property
     def count(self) -> int:
         """Layers so far."""
-        value: int = self._words[self._index]
+        value: int = self._cell[0]
         return value
 
     @property
     def address(self) -> int:
         """Of the integer, for native code."""
-        return ctypes.addressof(ctypes.c_int64.from_buffer(self._words, self._index * self._words.itemsize))
+        return ctypes.addressof(self._cell)
 
     def tick(self) -> None:
         """A layer was computed."""
-        self._words[self._index] += 1
+        self._cell[0] += 1
 
 
 NUMBERS = 1024
@@ -89,15 +88,14 @@ class DeviceProgress(Progress):
 
     def __init__(
         self,
-        words: memoryview,
-        index: int,
+        cell: "ctypes.Array[ctypes.c_int64]",
         marks: Marks,
         finished: Callable[[int], None],
         ticks_per_mark: int = TICKS_PER_MARK,
     ) -> None:
-        """`words[index]` counts the marks passed; `finished` is told of each step whose work is done, in their
+        """`cell` counts the marks passed; `finished` is told of each step whose work is done, in their
         order and from the thread that looks."""
-        super().__init__(words, index)
+        super().__init__(cell)
         self._marks = marks
         self._finished = finished
         self._per_mark = ticks_per_mark
@@ -126,7 +124,7 @@ class DeviceProgress(Progress):
     def look(self) -> bool:
         """Tells what the device has passed; whether that is all."""
         self._passed += (self._marks.last - self._passed) % NUMBERS
-        self._words[self._index] = self._passed
+        self._cell[0] = self._passed
         while self._ends and self._ends[0][0] <= self._passed:
             self._finished(self._ends.popleft()[1])
         return self._passed == self._queued

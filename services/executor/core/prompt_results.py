@@ -1,5 +1,5 @@
 """What is wanted of a prompt beside its first token, gathered as the prompt is computed: its vector, or the log
-probabilities of its tokens. Which rows of a step count is decided in `scheduler/prompt_outputs.py`. Free of torch.
+probabilities of its tokens. Which rows of a step count is decided in `scheduler/steps.py`. Free of torch.
 
     row of p0 gives those of p1, that of p1 those of p2 ...      the last row's are the first output token's
 

@@ -75,7 +75,7 @@ def parse_cores(listing: str) -> set[int]:
 def watch_device(board: RankBoard, device: torch.device) -> None:
     """From now on `board` says which GPU the rank computes on, and counts what that has done. To be called once,
     before the first step, by the rank whose board it is."""
-    board.gpu.write(uuid_of(torch.cuda.get_device_properties(device).uuid))
+    board.computes_on(uuid_of(torch.cuda.get_device_properties(device).uuid))
     board.follow_device(CudaMarks(device)).start()
     excuse_compiling(board.recorder.excuse)
 

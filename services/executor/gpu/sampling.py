@@ -1,7 +1,7 @@
 """Tokens of a step on the device: the same as `sampling/sampler.py` gives, without waiting for it.
 
     logits ─▶ largest, its token ─▶ draws of the rows that are not greedy ─▶ tokens ─┬─▶ token ids of the next step
-              (a graph has them)    (kernels/sampling_launch.py)                      └─▶ pinned memory, read later
+              (a graph has them)    (kernels/sampling.py)                             └─▶ pinned memory, read later
 
 For rows whose logits nobody edits: greedy ones, and those with a temperature, top-k, top-p, min-p and a seed. What
 they need of the host is known before their step is computed: the random number is a function of seed and position.
@@ -23,8 +23,8 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import BadLogits, SampledToken
 from services.executor.core.sampling_state import SamplingState
-from services.executor.gpu.inputs import Event, new_event
 from services.executor.gpu.kernels import sampling
+from services.executor.gpu.staging import Event, new_event
 from services.executor.sampling.candidates import MOST_CANDIDATES
 
 Params = NDArray[np.float64]

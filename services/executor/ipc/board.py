@@ -1,42 +1,120 @@
-"""The board: counters that every rank writes and the orchestrator reads, in shared memory.
+"""The board: counters that every rank writes and the supervisor reads, in shared memory.
 
-It stays readable when a rank is stopped or dead, and writing costs no message. One writer per
-field, each field an aligned 64-bit integer, so that no lock is needed:
+It stays readable when a rank is stopped or dead, and writing costs no message. One writer per field:
 
-    | header: state, load, totals          (leader) |
-    | rank 0: pid, started, finished, ...  (rank 0) |
-    | rank 1: ...                          (rank 1) |
-    | figures: histograms, GPUs (leader, each rank) |   `board_metrics.py`
+    state, load, totals, histograms      (leader)        for Prometheus, among others
+    rank 0: pid, started, finished, ...  (rank 0)
+    rank 1: ...                          (rank 1)
 
-Of steps that somebody traces a rank's row counts three words more:
-
-    | steps | nanoseconds | of these communicating |
-
-A rank adds to them after a step whose plan is `traced`; the leader reads all rows when a traced attempt ends. A step
-that nobody traces costs a look at a flag.
+A rank adds to its three `traced` fields after a step whose plan is `traced`; the leader reads all rows when a traced
+attempt ends. A step that nobody traces costs a look at a flag. An observation in a histogram is two additions; whoever
+reads between the two is wrong by one observation for a moment.
 """
 
-import mmap
+import ctypes
 import os
 import time
-from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
-
-import msgspec
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 from services.executor.core.progress import DeviceProgress, Marks, Progress
 from services.executor.core.step_plan import StepPlan
-from services.executor.ipc.board_metrics import GpuRow, Kind, RingFigures, words_of
 from services.executor.ipc.flight_recorder import RankRecorder
+from services.executor.ipc.table import map_tables, numbers_of, table
 from shared.messages import GroupLoad, RankBeat
+from shared.service.endpoints import cumulative
 from shared.service.logs import Change
 
 T = TypeVar("T")
-WORDS = 3
-_STEPS, _SPENT, _COMMUNICATING = range(WORDS)
+
+
+class RingState(IntEnum):
+    STARTING = 0
+    READY = 1
+    DRAINING = 2
+
+
+class Kind(IntEnum):
+    """The histograms."""
+
+    QUEUE = 0
+    PREFILL = 1
+    DECODE = 2
+    STEP = 3
+    BATCH = 4
+
+
+_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_DECODES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+_STEPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+BOUNDS: tuple[tuple[float, ...], ...] = (_WAITS, _WAITS, _DECODES, _STEPS, _SIZES)
+"""By `Kind`."""
+
+
+@table
+class _Histogram(ctypes.Structure):
+    sum: float
+    counts: Annotated[Any, ctypes.c_int64 * (len(_WAITS) + 1)]
+    """Up to each bound from the one before it, and beyond the last."""
+
+
+class _Load(ctypes.Structure):
+    _fields_ = numbers_of(GroupLoad)
+
+
+@table
+class Totals(ctypes.Structure):
+    """What a ring has done since it started."""
+
+    steps: int
+    step_seconds: float
+    communication_seconds: float
+    """Spent in collectives."""
+    prompt_tokens: int
+    output_tokens: int
+    queried_tokens: int
+    """Tokens of prompts that were looked up in the KV cache."""
+    cached_tokens: int
+    preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
+
+    def as_dict(self) -> dict[str, int | float]:
+        return {name: getattr(self, name) for name, *_ in self._fields_}
+
+
+@table
+class _Header(ctypes.Structure):
+    state: int
+    loop_beats: int
+    log_level: int
+    log_until: int
+    load: Annotated[Any, _Load]
+    totals: Annotated[Totals, Totals]
+    histograms: Annotated[Any, _Histogram * len(Kind)]
+
+
+@table
+class _Rank(ctypes.Structure):
+    pid: int
+    started: int
+    finished: int
+    progress: Annotated[Any, ctypes.c_int64 * 1]
+    """An array, since others hold its address."""
+    loaded: int
+    to_load: int
+    traced_steps: int
+    traced_ns: int
+    communicating_ns: int
+    gpu: Annotated[Any, ctypes.c_uint8 * 16]
+    """UUID of its GPU; zeros: it has none."""
+
+
+_RankWords = ctypes.c_int64 * (ctypes.sizeof(_Rank) // 8)
 
 
 class Communicating(Protocol):
@@ -59,92 +137,6 @@ class RankTime(NamedTuple):
         return RankTime(*(now - then for now, then in zip(self, before, strict=True)))
 
 
-class RankClock:
-    """One rank's words, for that rank to write."""
-
-    def __init__(self, words: memoryview, offset: int) -> None:
-        self._words = words
-        self._offset = offset
-        self.collectives: Communicating | None = None
-        """None: the rank has none, as a stub."""
-
-    def run(self, plan: StepPlan, step: Callable[[], T]) -> T:
-        """What `step` returns; its time is counted where `plan` is traced."""
-        if not plan.traced:
-            return step()
-        before = self._communicated()
-        began = time.perf_counter_ns()
-        try:
-            return step()
-        finally:
-            words, offset = self._words, self._offset
-            words[offset + _SPENT] += time.perf_counter_ns() - began
-            words[offset + _COMMUNICATING] += round((self._communicated() - before) * 1e9)
-            words[offset + _STEPS] += 1
-
-    def _communicated(self) -> float:
-        return 0.0 if self.collectives is None else self.collectives.busy_seconds
-
-
-_WORD = 8
-
-
-class RingState(IntEnum):
-    STARTING = 0
-    READY = 1
-    DRAINING = 2
-
-
-class _Header(IntEnum):
-    STATE = 0
-    RUNNING = 1
-    WAITING = 2
-    WAITING_TOKENS = 3
-    FREE_BLOCKS = 4
-    TOTAL_BLOCKS = 5
-    LOOP_BEAT = 6
-    STEPS = 7
-    STEP_NS = 8
-    PROMPT_TOKENS = 9
-    OUTPUT_TOKENS = 10
-    CACHED_TOKENS = 11
-    PREEMPTIONS = 12
-    VERSION = 13
-    DRAFTED_TOKENS = 14
-    ACCEPTED_TOKENS = 15
-    SLOTS = 16
-    PLAIN_STEP_NS = 17
-    PROMPT_RATE = 18
-    LOG_LEVEL = 19
-    LOG_UNTIL = 20
-    SIZE = 21
-
-
-class _Rank(IntEnum):
-    PID = 0
-    STARTED = 1
-    FINISHED = 2
-    PROGRESS = 3
-    LOADED = 4
-    TO_LOAD = 5
-    TRACED = 8
-    """And the words behind it: a `RankClock`'s."""
-    SIZE = 16
-
-
-class Totals(msgspec.Struct, frozen=True):
-    """What a ring has done since it started."""
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-
 class Loading(NamedTuple):
     """What a rank has read of its weights, in bytes."""
 
@@ -155,29 +147,34 @@ class Loading(NamedTuple):
     """0: it has not begun."""
 
 
+class Histogram(NamedTuple):
+    """As Prometheus has it."""
+
+    buckets: list[tuple[str, float]]
+    sum: float
+
+
 class RankBoard:
     """One rank's row, for that rank to write."""
 
-    def __init__(self, words: memoryview, offset: int, recorder: RankRecorder, gpu: GpuRow) -> None:
-        self._words = words
-        self.gpu = gpu
-        """Says which GPU the rank computes on."""
-        self._offset = offset
+    def __init__(self, row: _Rank, recorder: RankRecorder) -> None:
+        self._row = row
         self.recorder = recorder
-        self.progress: Progress = Progress(words, offset + _Rank.PROGRESS)
+        self.progress: Progress = Progress(row.progress)
         """Counts the layers computed; on a GPU, the marks that it has passed."""
         self._device: DeviceProgress | None = None
-        self.clock = RankClock(words, offset + _Rank.TRACED)
-        words[offset + _Rank.PID] = os.getpid()
+        self.collectives: Communicating | None = None
+        """Whose time counts as communication; None: the rank has none, as a stub."""
+        row.pid = os.getpid()
 
     def begin(self, step: int) -> None:
-        self._words[self._offset + _Rank.STARTED] = step
+        self._row.started = step
         self.recorder.begin_step(step)
 
     def end(self, step: int) -> None:
         """It is over: its results are known, or it has failed."""
         self.recorder.end_step(step)
-        self._finished(step)
+        self._row.finished = step
 
     def launched(self, step: int) -> None:
         """This rank has done its part of a step whose results another one reads. On a GPU that was to launch it, and it
@@ -190,33 +187,47 @@ class RankBoard:
 
     def follow_device(self, marks: Marks) -> DeviceProgress:
         """From now on progress is what the device has done. Somebody must look (`DeviceProgress.start`)."""
-        index = self._offset + _Rank.PROGRESS
-        self.progress = self._device = DeviceProgress(self._words, index, marks, self._finished)
+
+        def finished(step: int) -> None:
+            self._row.finished = step
+
+        self.progress = self._device = DeviceProgress(self._row.progress, marks, finished)
         return self._device
 
-    def _finished(self, step: int) -> None:
-        self._words[self._offset + _Rank.FINISHED] = step
+    def computes_on(self, gpu: bytes) -> None:
+        """Its GPU's UUID, 16 bytes."""
+        self._row.gpu[:] = gpu
 
     def loaded(self, done: int, total: int) -> None:
         """Bytes of weights read, of how many."""
-        self._words[self._offset + _Rank.TO_LOAD] = total
-        self._words[self._offset + _Rank.LOADED] = done
+        self._row.to_load = total
+        self._row.loaded = done
+
+    def run(self, plan: StepPlan, step: Callable[[], T]) -> T:
+        """What `step` returns; its time is counted where `plan` is traced."""
+        if not plan.traced:
+            return step()
+        before = self._communicated()
+        began = time.perf_counter_ns()
+        try:
+            return step()
+        finally:
+            self._row.traced_ns += time.perf_counter_ns() - began
+            self._row.communicating_ns += round((self._communicated() - before) * 1e9)
+            self._row.traced_steps += 1
+
+    def _communicated(self) -> float:
+        return 0.0 if self.collectives is None else self.collectives.busy_seconds
 
 
 class RingBoard:
     """The whole board."""
 
     def __init__(self, path: Path, ranks: int, *, create: bool = False) -> None:
-        self._ranks = ranks
-        figures = self._row(ranks)
-        size = (figures + words_of(ranks)) * _WORD
-        if create:
-            path.write_bytes(bytes(size))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), size)
-        self._words = memoryview(self._map).cast("q")
-        self.figures = RingFigures(self._words, figures, ranks)
-        """For Prometheus."""
+        self._header, self._rows = map_tables(path, _Header, _Rank * ranks, create=create)
+        self.totals: Totals = self._header.totals
+        self._load: _Load = self._header.load
+        self._histograms: list[_Histogram] = list(self._header.histograms)
         self._recorder: RankRecorder | None = None
 
     def record(self, recorder: RankRecorder) -> None:
@@ -225,152 +236,112 @@ class RingBoard:
 
     def begun(self, rank: int) -> int:
         """The last step that a rank has begun."""
-        return self._words[self._row(rank) + _Rank.STARTED]
-
-    def close(self) -> None:
-        self._words.release()
-        self._map.close()
+        return int(self._rows[rank].started)
 
     # --- written by the leader -------------------------------------------------------------------
 
     def set_state(self, state: RingState) -> None:
-        self._words[_Header.STATE] = state
+        self._header.state = state
 
     def set_load(self, load: GroupLoad) -> None:
-        words = self._words
-        words[_Header.RUNNING] = load.running
-        words[_Header.WAITING] = load.waiting
-        words[_Header.WAITING_TOKENS] = load.waiting_tokens
-        words[_Header.FREE_BLOCKS] = load.free_blocks
-        words[_Header.TOTAL_BLOCKS] = load.total_blocks
-        words[_Header.VERSION] = load.version
-        words[_Header.SLOTS] = load.slots
-        words[_Header.PLAIN_STEP_NS] = round(load.step_seconds * 1e9)
-        words[_Header.PROMPT_RATE] = round(load.prompt_tokens_per_second)
+        for name, _ in _Load._fields_:
+            setattr(self._load, name, getattr(load, name))
 
     def loop_beat(self) -> None:
         """The leader's event loop turns."""
-        self._words[_Header.LOOP_BEAT] += 1
+        self._header.loop_beats += 1
 
     def add_step(self, nanoseconds: int, prompt_tokens: int, output_tokens: int, sequences: int = 0) -> None:
         """A step with so many sequences has been computed."""
-        words = self._words
-        self.figures.observe(Kind.STEP, nanoseconds / 1e9)
-        self.figures.observe(Kind.BATCH, sequences)
-        words[_Header.STEPS] += 1
-        words[_Header.STEP_NS] += nanoseconds
-        words[_Header.PROMPT_TOKENS] += prompt_tokens
-        words[_Header.OUTPUT_TOKENS] += output_tokens
+        seconds, totals = nanoseconds / 1e9, self.totals
+        self.observe(Kind.STEP, seconds)
+        self.observe(Kind.BATCH, sequences)
+        totals.steps += 1
+        totals.step_seconds += seconds
+        totals.prompt_tokens += prompt_tokens
+        totals.output_tokens += output_tokens
 
-    def set_cache_totals(self, cached_tokens: int, preemptions: int) -> None:
-        self._words[_Header.CACHED_TOKENS] = cached_tokens
-        self._words[_Header.PREEMPTIONS] = preemptions
+    def observe(self, kind: Kind, value: float) -> None:
+        """`value`: seconds, or sequences."""
+        histogram = self._histograms[kind]
+        histogram.counts[bisect_left(BOUNDS[kind], value)] += 1
+        histogram.sum += value
 
-    def set_draft_totals(self, drafted: int, accepted: int) -> None:
-        self._words[_Header.DRAFTED_TOKENS] = drafted
-        self._words[_Header.ACCEPTED_TOKENS] = accepted
+    def count_queried(self, tokens: int) -> None:
+        """So many tokens of a prompt were looked up in the KV cache."""
+        self.totals.queried_tokens += tokens
 
     def rank(self, rank: int) -> RankBoard:
         """The row of `rank`, for the process that is this rank."""
-        recorder = self._recorder or RankRecorder.unread()
-        return RankBoard(self._words, self._row(rank), recorder, self.figures.gpu(rank))
+        return RankBoard(self._rows[rank], self._recorder or RankRecorder.unread())
 
     # --- of ranks on other hosts: their row is copied ------------------------------------------------
 
     def row(self, rank: int) -> list[int]:
         """What `rank` has written."""
-        return self._words[self._row(rank) : self._row(rank) + _Rank.SIZE].tolist()
+        return list(_RankWords.from_buffer(self._rows[rank]))
 
     def put_row(self, rank: int, row: Sequence[int]) -> None:
         """What `rank` has written on its host; of another length, it is no row and is left."""
-        if len(row) == _Rank.SIZE:
-            self._words[self._row(rank) : self._row(rank) + _Rank.SIZE] = memoryview(array("q", row))
+        if len(row) == len(_RankWords()):
+            _RankWords.from_buffer(self._rows[rank])[:] = list(row)
 
-    # --- written by the orchestrator -------------------------------------------------------------
+    # --- written by the supervisor ---------------------------------------------------------------
 
     def set_log_level(self, change: Change) -> None:
         """What the ranks log from now on."""
-        self._words[_Header.LOG_UNTIL] = round(change.until)
-        self._words[_Header.LOG_LEVEL] = change.number
+        self._header.log_until = round(change.until)
+        self._header.log_level = change.number
 
     def log_level(self) -> Change:
         """Read by the ranks."""
-        return Change(self._words[_Header.LOG_LEVEL], float(self._words[_Header.LOG_UNTIL]))
+        return Change(self._header.log_level, float(self._header.log_until))
 
-    # --- read by the orchestrator ----------------------------------------------------------------
+    # --- read by the supervisor ------------------------------------------------------------------
 
     @property
     def state(self) -> RingState:
-        return RingState(self._words[_Header.STATE])
+        return RingState(self._header.state)
 
     @property
     def load(self) -> GroupLoad:
-        words = self._words
-        return GroupLoad(
-            running=words[_Header.RUNNING],
-            waiting=words[_Header.WAITING],
-            waiting_tokens=words[_Header.WAITING_TOKENS],
-            free_blocks=words[_Header.FREE_BLOCKS],
-            total_blocks=words[_Header.TOTAL_BLOCKS],
-            version=words[_Header.VERSION],
-            slots=words[_Header.SLOTS],
-            step_seconds=words[_Header.PLAIN_STEP_NS] / 1e9,
-            prompt_tokens_per_second=float(words[_Header.PROMPT_RATE]),
-        )
+        return GroupLoad(*(getattr(self._load, name) for name, _ in _Load._fields_))
 
     @property
     def loop_beats(self) -> int:
-        return self._words[_Header.LOOP_BEAT]
-
-    @property
-    def totals(self) -> Totals:
-        words = self._words
-        return Totals(
-            steps=words[_Header.STEPS],
-            step_seconds=words[_Header.STEP_NS] / 1e9,
-            prompt_tokens=words[_Header.PROMPT_TOKENS],
-            output_tokens=words[_Header.OUTPUT_TOKENS],
-            cached_tokens=words[_Header.CACHED_TOKENS],
-            preemptions=words[_Header.PREEMPTIONS],
-            drafted_tokens=words[_Header.DRAFTED_TOKENS],
-            accepted_tokens=words[_Header.ACCEPTED_TOKENS],
-        )
+        return int(self._header.loop_beats)
 
     @property
     def loaded(self) -> float:
         """Share of all ranks' weights that has been read, 0 to 1."""
-        done = sum(self._words[self._row(rank) + _Rank.LOADED] for rank in range(self._ranks))
-        total = sum(self._words[self._row(rank) + _Rank.TO_LOAD] for rank in range(self._ranks))
+        done, total = (sum(getattr(row, name) for row in self._rows) for name in ("loaded", "to_load"))
         return done / total if total else 0.0
 
     def loading(self) -> list[Loading]:
         """Of every rank that has started."""
-        rows = [self.row(rank) for rank in range(self._ranks)]
-        return [
-            Loading(rank, row[_Rank.PID], row[_Rank.LOADED], row[_Rank.TO_LOAD])
-            for rank, row in enumerate(rows)
-            if row[_Rank.PID]
-        ]
+        rows = enumerate(self._rows)
+        return [Loading(rank, row.pid, row.loaded, row.to_load) for rank, row in rows if row.pid]
 
     def beats(self) -> list[RankBeat]:
         """Progress of every rank that has started. Work is in flight for a rank from the moment the
         leader has begun the step, whether the rank has seen the plan or not."""
-        begun = self._words[self._row(0) + _Rank.STARTED]
+        begun = self._rows[0].started
         found = []
-        for rank in range(self._ranks):
-            row = self._words[self._row(rank) : self._row(rank) + _Rank.SIZE]
-            if row[_Rank.PID]:
-                finished = row[_Rank.FINISHED]
-                found.append(
-                    RankBeat(rank, row[_Rank.PID], finished, row[_Rank.PROGRESS], in_flight=begun > finished)
-                )
+        for rank, row in enumerate(self._rows):
+            if row.pid:
+                finished = row.finished
+                found.append(RankBeat(rank, row.pid, finished, row.progress[0], in_flight=begun > finished))
         return found
 
     def times(self) -> list[RankTime]:
         """What each rank has spent on traced steps."""
-        first = (self._row(rank) + _Rank.TRACED for rank in range(self._ranks))
-        return [RankTime(*self._words[word : word + WORDS]) for word in first]
+        return [RankTime(row.traced_steps, row.traced_ns, row.communicating_ns) for row in self._rows]
 
-    @staticmethod
-    def _row(rank: int) -> int:
-        return _Header.SIZE + rank * _Rank.SIZE
+    def histogram(self, kind: Kind) -> Histogram:
+        histogram = self._histograms[kind]
+        return Histogram(cumulative(BOUNDS[kind], list(histogram.counts)), histogram.sum)
+
+    @property
+    def gpus(self) -> dict[int, bytes]:
+        """UUIDs by rank, of those that compute on a GPU."""
+        return {rank: bytes(row.gpu) for rank, row in enumerate(self._rows) if any(row.gpu)}

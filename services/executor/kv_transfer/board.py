@@ -1,85 +1,69 @@
 """What a leader and its ranks tell each other of a transfer: commands in step plans (`StepPlan.handover`), and in
-shared memory beside the ring's board how far each rank has come. One writer per field, each an aligned 64-bit integer,
-so that no lock is needed:
-
-    | totals: blocks sent, received, failed; nanoseconds; hand-overs   (leader) |
-    | rank 0: listening, landed, sent, ended                           (rank 0) |
-    | rank 1: ...                                                      (rank 1) |
+shared memory beside the ring's board how far each rank has come.
 
 A rank's field is the number of the batch that it is about, and a number below 2^32: so nothing is read of a batch
 that is over.
 """
 
 import asyncio
-import mmap
+import ctypes
 import time
 from collections.abc import Callable
-from enum import IntEnum
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-_WORD = 8
+from services.executor.ipc.table import map_tables, table
+
 _HALF = 32
 
 
-class _Total(IntEnum):
-    SENT = 0
-    RECEIVED = 1
-    FAILED = 2
-    NANOSECONDS = 3
-    COUNT = 4
-    SIZE = 8
-
-
-class Field(IntEnum):
-    """Of one rank."""
-
-    LISTENING = 0
-    """At which port; 0: it cannot."""
-    LANDED = 1
-    """Blocks received, from the first without a gap."""
-    SENT = 2
-    """Blocks that the other side has acknowledged, from the first without a gap."""
-    ENDED = 3
-    """1: the rank reads the blocks it sends no more; 2: and not all have been acknowledged."""
-    SIZE = 4
-
-
-class HandoverTotals(msgspec.Struct, frozen=True):
+@table
+class HandoverTotals(ctypes.Structure):
     """Since the ring started."""
 
-    sent: int = 0
+    sent: int
     """Blocks; one block is counted once, not once per rank."""
-    received: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-    count: int = 0
+    received: int
+    failed: int
+    seconds: float
+    count: int
     """Hand-overs, given and taken, that have ended."""
+
+
+@table
+class _Rank(ctypes.Structure):
+    listening: int
+    """At which port; 0: it cannot."""
+    landed: int
+    """Blocks received, from the first without a gap."""
+    sent: int
+    """Blocks that the other side has acknowledged, from the first without a gap."""
+    ended: int
+    """1: the rank reads the blocks it sends no more; 2: and not all have been acknowledged."""
+
+
+Field = Literal["listening", "landed", "sent", "ended"]
+"""Of one rank."""
 
 
 class RankReport:
     """One rank's fields, for that rank to write."""
 
-    def __init__(self, words: memoryview, offset: int) -> None:
-        self._words = words
-        self._offset = offset
+    def __init__(self, row: _Rank) -> None:
+        self._row = row
 
     def write(self, field: Field, batch: int, number: int) -> None:
-        self._words[self._offset + field] = batch << _HALF | number
+        setattr(self._row, field, batch << _HALF | number)
 
 
 class HandoverBoard:
     """The whole board."""
 
     def __init__(self, path: Path, ranks: int, *, create: bool = False) -> None:
-        self.ranks = ranks
-        size = (_Total.SIZE + ranks * Field.SIZE) * _WORD
-        if create:
-            path.write_bytes(bytes(size))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), size)
-        self._words = memoryview(self._map).cast("q")
+        self.totals: HandoverTotals
+        self.totals, self._rows = map_tables(path, HandoverTotals, _Rank * ranks, create=create)
 
     @classmethod
     def beside(cls, board: str, ranks: int) -> "HandoverBoard | None":
@@ -91,38 +75,17 @@ class HandoverBoard:
     def path(board: Path) -> Path:
         return board.with_name("handover")
 
-    def close(self) -> None:
-        self._words.release()
-        self._map.close()
-
     def rank(self, rank: int) -> RankReport:
-        return RankReport(self._words, self._row(rank))
+        return RankReport(self._rows[rank])
 
     def numbers(self, field: Field, batch: int) -> list[int | None]:
         """What each rank says of `batch`; None where it has said nothing yet."""
-        words = (self._words[self._row(rank) + field] for rank in range(self.ranks))
+        words = (getattr(row, field) for row in self._rows)
         return [word & (1 << _HALF) - 1 if word >> _HALF == batch else None for word in words]
 
     def least(self, field: Field, batch: int) -> int:
         """The smallest number of all ranks; one that has said nothing yet counts as 0."""
         return min(number or 0 for number in self.numbers(field, batch))
-
-    def add(
-        self, *, sent: int = 0, received: int = 0, failed: int = 0, seconds: float = 0.0, count: int = 0
-    ) -> None:
-        """By the leader."""
-        added = (sent, received, failed, round(seconds * 1e9), count)
-        for index, number in enumerate(added):
-            self._words[index] += number
-
-    @property
-    def totals(self) -> HandoverTotals:
-        sent, received, failed, nanoseconds, count = self._words[: _Total.COUNT + 1]
-        return HandoverTotals(sent, received, failed, nanoseconds / 1e9, count)
-
-    @staticmethod
-    def _row(rank: int) -> int:
-        return _Total.SIZE + rank * Field.SIZE
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):

@@ -35,7 +35,6 @@ import structlog
 from services.executor.ipc.proofs import is_proof, proof
 from services.executor.kv_transfer.board import (
     Command,
-    Field,
     RankReport,
     Receive,
     Send,
@@ -310,16 +309,16 @@ class RankEndpoint:
             command.key,
             command.count,
             self._block_bytes,
-            lambda count: self._report.write(Field.LANDED, command.batch, count),
+            lambda count: self._report.write("landed", command.batch, count),
             job.stopped,
         )
         try:
             port = self._listen()
         except OSError as error:
             log.warning("handover_port_not_open", address=self._address, error=str(error))
-            self._report.write(Field.LISTENING, command.batch, 0)
+            self._report.write("listening", command.batch, 0)
             return
-        self._report.write(Field.LISTENING, command.batch, port)
+        self._report.write("listening", command.batch, port)
 
     def _stop_receiving(self) -> None:
         if self._receiving is not None:
@@ -346,7 +345,7 @@ class RankEndpoint:
             command.key,
             len(command.blocks),
             lambda index: self._blocks.save(command.blocks[index]),
-            lambda count: self._report.write(Field.SENT, command.batch, count),
+            lambda count: self._report.write("sent", command.batch, count),
             job.stopped,
         )
         job.start(lambda: self._run(sender, command))
@@ -356,12 +355,12 @@ class RankEndpoint:
             sender.run(command.within)
         except HandoverBroken as error:
             log.warning("handover_broken", error=str(error))
-            self._report.write(Field.ENDED, command.batch, FAILED)
+            self._report.write("ended", command.batch, FAILED)
             return
         except BaseException:
-            self._report.write(Field.ENDED, command.batch, FAILED)
+            self._report.write("ended", command.batch, FAILED)
             raise
-        self._report.write(Field.ENDED, command.batch, ENDED)
+        self._report.write("ended", command.batch, ENDED)
 
 
 def _in_thread(work: Callable[[], None]) -> None:

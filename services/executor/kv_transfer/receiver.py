@@ -16,7 +16,6 @@ import structlog
 from services.executor.kv_cache.prefix_index import PARENT_SIZES
 from services.executor.kv_transfer.board import (
     POLL,
-    Field,
     HandoverBoard,
     Receive,
     StopReceiving,
@@ -124,8 +123,8 @@ class Taker:
 
     async def _ports(self, batch: int) -> list[int]:
         """Where each rank listens; 0 where it does not."""
-        await until(lambda: None not in self._board.numbers(Field.LISTENING, batch), LISTEN_TIMEOUT)
-        return [port or 0 for port in self._board.numbers(Field.LISTENING, batch)]
+        await until(lambda: None not in self._board.numbers("listening", batch), LISTEN_TIMEOUT)
+        return [port or 0 for port in self._board.numbers("listening", batch)]
 
     def _watch(self) -> None:
         if self._watching is None or self._watching.done():
@@ -135,7 +134,7 @@ class Taker:
         """Has plans bring what has landed, until the leaving ring has ended, or is quiet for too long."""
         arrivals, batch, before = self._exchange.arrivals, self._batch, 0
         while self._source is not None:
-            landed = self._board.least(Field.LANDED, self._batch)
+            landed = self._board.least("landed", self._batch)
             if (self._batch, landed) != (batch, before):
                 batch, before = self._batch, landed
                 self._heard = time.monotonic()
@@ -147,7 +146,7 @@ class Taker:
 
     async def _sent(self) -> HandoverReply:
         arrivals = self._exchange.arrivals
-        arrivals.landed(self._board.least(Field.LANDED, self._batch))
+        arrivals.landed(self._board.least("landed", self._batch))
         self._wake()
         await until(lambda: not arrivals.adopting, ADOPT_TIMEOUT)
         self._heard = time.monotonic()
@@ -159,7 +158,8 @@ class Taker:
         self._settle()
         self._exchange.command(encode_command(StopReceiving()))
         self._wake()
-        self._board.add(seconds=seconds, count=1)
+        self._board.totals.seconds += seconds
+        self._board.totals.count += 1
         assert self._source is not None
         log.info(
             "handover_taken",
@@ -175,7 +175,8 @@ class Taker:
         """What is missing of the batch does not come any more."""
         arrivals = self._exchange.arrivals
         received = arrivals.received - self._counted
-        self._board.add(received=received, failed=max(0, self._wanted - received))
+        self._board.totals.received += received
+        self._board.totals.failed += max(0, self._wanted - received)
         self._counted, self._wanted = arrivals.received, 0
         self._blocks += received
         arrivals.end()

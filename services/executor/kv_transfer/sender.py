@@ -16,7 +16,6 @@ import structlog
 
 from services.executor.kv_transfer.board import (
     POLL,
-    Field,
     HandoverBoard,
     Send,
     StopSending,
@@ -232,7 +231,8 @@ class Giver:
                     break
                 await asyncio.sleep(POLL)
         seconds = time.monotonic() - began
-        self._board.add(seconds=seconds, count=1)
+        self._board.totals.seconds += seconds
+        self._board.totals.count += 1
         log.info(
             "handed_over",
             blocks=self.sent,
@@ -340,14 +340,15 @@ class Giver:
             self._exchange.command(encode_command(StopSending()))
             self._wake()
             await until(self._all_ended, IDLE_TIMEOUT + 1)
-        sent = self._board.least(Field.SENT, self._batch)
+        sent = self._board.least("sent", self._batch)
         self.sent += sent
-        self._board.add(sent=sent, failed=len(blocks) - sent)
-        complete = set(self._board.numbers(Field.ENDED, self._batch)) == {ENDED}
+        self._board.totals.sent += sent
+        self._board.totals.failed += len(blocks) - sent
+        complete = set(self._board.numbers("ended", self._batch)) == {ENDED}
         return self._all_ended(), complete
 
     def _all_ended(self) -> bool:
-        return None not in self._board.numbers(Field.ENDED, self._batch)
+        return None not in self._board.numbers("ended", self._batch)
 
     async def _ask(self, peer: str, message: HandoverMessage) -> HandoverReply:
         """What the peer says; that it does not answer is a no."""

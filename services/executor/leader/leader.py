@@ -164,7 +164,7 @@ class Leader:
                 max_drafts=self._settings.max_drafts,
             ),
             self._model,
-            figures=self._board.figures,
+            figures=self._board,
         )
         self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
         self._supervisor.desk.on_state(self._debug.tell)
@@ -294,8 +294,9 @@ class Leader:
             prompt_tokens_per_second=self._steps.throughput.prompt_tokens_per_second,
         )
         self._board.set_load(load)
-        self._board.set_cache_totals(self._batcher.cached_tokens, self._batcher.preemptions)
-        self._board.set_draft_totals(self._batcher.drafter.drafted, self._batcher.drafter.accepted)
+        totals, batcher = self._board.totals, self._batcher
+        totals.cached_tokens, totals.preemptions = batcher.cached_tokens, batcher.preemptions
+        totals.drafted_tokens, totals.accepted_tokens = batcher.drafter.drafted, batcher.drafter.accepted
         return load
 
     def _add(self, request: GenerationRequest) -> Refusal | None:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple, Protocol
 
 from services.executor.core.engine import EngineSpec
-from services.executor.ipc.board_metrics import Counter, Kind
+from services.executor.ipc.board import Kind
 from services.executor.kv_cache.block_pool import Census
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.sequence import Sequence
@@ -61,14 +61,14 @@ class Figures(Protocol):
 
     def observe(self, kind: Kind, value: float) -> None: ...
 
-    def count(self, counter: Counter, amount: int = 1) -> None: ...
+    def count_queried(self, tokens: int) -> None: ...
 
 
 class _Nowhere:
     def observe(self, kind: Kind, value: float) -> None:
         return
 
-    def count(self, counter: Counter, amount: int = 1) -> None:
+    def count_queried(self, tokens: int) -> None:
         return
 
 
@@ -84,7 +84,7 @@ class Stages:
             if not sequence.times.admitted:
                 sequence.times.admitted = now
                 self._figures.observe(Kind.QUEUE, max(0.0, now - sequence.times.accepted))
-                self._figures.count(Counter.QUERIED_TOKENS, sequence.prompt_tokens)
+                self._figures.count_queried(sequence.prompt_tokens)
 
     def drawn(self, sequence: Sequence, now: float, *, finished: bool) -> None:
         """`sequence` has its first token (or its vector), or its last, or both."""

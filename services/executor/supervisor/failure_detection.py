@@ -20,8 +20,8 @@ from pathlib import Path
 
 from services.executor.core.gpu_errors import CRASHED, EXTERNAL, OUT_OF_MEMORY
 from services.executor.ipc.board import Loading
-from services.executor.ipc.flight_recorder import PlanRecord
 from shared.messages import RankBeat, RingDeath
+from shared.messages.debugging import PlanDump
 from shared.process import ProgressWatch
 
 STALLED_AFTER = 120.0
@@ -105,11 +105,11 @@ def cause_of_exit(code: int, oom_kills: int) -> str:
     return OUT_OF_MEMORY if -code == signal.SIGKILL and oom_kills > 0 else EXTERNAL
 
 
-def death_of(epoch: int, cause: str, plans: Sequence[PlanRecord]) -> RingDeath:
+def death_of(epoch: int, cause: str, plans: Sequence[PlanDump]) -> RingDeath:
     """What is told of the end of ring `epoch`, whose last plans are `plans`, by step."""
     if cause == EXTERNAL:
         return RingDeath(epoch, cause)
-    under_way = [plan for plan in plans[-_AT_ONCE:] if not plan.seconds]
+    under_way = [plan for plan in plans[-_AT_ONCE:] if not plan.ms]
     named = {one.generation_id for plan in under_way for one in plan.sequences if one.generation_id}
     more = any(len(plan.sequences) < plan.sequence_count for plan in under_way) or any(
         not one.generation_id for plan in under_way for one in plan.sequences

@@ -15,8 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from services.executor.ipc.board import RingBoard
-from services.executor.ipc.board_metrics import Counter, Kind
+from services.executor.ipc.board import Kind, RingBoard
 from services.executor.kv_transfer.board import HandoverBoard
 from shared.messages import RING_CAUSES
 from shared.service.endpoints import MODEL, Alias, Aliases
@@ -140,7 +139,7 @@ class RingCollector(Collector):
         yield from _gauges(board, labels)
         yield from _counters(board, labels)
         for kind, (name, text) in _HISTOGRAMS.items():
-            buckets, total = board.figures.histogram(kind)
+            buckets, total = board.histogram(kind)
             histogram = HistogramMetricFamily(f"{_PREFIX}_{name}", text, labels=_LABELS)
             histogram.add_metric(labels, buckets, total)
             yield histogram
@@ -157,7 +156,7 @@ class RingCollector(Collector):
                 ("memory_bytes", "Memory of the rank's GPU."),
             )
         )
-        for rank, uuid in board.figures.gpus.items():
+        for rank, uuid in board.gpus.items():
             use = self._gpus.read(uuid)
             for family, value in (
                 (utilization, use.utilization),
@@ -205,19 +204,19 @@ def _gauges(board: RingBoard, labels: Labels) -> Iterable[Metric]:
 
 
 def _counters(board: RingBoard, labels: Labels) -> Iterable[Metric]:
-    totals, figures = board.totals, board.figures
+    totals = board.totals
     counters = {
         "steps": ("Steps computed.", totals.steps),
         "step_seconds": ("Time spent computing steps.", totals.step_seconds),
         "communication_seconds": (
             "Part of step_seconds that the leader spent in collectives, waiting for other ranks included.",
-            figures.counted(Counter.COMMUNICATION_NS) / 1e9,
+            totals.communication_seconds,
         ),
         "prompt_tokens": ("Prompt tokens computed.", totals.prompt_tokens),
         "output_tokens": ("Tokens generated.", totals.output_tokens),
         "prefix_queried_tokens": (
             "Prompt tokens looked up in the KV cache.",
-            figures.counted(Counter.QUERIED_TOKENS),
+            totals.queried_tokens,
         ),
         "cached_tokens": ("Prompt tokens found in the KV cache.", totals.cached_tokens),
         "preemptions": ("Preemptions: sequences that lost their KV blocks to others.", totals.preemptions),

@@ -150,8 +150,6 @@ class Ring:
             follower.cancel()
         await asyncio.gather(*followers, return_exceptions=True)
         if self._directory.exists():
-            self.board.close()
-            self.handover.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _spawn(self, rank: int) -> None:

@@ -69,7 +69,7 @@ class RingEngine:
         self._settings = settings
         self._spec = spec
         self._board = board.rank(0)
-        self._figures = board.figures
+        self._totals = board.totals
         self._announce = announce
         self._sampler = Sampler()
         self._sender = PlanSender([])
@@ -90,7 +90,7 @@ class RingEngine:
             self._settings, self._spec, self._board, self._directory, device, collectives, progress
         )
         self._said_before = self._member.collectives.busy_seconds
-        self._board.clock.collectives = collectives
+        self._board.collectives = collectives
         if self._member.engine_spec.overlaps:
             self._launches = DeviceLaunches(self._execute, self._begin, self._suits_device)
         return self._member.engine_spec
@@ -122,11 +122,11 @@ class RingEngine:
                 self._sender.send(plan)
             self._board.recorder.sent()
             forward = partial(self._member.runner.forward, plan, self._board.progress)
-            logits = self._board.clock.run(plan, forward)
+            logits = self._board.run(plan, forward)
             assert logits is not None, "rank 0 gets the logits"
             self._board.recorder.computed()
             self._board.progress.tick()
-            self._figures.set_communication(self._member.collectives.busy_seconds - self._said_before)
+            self._totals.communication_seconds = self._member.collectives.busy_seconds - self._said_before
             with spans.span("sample"):
                 return self._sampler.sample(logits, samples)
         finally:
@@ -155,7 +155,7 @@ class RingEngine:
                 self._sender.send(plan)
             self._board.recorder.sent()
             launch = partial(self._member.runner.launch, plan, samples, self._board.progress)
-            pending = self._board.clock.run(plan, launch)
+            pending = self._board.run(plan, launch)
             assert pending is not None, "a restore that fails is told to rank 0"
         except BaseException:
             self._board.end(plan.step)
@@ -166,7 +166,7 @@ class RingEngine:
     def _end(self, step: int) -> None:
         assert self._member is not None, "the engine has not been loaded"
         self._board.progress.tick()
-        self._figures.set_communication(self._member.collectives.busy_seconds - self._said_before)
+        self._totals.communication_seconds = self._member.collectives.busy_seconds - self._said_before
         self._board.end(step)
 
     def pooled(self) -> Floats:
@@ -208,11 +208,11 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
     member.share.keep(member.runner)
-    mine.clock.collectives = collectives
+    mine.collectives = collectives
     while (plan := _next_plan(receiver)) is not None:
         spans.before_step(plan.step)
         mine.begin(plan.step)
-        mine.clock.run(plan, partial(member.runner.forward, plan, mine.progress))
+        mine.run(plan, partial(member.runner.forward, plan, mine.progress))
         mine.launched(plan.step)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def recorded(collectives: Collectives, recorder: RankRecorder) -> Collectives:
     """The same collectives. Those in shared memory write themselves, also where native code calls them."""
     if isinstance(collectives, SharedMemory):
-        collectives.show(recorder.collective_words)
+        collectives.show(recorder.collective)
         return collectives
     return collectives if collectives.world_size == 1 else RecordedCollectives(collectives, recorder)
 

@@ -276,7 +276,7 @@ class _RingStep:
 
     def result(self) -> list[SampledToken]:
         try:
-            return self._board.clock.run(self._plan, self._launched.result)
+            return self._board.run(self._plan, self._launched.result)
         finally:
             self._board.end(self._plan.step)
 
@@ -322,7 +322,7 @@ class StubRing:
         self._board.begin(plan.step)
         try:
             self._sender.send(plan)
-            return self._board.clock.run(plan, partial(self._stub.execute, plan, samples))
+            return self._board.run(plan, partial(self._stub.execute, plan, samples))
         finally:
             self._board.end(plan.step)
 

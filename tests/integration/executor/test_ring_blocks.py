@@ -69,7 +69,6 @@ class Life:
             if process.returncode is None:
                 process.kill()
         await self.end()
-        self.board.close()
 
     async def _line(self) -> bytes:
         stdout = self.processes[0].stdout
@@ -166,7 +165,6 @@ async def test_every_rank_holds_what_the_leader_believes(
                 await ring.kill(killed)
                 break
     assert await ring.end() == [0, 0]
-    ring.board.close()
     answered = {turn.request.generation_id + "+" * n for turn in load for n in range(3)}
     assert {name for name, known in tokens.items() if len(known) == 6} == answered
     known = msgspec.json.decode((directory / "known.json").read_bytes(), type=Known)

@@ -35,8 +35,6 @@ from shared.messages.debugging import (
     CollectiveDump,
     Dump,
     LeaderDump,
-    PlanDump,
-    PlanSequenceDump,
     RankDump,
     StackDump,
     StepDump,
@@ -142,17 +140,16 @@ class _Gathering:
     ) -> Dump:
         ready = self._ring.ready.is_set()
         state = "starting" if not ready else "draining" if board.state is RingState.DRAINING else "ready"
-        now = time.monotonic_ns()
         return msgspec.structs.replace(
             base,
             state=state,
             loaded=1.0 if ready else board.loaded,
             loop_still_seconds=self._still.seconds(("loop", 0), time.monotonic()) if ready else 0.0,
             load=msgspec.to_builtins(board.load),
-            totals=msgspec.to_builtins(board.totals),
+            totals=board.totals.as_dict(),
             ranks=ranks,
             leader=leader,
-            plans=plans_of(self._ring, now),
+            plans=self._ring.flight.plans.read(),
         )
 
     def _sample(self) -> list[processes.ProcessSample]:
@@ -176,31 +173,6 @@ class _Gathering:
             await asyncio.sleep(LOOK)
 
 
-def plans_of(ring: Ring, now: int) -> list[PlanDump]:
-    """The last plans; `now`: monotonic nanoseconds."""
-    return [
-        PlanDump(
-            step=plan.step,
-            age=round((now - plan.at) / 1e9, 4),
-            ms=round(plan.seconds * 1e3, 3),
-            tokens=plan.tokens,
-            decodes=plan.decodes,
-            sampled=plan.sampled,
-            saves=plan.saves,
-            compressions=plan.compressions,
-            restores=plan.restores,
-            pools=plan.pools,
-            sequence_count=plan.sequence_count,
-            blocks=plan.blocks,
-            sequences=[
-                PlanSequenceDump(one.generation_id, one.tokens, one.context, one.blocks)
-                for one in plan.sequences
-            ],
-        )
-        for plan in ring.flight.plans.read()
-    ]
-
-
 def _of_record(rank: int, pid: int, process: str, record: RankRecord) -> RankDump:
     """What the flight recorder says of a rank."""
     now = time.monotonic_ns()
@@ -218,7 +190,7 @@ def _collective(seen: Collective, now: int) -> CollectiveDump | None:
     if not seen.begun:
         return None
     return CollectiveDump(
-        name=seen.kind.name.lower(),
+        name=seen.name,
         number=seen.begun,
         in_flight=seen.in_flight,
         bytes=seen.bytes,

@@ -105,7 +105,6 @@ class Life:
                 code = await rank.process.wait()
                 rank.process.close()
                 self._line.send(Ended(rank.number, self.epoch, code))
-        self._board.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _run(self, rank: _Rank) -> None:

@@ -1,5 +1,6 @@
 """Progress is what the device has done: a kernel that hangs looks like one, a slow one does not."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,8 @@ def test_launches_that_are_far_ahead_mark_the_ends_of_steps_alone(board: RingBoa
 def test_marks_are_counted_beyond_their_numbers(script: list[tuple[int, int]]) -> None:
     device = FakeDevice()
     finished: list[int] = []
-    words = memoryview(bytearray(8)).cast("q")
-    progress = DeviceProgress(words, 0, device, finished.append, ticks_per_mark=1)
+    words = (ctypes.c_int64 * 1)()
+    progress = DeviceProgress(words, device, finished.append, ticks_per_mark=1)
     launched = passed = 0
     for launches, passes in script:
         for _ in range(min(launches, NUMBERS - 1 - len(device.queued))):
@@ -147,7 +148,7 @@ def test_marks_are_counted_beyond_their_numbers(script: list[tuple[int, int]]) -
 def test_it_looks_while_marks_are_outstanding() -> None:
     device = FakeDevice()
     finished: list[int] = []
-    progress = DeviceProgress(memoryview(bytearray(8)).cast("q"), 0, device, finished.append)
+    progress = DeviceProgress((ctypes.c_int64 * 1)(), device, finished.append)
     seen: list[list[int]] = []
 
     def pause(seconds: float) -> bool:

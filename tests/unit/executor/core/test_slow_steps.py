@@ -13,7 +13,7 @@ from services.executor.core.settings import (
     ExecutorSettings,
     SlowSteps,
 )
-from services.executor.leader.step_loop import ENOUGH, Pace
+from services.executor.leader.step_loop import ENOUGH, Throughput
 
 
 def test_settings_are_understood() -> None:
@@ -51,7 +51,7 @@ def test_the_log_has_no_more_lines_than_agreed_and_counts_the_others(pauses: lis
 
 
 def test_what_is_usual_follows_the_pace() -> None:
-    pace = Pace()
+    pace = Throughput()
     assert pace.expected(0) == 0.0
     for _ in range(ENOUGH):
         pace.observe(0.02, 0)

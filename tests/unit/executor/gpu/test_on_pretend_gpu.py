@@ -1,5 +1,6 @@
 """A rank on a GPU that is not there (`tests/pretend_gpu`): what it computes, and that it does not wait on the way."""
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -207,7 +208,7 @@ def test_blocks_are_saved_and_come_back() -> None:
 
 def test_marks_are_passed_when_the_device_has_come_to_them(gpu: Host) -> None:
     ended: list[int] = []
-    progress = DeviceProgress(memoryview(bytearray(8)).cast("Q"), 0, CudaMarks(GPU), ended.append)
+    progress = DeviceProgress((ctypes.c_int64 * 1)(), CudaMarks(GPU), ended.append)
     gpu.waits.clear()
     progress.end(1)
     assert not progress.look()

@@ -18,14 +18,15 @@ from services.executor.ipc.flight_recorder import (
     LINES,
     PLANS,
     STEPS,
+    Collective,
     FlightRecorder,
     Kind,
-    PlanRecord,
     RankRecord,
 )
 from services.executor.worker.diagnostics import RecordedStream
 from services.executor.worker.rendezvous import RecordedCollectives
 from shared.errors import RingLost
+from shared.messages.debugging import PlanDump
 
 BLOCK = 4
 
@@ -94,7 +95,7 @@ def test_native_collectives_write_themselves() -> None:
     flight = FlightRecorder(Path("/nowhere/recorder"), 2)
     rings = [SharedMemory(area, rank, 2) for rank in range(2)]
     for rank, ring in enumerate(rings):
-        ring.show(flight.rank(rank).collective_words)
+        ring.show(flight.rank(rank).collective)
 
     def both(work: Callable[[SharedMemory], object]) -> None:
         with ThreadPoolExecutor(2) as pool:
@@ -153,7 +154,7 @@ def test_an_excuse_lasts_until_it_is_taken_back() -> None:
 # --- plans ---------------------------------------------------------------------------------------
 
 
-def read(plans: list[StepPlan], ids: list[str]) -> list[PlanRecord]:
+def read(plans: list[StepPlan], ids: list[str]) -> list[PlanDump]:
     log = FlightRecorder(Path("/nowhere/recorder"), 1).plans
     for plan in plans:
         log.add(plan, ids, BLOCK)
@@ -165,7 +166,7 @@ def read(plans: list[StepPlan], ids: list[str]) -> list[PlanRecord]:
 def test_a_plan_is_kept_without_its_tokens(sequences: list[tuple[int, int]]) -> None:
     ids = [f"generation-{number}" for number in range(len(sequences))]
     [record] = read([plan_of(7, sequences)], ids)
-    assert (record.step, record.seconds, record.saves, record.restores) == (7, 0.25, 1, 0)
+    assert (record.step, record.ms, record.saves, record.restores) == (7, 250.0, 1, 0)
     assert record.tokens == sum(count for count, _ in sequences)
     assert record.decodes == sum(1 for count, _ in sequences if count == 1)
     assert [(one.tokens, one.context) for one in record.sequences] == sequences
@@ -192,7 +193,7 @@ def test_what_native_collectives_write_to_is_kept_for_as_long_as_they_write() ->
     area = make_area(1, 1)
     ring = SharedMemory(area, 0, 1)
     memory = bytearray(8 * 64)
-    ring.show(memoryview(memory).cast("q"))
+    ring.show(Collective.from_buffer(memory))
     gc.collect()
     with pytest.raises(BufferError):  # somebody holds it
         memory.clear()

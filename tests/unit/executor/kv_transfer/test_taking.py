@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.core import CollectorRegistry
 
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
-from services.executor.kv_transfer.board import Field, HandoverBoard, Receive, StopReceiving, decode_command
+from services.executor.kv_transfer.board import HandoverBoard, Receive, StopReceiving, decode_command
 from services.executor.kv_transfer.receiver import Taker
 from services.executor.supervisor.metrics import HandoverCollector, Labels
 from shared.messages.groups import BlockOffer, BlocksSent, HandoverEnd, OfferedBlock, OfferedSession
@@ -47,7 +47,7 @@ class Peer:
                 command = decode_command(plan.handover)
                 self.commands.append(command)
                 if isinstance(command, Receive):
-                    self.rank.write(Field.LISTENING, command.batch, self.port)
+                    self.rank.write("listening", command.batch, self.port)
             self.ring.finish(step)
 
 
@@ -137,7 +137,7 @@ async def test_what_has_not_come_is_not_held_and_is_counted_as_failed(peer: Peer
 async def test_what_has_landed_is_adopted_before_the_answer(peer: Peer) -> None:
     await peer.taker.answer(offer())
     peer.ring.engine.landing = {0: [(0, position, 0) for position in range(BLOCK)]}
-    peer.rank.write(Field.LANDED, 1, 1)
+    peer.rank.write("landed", 1, 1)
     answer = await asyncio.wait_for(peer.taker.answer(BlocksSent("a", 1)), 30)
     assert answer.held == b"\x01"
     assert peer.board.totals.received == 1

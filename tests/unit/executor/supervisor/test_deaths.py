@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from services.executor.core import gpu_errors
-from services.executor.ipc.flight_recorder import PlannedSequence, PlanRecord
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
+from shared.messages.debugging import PlanDump, PlanSequenceDump
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,22 @@ def test_an_exit_tells_its_cause(code: int, oom_kills: int, cause: str) -> None:
     assert cause_of_exit(code, oom_kills) == cause
 
 
-def plan(step: int, seconds: float, *ids: str, count: int = 0) -> PlanRecord:
-    named = [PlannedSequence(one, 1, 1, []) for one in ids]
-    return PlanRecord(
-        step, 0, seconds, 1, 1, 1, 0, 0, 0, 0, sequence_count=count or len(ids), blocks=0, sequences=named
+def plan(step: int, seconds: float, *ids: str, count: int = 0) -> PlanDump:
+    named = [PlanSequenceDump(one, 1, 1, []) for one in ids]
+    return PlanDump(
+        step,
+        0,
+        seconds * 1e3,
+        1,
+        1,
+        1,
+        0,
+        0,
+        0,
+        0,
+        sequence_count=count or len(ids),
+        blocks=0,
+        sequences=named,
     )
 
 

@@ -159,7 +159,7 @@ async def test_what_a_rank_has_started_ends_with_it(
 EXECUTOR = """
 import asyncio, os, signal, sys
 from services.executor.supervisor import early_fork_server
-from services.executor.supervisor.fork_client import ForkClient
+from services.executor.supervisor.rank_process import ForkClient
 from services.executor.supervisor.rank_process import LocalRank
 from services.executor.core.settings import ExecutorSettings
 from shared.config import load_settings

@@ -105,4 +105,3 @@ def test_the_board_says_what_each_rank_has_read(tmp_path: Path) -> None:
     rank.loaded(3, 8)
     [found] = board.loading()
     assert found._replace(pid=0) == Loading(1, 0, 3, 8)
-    board.close()

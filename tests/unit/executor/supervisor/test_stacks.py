@@ -19,7 +19,7 @@ from shared.messages.debugging import ThreadDump
 
 STUCK = """
 import ctypes, pathlib, sys, threading
-from services.executor.worker.diagnostics.desk import install_stacks
+from services.executor.worker.diagnostics import install_stacks
 file = install_stacks(pathlib.Path(sys.argv[1]))
 def held_up():
     print("ready", flush=True)

@@ -31,4 +31,3 @@ async def test_it_is_lost_with_the_rank_that_stands_still(
             assert "has read nothing for 0.5 s, after 25% of its weights" in await lost
     finally:
         watching.cancel()
-    board.close()

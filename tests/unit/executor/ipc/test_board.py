@@ -1,4 +1,4 @@
-"""What a ring tells of its work: written by ranks, read by the orchestrator, told to Prometheus."""
+"""What a ring tells of its work: written by ranks, read by the supervisor, told to Prometheus."""
 
 import time
 from bisect import bisect_left
@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.executor.collectives.torch_distributed import SAMPLE, CommunicationTime, TorchDistributed
-from services.executor.ipc.board import RingBoard
-from services.executor.ipc.board_metrics import SHAPES, Counter, Kind, RingFigures, words_of
+from services.executor.ipc.board import BOUNDS, Kind, RingBoard
 from services.executor.supervisor.metrics import GpuReader, GpuUse, Labels, RingCollector, vllm_aliases
 from shared.messages import GroupLoad
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask
@@ -27,32 +26,30 @@ class OneGpu(GpuReader):
         return GpuUse(0.25, 1000, None)
 
 
-def figures(ranks: int = 1) -> RingFigures:
-    return RingFigures(memoryview(bytearray(8 * (3 + words_of(ranks)))).cast("q"), 3, ranks)
-
-
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(list(Kind)), st.floats(0, 1000))))
 def test_each_histogram_has_what_was_observed_and_nothing_of_its_neighbours(
+    tmp_path: Path,
     values: list[tuple[Kind, float]],
 ) -> None:
-    ours = figures()
-    ours.gpu(0).write(GPU)
+    ours = RingBoard(tmp_path / "board", 1, create=True)
+    ours.rank(0).computes_on(GPU)
     for kind, value in values:
         ours.observe(kind, value)
-    for kind, (bounds, unit) in SHAPES.items():
+    for kind in Kind:
         mine = [value for of, value in values if of is kind]
         buckets, total = ours.histogram(kind)
         assert [count for _, count in buckets] == [
-            *(sum(value <= bound for value in mine) for bound in bounds),
+            *(sum(value <= bound for value in mine) for bound in BOUNDS[kind]),
             len(mine),
         ]
-        assert total == pytest.approx(sum(mine), abs=unit * (len(mine) + 1))
+        assert total == pytest.approx(sum(mine))
     assert ours.gpus == {0: GPU}
-    assert [ours.counted(counter) for counter in Counter] == [0] * len(Counter)
+    assert not any(ours.totals.as_dict().values())
 
 
 def test_the_bounds_of_a_histogram_grow() -> None:
-    for bounds, _ in SHAPES.values():
+    for bounds in BOUNDS:
         assert list(bounds) == sorted(set(bounds))
         assert bisect_left(bounds, bounds[-1]) == len(bounds) - 1
 
@@ -74,11 +71,11 @@ def test_a_collector_tells_what_is_on_the_board(tmp_path: Path) -> None:
     rank = RingBoard(tmp_path / "board", 2)
     assert collected(None) == {"ring_restarts_total": 0, "ring_deaths_total": 0}
     assert collected(board)["kv_used_ratio"] == 0, "a ring that has no blocks yet"
-    rank.rank(1).gpu.write(GPU)
+    rank.rank(1).computes_on(GPU)
     rank.set_load(GroupLoad(running=3, free_blocks=30, total_blocks=40))
     rank.add_step(2_000_000, 10, 3, sequences=5)
-    rank.figures.set_communication(0.5)
-    rank.figures.count(Counter.QUERIED_TOKENS, 12)
+    rank.totals.communication_seconds = 0.5
+    rank.count_queried(12)
     found = collected(board, OneGpu())
     assert found["kv_used_ratio"] == 0.25
     assert (found["step_duration_seconds_count"], found["step_duration_seconds_sum"]) == (1, 0.002)
@@ -147,14 +144,14 @@ class Observed:
 
     def __init__(self, ring: Ring) -> None:
         self.values: list[tuple[Kind, float]] = []
-        self.counts = dict.fromkeys(Counter, 0)
+        self.queried = 0
         ring.batcher._stages._figures = self
 
     def observe(self, kind: Kind, value: float) -> None:
         self.values.append((kind, value))
 
-    def count(self, counter: Counter, amount: int = 1) -> None:
-        self.counts[counter] += amount
+    def count_queried(self, tokens: int) -> None:
+        self.queried += tokens
 
 
 def step(ring: Ring, begins: float, seconds: float) -> None:
@@ -178,7 +175,7 @@ def test_the_stages_of_a_request_follow_each_other() -> None:
     assert told.values[2:] == [(Kind.DECODE, 1.5)]
     step(ring, 20.0, 0.25)  # the one that has waited: its first token is its last
     assert told.values[3:] == [(Kind.QUEUE, 10.0), (Kind.PREFILL, 0.25)]
-    assert told.counts[Counter.QUERIED_TOKENS] == 16
+    assert told.queried == 16
 
 
 def test_a_sequence_that_gives_up_its_place_waits_once() -> None:
