@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from services.executor.core.sampling_state import SamplingState
-from services.executor.structured_output import (GrammarCompiler, GrammarState, GrammarWork, Vocabulary, compute_masks)
+from services.executor.structured_output import (
+    GrammarCompiler,
+    GrammarState,
+    GrammarWork,
+    Vocabulary,
+    compute_masks,
+)
 from services.executor.worker.stub import STUB_EOS_TOKEN
 from shared.errors import InvalidGrammar
 from shared.messages import Grammar, ModelCard, TokenizerBundle

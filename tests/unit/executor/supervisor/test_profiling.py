@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from services.executor.supervisor.diagnostics.jobs import refusal
 
 from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor.diagnostics.service import refusal
 from shared.messages.debugging import ProfileCommand
 
 
