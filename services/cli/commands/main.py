@@ -14,8 +14,8 @@ from services.cli.commands.keys import keys_app
 from services.cli.commands.status import status
 from services.cli.commands.up import up
 from services.cli.models import catalog
+from services.cli.models.catalog import prepare_model
 from services.cli.models.downloads import size_of
-from services.cli.models.prepare import prepare_model
 from services.cli.serve import MODULES
 from services.cli.serve import probe as probe_service
 from services.cli.serve import serve as serve_service

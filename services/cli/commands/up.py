@@ -95,18 +95,14 @@ def up(
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
     _check_choice("--dtype", dtype, ("auto", "bf16", "fp32"))
     _check_choice("--engine", engine, ("torch", "stub"))
-    if weight_dtype is not None:
-        _check_choice("--weight-dtype", weight_dtype, ("auto", "bf16", "fp8", "int8"))
-    if kv_dtype is not None:
-        _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
+    _check_choice("--weight-dtype", weight_dtype, ("auto", "bf16", "fp8", "int8"))
+    _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
     for service in ("gateway",) if engine == "stub" else ("gateway", "executor"):
         require_packages(service, extra="all")
     tls = {"tls_certificate": tls_certificate, "tls_key": tls_key, "tls_client_ca": tls_client_ca}
     files = {name: str(path.resolve()) for name, path in tls.items() if path is not None}
-    if tool_parser is not None:
-        _check_choice("--tool-parser", tool_parser, TOOL_PARSERS)
-    if reasoning_parser is not None:
-        _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
+    _check_choice("--tool-parser", tool_parser, TOOL_PARSERS)
+    _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     settings = load_settings(StackSettings, data_dir=data_dir, **files)
     plan = StackPlan(
         model=model,
@@ -147,6 +143,6 @@ def _renamed(proof: bool | None, smoke_test: bool) -> bool:
     return proof
 
 
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+def _check_choice(option: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
         raise ConfigurationError(f"{option} cannot be {value!r}; it is one of {', '.join(choices)}.")

@@ -281,16 +281,9 @@ class LocalStack:
         plan, settings = self.plan, self._settings
         arguments = ["--group", f"group-{self._mark}{replica}", "--tp", str(plan.tp), "--dtype", plan.dtype]
         arguments += ["--engine", plan.engine, "--served-model-name", plan.served_model_name]
-        if plan.weight_dtype is not None:
-            arguments += ["--weight-dtype", plan.weight_dtype]
-        if plan.kv_dtype is not None:
-            arguments += ["--kv-dtype", plan.kv_dtype]
-        if plan.tool_parser is not None:
-            arguments += ["--tool-parser", plan.tool_parser]
-        if plan.reasoning_parser is not None:
-            arguments += ["--reasoning-parser", plan.reasoning_parser]
-        if plan.model:
-            arguments += ["--model", plan.model]
+        for name in ("weight_dtype", "kv_dtype", "tool_parser", "reasoning_parser", "model"):
+            if value := getattr(plan, name):
+                arguments += [f"--{name.replace('_', '-')}", value]
         if not settings.threads:
             cores = len(os.sched_getaffinity(0))
             arguments += ["--threads", str(max(1, cores // (plan.replicas * plan.tp)))]

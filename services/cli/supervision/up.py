@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 from rich.console import Console
 
-from services.cli.models.prepare import prepare_model
+from services.cli.models.catalog import prepare_model
 from services.cli.supervision.stack import LocalStack, StackPlan
 from services.cli.target import (
     RunFile,

@@ -8,8 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cli.models.catalog import DEFAULT_MODEL
-from services.cli.models.prepare import prepare_model
+from services.cli.models.catalog import DEFAULT_MODEL, prepare_model
 from shared.errors import InternalError, ModelLoadError
 
 
@@ -28,7 +27,7 @@ async def test_what_is_there_needs_no_process(tmp_path: Path, monkeypatch: pytes
     for name in ("pulled--model", DEFAULT_MODEL):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    monkeypatch.setattr("services.cli.models.prepare._process", None)
+    monkeypatch.setattr("services.cli.models.catalog._process", None)
     assert await prepare_model("pulled/model", tmp_path, ignore) == (
         "pulled/model",
         tmp_path / "pulled--model",
