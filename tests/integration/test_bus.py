@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.errors import Error as NatsError
 from nats.errors import SlowConsumerError
 from nats.js.api import RetentionPolicy, StreamConfig
 from nats.js.errors import APIError
@@ -432,3 +433,29 @@ async def test_a_durable_publish_that_the_stream_refuses_says_why(bus: Bus) -> N
     await bus.jetstream().add_stream(config)
     with pytest.raises(BrokerUnavailable, match="message size exceeds maximum"):
         await bus.publish_durable("small", TokenFrame("g" * 100, 1, 0, []))
+
+
+async def test_a_handler_that_fails_is_logged_and_the_next_message_is_handled(bus: Bus) -> None:
+    async def handle(command: ControlCommand) -> ControlReply:
+        if isinstance(command, Drain):
+            raise ValueError("a fault")
+        return ControlReply(ok=True)
+
+    await bus.subscribe(subjects.control("g"), ControlCommand, handle)  # type: ignore[arg-type]
+    with capture_logs() as logs:
+        await bus.publish(subjects.control("g"), Drain())
+        assert (await bus.request(subjects.control("g"), Cancel(["x"]), ControlReply, timeout=30)).ok
+    assert [line["event"] for line in logs] == ["handler_failed"]
+
+
+async def test_what_nats_forbids_is_an_error_in_the_log(bus: Bus) -> None:
+    with capture_logs() as logs:
+        await bus._on_error(NatsError('nats: permissions violation for publish to "intake.x"'))
+    assert [(line["event"], line["log_level"]) for line in logs] == [("nats_refused", "error")]
+
+
+async def test_nothing_is_published_on_a_connection_that_is_closed(nats_settings: CommonSettings) -> None:
+    connection = await Bus.connect(nats_settings, "test")
+    await connection.close()
+    with pytest.raises(BrokerUnavailable, match="NATS took no message on tokens"):
+        await connection.publish("tokens.x", Drain())
